@@ -254,7 +254,8 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
     """Return the rules of the parameters that the checkpoint has, and the excused keys that no rule asks for.
 
     Raises:
-        ConversionError: lists every key that is missing, unknown or of another shape, and not excused.
+        ConversionError: lists every missing or unknown key that is not excused, or names the first key of
+            another shape.
     """
     rules, asked, problems = [], set(), []
     for rule in all_rules(model.architecture):

@@ -272,8 +272,8 @@ def quiet_without_reader(command: Callable[[], int]) -> int:
     """Run a command and return its exit code, without a traceback if the reader of its output is gone, as in
     ``| head``.
 
-    A command that had finished keeps its exit code. One that was interrupted returns the exit code of a
-    program killed by SIGPIPE.
+    A command that had finished keeps its exit code. One that the broken pipe interrupted returns the exit
+    code of a program killed by SIGPIPE.
     """
     code = 128 + signal.SIGPIPE
     try:

@@ -195,7 +195,7 @@ class Conversion(ABC):
         """Write the remaining files, which make the staged files a checkpoint."""
 
     def is_whole(self, number: int) -> bool:
-        """Return whether the file of that number has the length of its pieces, and the right header."""
+        """Return whether the file of that number has the full length of its pieces, and the right header."""
         return True
 
     def write(self, name: str) -> None:

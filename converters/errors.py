@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ConversionError(ValueError):
-    """Error: a model, its config or its weights cannot be converted.
+    """Error for a model, config or weights that cannot be converted.
 
     ``exit_code`` is the exit code of the command. The message gives the problem, the value and the fix.
 
@@ -36,5 +36,5 @@ class ConversionError(ValueError):
 
 
 class ChangedSourceError(ConversionError):
-    """Error: the source has changed since the conversion was planned, or contradicts its own manifest, so
-    that unfinished work cannot be resumed."""
+    """Error for a source that has changed since the conversion was planned, or that contradicts its own
+    manifest, so that unfinished work cannot be resumed."""

@@ -96,8 +96,9 @@ class WrittenTensor:
 def in_files(
     tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype, Parts]], max_bytes: int
 ) -> list[WrittenTensor]:
-    """Assign tensors (name, shape, dtype and parts) in order to as few files as the size limit allows. Within
-    each file, wide dtypes come first, so that all tensors are aligned."""
+    """Assign tensors (name, shape, dtype and parts) in order to as few files as the size limit allows, and
+    return them with file and offset. Within each file, wide dtypes come first, so that all tensors are
+    aligned."""
     groups: list[list[int]] = []
     filled = 0
     for number, (_, shape, dtype, _) in enumerate(tensors):

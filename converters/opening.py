@@ -322,7 +322,7 @@ def describe(opened: Opened) -> dict[str, Any]:
 
 
 def inspect_path(path: Path, options: OpeningOptions) -> Answer:
-    """Describe a checkpoint. Arguments and errors are those of ``open_any``."""
+    """Describe a checkpoint as the answer of ``inspect``. Arguments and errors are those of ``open_any``."""
     facts = describe(open_any(path, options))
     lines = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "architecture"]
     return (

@@ -14,8 +14,8 @@ _MODULES: dict[str, ModuleType] = {}
 
 
 class PythonFileError(Exception):
-    """Error: a file cannot be read as Python, or its code fails. The message gives the reason without the
-    file's name."""
+    """Error for a file that cannot be read as Python, or whose code fails. The message gives the reason
+    without the file's name."""
 
 
 def modules_from_files() -> list[ModuleType]:

@@ -1,5 +1,5 @@
-"""``megarl convert selftest``: it runs tiny models of a family, generated from the family's config class and
-rules, through every conversion.
+"""Self-test ``megarl convert selftest``: it runs tiny models of a family, generated from the family's config
+class and rules, through every conversion.
 
 For each variant of a tiny config (``variants``), the checks are:
 

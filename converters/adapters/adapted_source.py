@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint with an adapter merged into its tensors as they are read, for whoever loads a
+"""A Hugging Face checkpoint with an adapter merged into its tensors as they are read, for code that loads a
 model from it."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from converters.model_config.architecture import Architecture
 
 
 class AdaptedSource(HuggingFaceSource):
-    """A checkpoint, whose changed tensors are float32: the sum of base and adapter is rounded by its reader
-    alone.
+    """A checkpoint with an adapter merged in. Changed tensors are float32, so that only the reader rounds the
+    sum of base and adapter.
 
     Args:
-        directory: of the base model.
+        directory: directory of the base model.
         adapter: directory of the adapter.
-        architecture: of the base model.
+        architecture: architecture of the base model.
 
     Raises:
         ConversionError: there is no readable checkpoint, or the adapter does not fit it.
@@ -45,10 +45,10 @@ class AdaptedSource(HuggingFaceSource):
                 self._changed[name] = self._changed[original]
 
     def require_own_base(self) -> None:
-        """Compare weights of its base that the adapter holds with those of the checkpoint.
+        """Compare the base weights that the adapter stores with those of the checkpoint.
 
         Raises:
-            ConversionError: they are others.
+            ConversionError: the weights differ.
         """
         refuse_other_base(
             self.adapter, HuggingFaceModel(HuggingFaceSource(self.directory), self._architecture)

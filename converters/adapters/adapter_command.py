@@ -1,5 +1,5 @@
-"""The sub-command ``adapter``: adapters by themselves, from PEFT's form to a ``torch_dist`` checkpoint and
-back."""
+"""The sub-command ``adapter``: conversion of adapters by themselves, between PEFT's format and a
+``torch_dist`` checkpoint."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def open_megatron_adapter(
     """Open the adapters of a checkpoint.
 
     Args:
-        directory: of the checkpoint, or where a trainer keeps it.
-        hf_directory: with the ``config.json`` of the base model; None where the checkpoint has it.
-        ignored: keys of that file that are known to be harmless.
+        directory: the checkpoint, or the directory in which a trainer keeps it.
+        hf_directory: directory with the ``config.json`` of the base model; None if the checkpoint has it.
+        ignored: keys of that ``config.json`` that are known to be harmless.
 
     Raises:
-        ConversionError: nothing says which model they are of, or as of ``MegatronAdapter``.
+        ConversionError: nothing gives the base model's config, or ``MegatronAdapter`` refuses the checkpoint.
     """
     checkpoint = find_checkpoint(directory)
     places = (
@@ -57,18 +57,18 @@ def open_megatron_adapter(
 
 
 def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the directory. The whole adapter is in memory: safetensors writes a file at once.
+    """Write PEFT's directory. The whole adapter is in memory, because safetensors writes a file at once.
 
     Args:
         adapter: the source.
-        target: directory to make.
-        overwrite: replace an existing adapter.
+        target: directory to write.
+        overwrite: whether to replace an existing adapter.
 
     Returns:
-        Its tensors and bytes, by those names.
+        Number of tensors and bytes, as ``tensors`` and ``bytes``.
 
     Raises:
-        ConversionError: PEFT would take some of it for something else, or the target cannot be written.
+        ConversionError: PEFT would misread some of the adapter, or the target cannot be written.
     """
     kept = adapter.origin.name == ADAPTER_CONFIG  # it was PEFT's, and goes back as it came
     misread = (
@@ -102,20 +102,20 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
 def convert_adapter(
     source: Path, target: Path, hf_directory: Path | None, *, overwrite: bool, ignored: Collection[str] = ()
 ) -> Answer:
-    """Convert an adapter to the form that it does not have.
+    """Convert an adapter from PEFT's format to Megatron's, or the reverse.
 
     Args:
-        source: directory of PEFT, or ``torch_dist`` checkpoint of adapters.
-        target: directory to make.
-        hf_directory: with the ``config.json`` of the base model.
-        overwrite: replace an existing target of the same kind.
+        source: PEFT's directory, or a ``torch_dist`` checkpoint of adapters.
+        target: directory to write.
+        hf_directory: directory with the ``config.json`` of the base model.
+        overwrite: whether to replace an existing target of the same kind.
         ignored: keys of ``config.json`` that are known to be harmless.
 
     Returns:
-        Exit code, facts, text.
+        Exit code, facts for JSON, text for the terminal.
 
     Raises:
-        ConversionError: it cannot be converted exactly, or the target cannot be written.
+        ConversionError: the adapter cannot be converted exactly, or the target cannot be written.
     """
     if is_peft_directory(source):
         if hf_directory is None:

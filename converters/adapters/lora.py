@@ -1,9 +1,8 @@
-"""LoRA adapters, saved by PEFT or by Megatron-Bridge, merged into a model while it is read.
+"""LoRA adapters saved by PEFT or Megatron-Bridge, merged into a model while it is read.
 
-An opened adapter has PEFT's names and forms, whichever side it was saved by. The merged weight is W + scaling
-* B A, computed in float32 from the stored base weight and rounded once to the dtype that it is stored in.
-Every sum is taken in the order of the ranks, element by element, so that the bits depend neither on the rows
-that are read at a time nor on the machine.
+An opened adapter has PEFT's names and shapes, whatever saved it. The merged weight is W + scaling * B A,
+computed in float32 from the stored base weight and rounded once to the stored dtype. Each element sums over
+the ranks in order, so that the bits depend neither on the number of rows read at a time nor on the machine.
 """
 
 from __future__ import annotations
@@ -37,15 +36,17 @@ _FIX = "use the base model that the adapter was trained on, and an adapter of pl
 
 
 Member = tuple[HuggingFaceTensor, TensorLocation]
-"""A tensor of one expert, and where it is in a stack of all."""
+"""Tensor of one expert, and its location in a stack of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The two matrices of a module: names of the stored tensors, and the factor on their product. Those of an
-    embedding are transposed. Those of a stack of experts are those of all experts: of ``down`` an expert has
-    ``rank`` rows, of ``up`` every column that is its own; ``place`` says which rows of ``up`` belong to the
-    tensor."""
+    """The two matrices of a module: names of the stored tensors, and the factor on their product.
+
+    Factors of an embedding are transposed. A stack of experts stores the factors of all experts together: an
+    expert has ``rank`` rows of ``down``, and its own columns of ``up``; ``place`` gives the rows of ``up``
+    that belong to the tensor.
+    """
 
     down: str
     up: str
@@ -59,19 +60,19 @@ class LoraAdapter:
     """An adapter fitted to a model.
 
     Args:
-        directory: of PEFT, or a ``torch_dist`` checkpoint of adapters.
-        architecture: of the base model.
+        directory: PEFT's directory, or a ``torch_dist`` checkpoint of adapters.
+        architecture: architecture of the base model.
 
     Raises:
-        ConversionError: it is damaged, is no plain LoRA, or does not fit the model.
+        ConversionError: the adapter is damaged, is not a plain LoRA, or does not fit the model.
 
     Attributes:
-        source: its tensors.
-        base: names of the tensors of the base model that are stored with the adapter, by the name of the
-            Hugging Face tensor.
-        factors: by the name of the Hugging Face tensor that they change.
-        replaced: rows that it has in place of the base model's, by the name of the Hugging Face tensor.
-        changed: names of the Hugging Face tensors that it changes.
+        source: the adapter's tensors.
+        base: names of the base model's tensors that are stored with the adapter, by the name of the Hugging
+            Face tensor.
+        factors: factors by the name of the Hugging Face tensor that they change.
+        replaced: rows that replace those of the base model, by the name of the Hugging Face tensor.
+        changed: names of the Hugging Face tensors that the adapter changes.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -92,15 +93,15 @@ class LoraAdapter:
         self.changed = frozenset((*self.factors, *self.replaced))
 
     def __contains__(self, name: str) -> bool:
-        """Return whether it changes the Hugging Face tensor of that name."""
+        """Return whether the adapter changes the Hugging Face tensor of that name."""
         return name in self.changed
 
     def notes(self) -> dict[str, str | int]:
-        """Return what a conversion says of it."""
+        """Return the adapter's name and its number of tensors, for the notes of a conversion."""
         return {"lora": self.directory.resolve().name, "lora_tensors": len(self.changed)}
 
     def identity(self) -> list[list[str | int]]:
-        """Changes when its files do."""
+        """Return name, size and modification time of the adapter's files."""
         return identity_of(self.source.files())
 
     def merge(
@@ -111,15 +112,15 @@ class LoraAdapter:
         dtype: torch.dtype | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Return rows of a base tensor with the adapter in them.
+        """Return rows of a base tensor with the adapter merged in.
 
         Args:
-            name: of the Hugging Face tensor.
-            rows: [n, columns], of the base, from row ``start`` on.
+            name: name of the Hugging Face tensor.
+            rows: [n, columns], the base's rows from row ``start`` on.
             start: the first row.
-            dtype: of the result; that of ``rows`` if None.
-            columns: the first one of ``rows`` and the one behind the last, of a tensor that has factors; None
-                for all.
+            dtype: dtype of the result; None for that of ``rows``.
+            columns: start and stop of the columns in ``rows``, for a tensor that has factors; None for all
+                columns.
         """
         if name in self.replaced:
             # rounded once where the adapter's dtype is wider than the base's
@@ -263,8 +264,8 @@ class LoraAdapter:
         stacks: Mapping[str, list[Member]],
         fitted: dict[str, Factors],
     ) -> list[str]:
-        """Fit what changes a stack of experts; what is wrong. PEFT says which stack of the layer only by the
-        shapes."""
+        """Fit the factors of a stack of experts, and return the problems. Only the shapes tell which of the
+        layer's stacks PEFT's factors belong to."""
         if set(names) != {"lora_A", "lora_B"}:
             return [f"{module}: has {', '.join(names)}; lora_A and lora_B are needed"]
         down, up = names["lora_A"], names["lora_B"]
@@ -332,8 +333,8 @@ class LoraAdapter:
 
 
 def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Member]]:
-    """Return the parameters in which transformers' models hold the matrices of all experts of a layer, by
-    name, with what is in them."""
+    """Return the parameters in which transformers stacks the matrices of all experts of a layer, by name,
+    with their members."""
     stacks: dict[str, list[Member]] = {}
     for tensor in tensors.values():
         for place in tensor.places:
@@ -343,7 +344,8 @@ def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Me
 
 
 def _product(up: Tensor, down: Tensor) -> Tensor:
-    """[n, r] by [r, columns]: term by term, each rounded on its own, which is the same whatever n is."""
+    """Multiply [n, r] by [r, columns] term by term. Each term is rounded separately, so that the result does
+    not depend on n."""
     # No matmul: it chooses the order of its sums by the number of rows, and no addcmul, which may round
     # product and sum once.
     total = torch.zeros(up.shape[0], down.shape[1])
@@ -355,8 +357,8 @@ def _product(up: Tensor, down: Tensor) -> Tensor:
 
 
 def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tuple[str, ...]:
-    """Beginnings of the names of prediction layers that the adapter changes nothing of: transformers has no
-    such layers, so that an adapter that was trained with it cannot have factors for them."""
+    """Return the name prefixes of prediction layers that the adapter does not change. transformers has no
+    such layers, so an adapter trained with it cannot have factors for them."""
     names = list(changed)
     return tuple(
         prefix for prefix in beginnings(architecture) if not any(name.startswith(prefix) for name in names)
@@ -366,7 +368,7 @@ def _untrained_layers(architecture: Architecture, changed: Iterable[str]) -> tup
 def _left_out(
     config: LoraConfig, tensors: Mapping[str, HuggingFaceTensor], found: set[str], untrained: tuple[str, ...]
 ) -> list[str]:
-    """Return modules of the model that the config lists and that have no factors, but for those of
+    """Return a problem for each module that the config lists and that has no factors, except modules of
     ``untrained`` layers."""
     modules = [
         name.removesuffix(".weight")

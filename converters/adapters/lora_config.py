@@ -1,4 +1,4 @@
-"""The ``adapter_config.json`` of a PEFT adapter: what it says about merging; whatever else it asks for is
+"""The ``adapter_config.json`` of a PEFT adapter: the settings that merging needs. Unsupported settings are
 refused by name."""
 
 from __future__ import annotations
@@ -63,18 +63,19 @@ _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Settings by which adapters change weights.
+    """Settings that determine how an adapter changes weights.
 
     Attributes:
-        rank, alpha: of every module, unless a pattern says otherwise.
-        rank_patterns, alpha_patterns: by regular expression of the end of a module's name.
-        rank_stabilized: scaling is alpha / sqrt(rank) instead of alpha / rank.
-        targets: names, or ends of names, of the modules that have to have an adapter; empty where the config
-            does not list them.
-        target_parameters: the same of parameters that are no module's weight: stacks of experts.
-        saved_modules: names, or ends of names, of modules that the adapter has as a whole.
-        token_indices: rows of embeddings that the adapter has, by the name of the module, or its end.
-        beginnings: of names in the model, and in the patterns, where they differ.
+        rank, alpha: rank and alpha of every module without a matching pattern.
+        rank_patterns, alpha_patterns: ranks and alphas by a regular expression for the end of a module's
+            name.
+        rank_stabilized: whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
+        targets: names, or ends of names, of the modules that must have an adapter; empty if the config does
+            not list them.
+        target_parameters: the same for parameters that are not a module's weight: stacks of experts.
+        saved_modules: names, or ends of names, of modules that the adapter stores as a whole.
+        token_indices: rows of embeddings that the adapter stores, by the name of the module, or its end.
+        beginnings: prefixes of names in the model and in the patterns, if these differ.
     """
 
     rank: int
@@ -89,7 +90,7 @@ class LoraConfig:
     beginnings: tuple[str, str] = ("", "")
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter, as PEFT finds it: the first pattern that fits."""
+        """Return the rank of a module's adapter. As in PEFT, the first matching pattern decides."""
         return self.rank_patterns.get(_pattern_of(self.rank_patterns, self._own_name(module)), self.rank)
 
     def scaling_of(self, module: str) -> float:
@@ -104,7 +105,7 @@ class LoraConfig:
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
-    """Return whether a name, or its end behind a dot, is one of the targets."""
+    """Return whether a name, or its end after a dot, is one of the targets."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -114,14 +115,14 @@ def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Return the adapter's config.
+    """Parse the adapter's config.
 
     Args:
-        path: of the file, for messages.
-        config: what it holds.
+        path: path of the file, for messages.
+        config: content of the file.
 
     Raises:
-        ConversionError: with everything in it that is no plain LoRA.
+        ConversionError: lists every setting that is not a plain LoRA's.
     """
     problems = list(_refused(config))
     rank = read_number(config.get("r"), "r", problems)
@@ -181,7 +182,8 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
 
 
 def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:
-    """A list is of the input embedding, which PEFT finds by its place in the model."""
+    """Return the token rows by module. A plain list belongs to the input embedding, which PEFT finds by its
+    role in the model."""
     given = config.get("trainable_token_indices") or {}
     by_module = {"embed_tokens": given} if isinstance(given, list) else given
     if not isinstance(by_module, Mapping) or not all(
@@ -195,8 +197,8 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
 
 
 def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Only where a list alone makes the choice; expressions, exceptions and choices of layers are left to the
-    tensors that are there."""
+    """Return the targets that a key lists, but only if the list alone decides. Expressions, exceptions and
+    choices of layers give an empty set, since the stored tensors show what was chosen."""
     targets = config.get(key)
     restrictions = [config.get(other) for other in _CHOICE - {"target_modules", "target_parameters"}]
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):

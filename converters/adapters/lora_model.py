@@ -33,12 +33,12 @@ def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[M
 def merge_import(
     base: HuggingFaceModel, directory: Path, dtype: torch.dtype | None
 ) -> tuple[HuggingFaceModel, LoraAdapter]:
-    """Return a Hugging Face checkpoint with the adapter of a directory in it.
+    """Return a Hugging Face checkpoint with an adapter merged in, and the adapter.
 
     Args:
         base: the checkpoint.
-        directory: of the adapter.
-        dtype: that everything is converted to, from the sums in float32; None rounds each of them to the
+        directory: directory of the adapter.
+        dtype: dtype that all tensors are converted to, from the sums in float32; None rounds each sum to the
             dtype of its tensor.
 
     Raises:
@@ -51,8 +51,8 @@ def merge_import(
 def merge_export(
     checkpoint: MegatronCheckpoint, directory: Path, dtype: torch.dtype | None
 ) -> tuple[MegatronCheckpoint, LoraAdapter]:
-    """Merge an adapter into a ``torch_dist`` checkpoint. A tensor that its import widened is rounded to what
-    it was in before."""
+    """Return a ``torch_dist`` checkpoint with an adapter merged in, and the adapter. A tensor that an import
+    widened is rounded to its original dtype."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         return checkpoint.dtype_before(name, stored) if dtype is None else torch.float32
@@ -62,8 +62,8 @@ def merge_export(
 
 
 def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
-    """Return an opened checkpoint with an adapter in it, to be compared with ``other``, which may be the
-    result of a conversion with ``--dtype``. Its manifest, which is of the base, is left out."""
+    """Return an opened checkpoint with an adapter merged in, for comparison with ``other``, whose dtypes the
+    sums are rounded to. The base's manifest is dropped, because it no longer applies."""
 
     def choose(name: str, stored: torch.dtype) -> torch.dtype:
         if other is None:
@@ -80,11 +80,11 @@ def merge_opened(base: Opened, directory: Path, other: Opened | None) -> Opened:
 
 
 def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
-    """Compare the weights of the base model that an adapter holds (PEFT saves those of embeddings with it)
-    with those that are there.
+    """Compare the base model's weights that an adapter stores (PEFT saves embeddings in this way) with those
+    of ``base``.
 
     Raises:
-        ConversionError: they are not the same.
+        ConversionError: the weights differ.
     """
     tensors = {tensor.name: tensor for tensor in hf_tensors(base.architecture)}
     for name, stored in adapter.base.items():

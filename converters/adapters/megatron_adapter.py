@@ -1,9 +1,9 @@
-"""The adapters in a ``torch_dist`` checkpoint, seen as PEFT would hold them.
+"""The adapters of a ``torch_dist`` checkpoint, presented as PEFT would store them.
 
-Three forms are known. Megatron-Bridge's own, LoRA, has one adapter for a fused layer: PEFT's factors
-``lora_A`` of query, key and value are then the same matrix, and ``lora_B`` are rows of one. Its CanonicalLoRA
-has one for each part, as PEFT does. And what this library writes (``converters.adapters.megatron_adapter``)
-is of the first form, with a part for each in the ranks.
+Three formats are known. Megatron-Bridge's LoRA has one adapter for a fused layer: PEFT's factors ``lora_A``
+of query, key and value are then the same matrix, and their ``lora_B`` are rows of one matrix.
+Megatron-Bridge's CanonicalLoRA has one adapter for each part, like PEFT. The third format is written here
+(``converters.adapters.to_megatron``): like LoRA, but each part has its own block of ranks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ PEFT_PREFIX = "base_model.model."
 _SIDES = ("linear_in", "linear_out")
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.")
 PARTS = {Kind.QKV: ("adapter_q", "adapter_k", "adapter_v"), Kind.GATED: ("adapter_gate", "adapter_up")}
-"""Names in Megatron-Bridge's CanonicalLoRA of the adapters of the parts of a fused layer."""
+"""Names that Megatron-Bridge's CanonicalLoRA gives to the adapters of the parts of a fused layer."""
 
 
 def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rule]:
-    """Return the rules of the weights of linear layers that may have an adapter: those inside of layers.
+    """Return the rules of linear weights that may have an adapter, which are those inside layers.
 
     Args:
-        architecture: of the model.
-        of_experts: those of routed experts, and not the others. Megatron-Bridge keeps one adapter for all
-            experts of a rank, PEFT one for each.
+        architecture: architecture of the model.
+        of_experts: True returns only the weights of routed experts, False only the others. Megatron-Bridge
+            keeps one adapter for all experts of a rank, PEFT one for each expert.
     """
     return [
         rule
@@ -60,20 +60,20 @@ def linears(architecture: Architecture, *, of_experts: bool = False) -> list[Rul
 
 
 def peft_name(part: HuggingFaceTensor, factor: str) -> str:
-    """Return what PEFT calls a factor, ``lora_A`` or ``lora_B``, of the adapter of a tensor."""
+    """Return PEFT's name of the factor ``lora_A`` or ``lora_B`` of a tensor's adapter."""
     return f"{PEFT_PREFIX}{part.name.removesuffix('.weight')}.{factor}.weight"
 
 
 def stored_factor(
     rule: Rule, architecture: Architecture, side: str, part: int | None = None, *, stacked: bool
 ) -> StoredPlace:
-    """Return where a checkpoint keeps a factor of an adapter.
+    """Return the location of an adapter's factor in a checkpoint.
 
     Args:
-        rule: of the weight of the linear layer.
-        architecture: of the model.
+        rule: rule of the linear layer's weight.
+        architecture: architecture of the model.
         side: ``linear_in`` or ``linear_out``.
-        part: number of the part of a fused layer that the adapter is of; None for the adapter of the whole
+        part: index of the part of a fused layer that the adapter belongs to; None for an adapter of the whole
             layer.
         stacked: whether layers are stacked.
     """
@@ -85,18 +85,18 @@ def stored_factor(
 
 
 def parts_of(rule: Rule) -> range:
-    """Return numbers of the parts that may have adapters of their own; empty for a layer that is not
+    """Return the indices of the parts that may have separate adapters; empty for a layer that is not
     fused."""
     return range(len(PARTS.get(rule.kind, ())))
 
 
 def rows_of(rule: Rule) -> int:
-    """Return rows of the whole layer."""
+    """Return the number of rows of the whole layer."""
     return sum(part.shape[0] for part in rule.parts)
 
 
 Block = tuple[int, int]
-"""The first rank of a part in the adapter of its layer, and the one behind its last."""
+"""Range of ranks (start, stop) of a part in the adapter of its layer."""
 FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
 _CHANGED = (
     "import the adapter again; or remove the manifest if it was trained further: its adapters are "
@@ -105,15 +105,15 @@ _CHANGED = (
 
 
 def block(part: int, rank: int, form: str) -> Block:
-    """Return the ranks of a part."""
+    """Return the range of ranks of a part."""
     return (0, rank) if form == SHARED else (part * rank, (part + 1) * rank)
 
 
 def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: int) -> dict[str, Block]:
-    """Return the ranks of each part that has an adapter, by the name of its Hugging Face tensor.
+    """Return the range of ranks of each part that has an adapter, by the name of its Hugging Face tensor.
 
     Raises:
-        ConversionError: the manifest is not one of adapters, or says other ranks than are stored.
+        ConversionError: the manifest is not one of adapters, or its ranks do not match the stored ones.
     """
     form = manifest.notes.get(FORM_NOTE)
     ranks = {
@@ -142,15 +142,15 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
 def require_as_written(
     adapter: MegatronAdapter, manifest: ConversionManifest, path: Path, between: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Check that a checkpoint of adapters still is what its manifest says.
+    """Check that a checkpoint of adapters still matches its manifest.
 
     Args:
         adapter: the checkpoint.
-        manifest, path: what it says of itself, and where.
-        between: what has to be zero, by key.
+        manifest, path: the manifest and its path.
+        between: values that have to be zero, by key.
 
     Raises:
-        ConversionError: something was changed.
+        ConversionError: the checkpoint was changed.
     """
     changed, names = [key for key, values in between if torch.count_nonzero(values)], adapter.keys()
     for name in names:
@@ -171,21 +171,21 @@ _KNOWN = ("LoRA", "CanonicalLoRA")
 def said_of(
     directory: Path, kept: Path | None, rank: int, names: Sequence[str], architecture: Architecture
 ) -> tuple[Path, Mapping[str, Any], Any]:
-    """Look for what says how a checkpoint's adapters change weights.
+    """Find the file that gives the type and scale of a checkpoint's adapters.
 
     Args:
-        directory: of the checkpoint.
-        kept: the config of PEFT that a conversion kept, where one made the checkpoint.
-        rank: of every stored adapter.
-        names: PEFT's names of their factors.
-        architecture: of the base model.
+        directory: directory of the checkpoint.
+        kept: PEFT config that a conversion kept; None if no conversion wrote the checkpoint.
+        rank: rank of every stored adapter.
+        names: PEFT's names of the factors.
+        architecture: architecture of the base model.
 
     Returns:
-        The file that says it, PEFT's config, and over how many ranks the adapters were cut that were saved,
-        as it stands there.
+        The file, PEFT's config, and the tensor-parallel size with which the adapters were saved, as the file
+        gives it.
 
     Raises:
-        ConversionError: nothing says the scale, or what says it says another rank or another kind of adapter.
+        ConversionError: no file gives the scale, or the file has another rank or an unknown kind of adapter.
     """
     if kept is not None:
         # A conversion stores factors that were never cut over ranks, hence the 1.
@@ -218,7 +218,7 @@ def said_of(
 def _made_config(
     section: Mapping[str, Any], model: Mapping[str, Any], names: Sequence[str], architecture: Architecture
 ) -> dict[str, Any]:
-    """PEFT's config of adapters that Megatron-Bridge trained."""
+    """Return PEFT's config for adapters that Megatron-Bridge trained."""
     return {
         "base_model_name_or_path": model.get("hf_model_id"),
         "bias": "none",
@@ -239,8 +239,8 @@ def _made_config(
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
-    """Return modules as PEFT's config lists them: by the last part of the name where all that end so have an
-    adapter, otherwise by the whole."""
+    """Return modules as PEFT's config lists them: by the last part of the name if every module with that
+    ending has an adapter, otherwise by the whole name."""
     modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
     others = {tensor.name.removesuffix(".weight") for tensor in hf_tensors(architecture)} - modules
     targets = set()
@@ -262,8 +262,8 @@ _FIX = (
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A factor that PEFT would hold: runs of rows of a stored tensor, one behind the other, and a range of
-    its columns."""
+    """A factor as PEFT would store it: consecutive runs of rows of a stored tensor, and a range of its
+    columns."""
 
     place: StoredPlace
     runs: tuple[tuple[int, int], ...]
@@ -275,22 +275,22 @@ class _Factor:
 
 
 class MegatronAdapter:
-    """The adapters of a checkpoint, itself an ``AdapterSource``.
+    """The adapters of a checkpoint, as an ``AdapterSource``.
 
     Args:
-        directory: of the checkpoint, or where a trainer keeps it.
-        architecture: of the base model.
+        directory: the checkpoint, or the directory in which a trainer keeps it.
+        architecture: architecture of the base model.
 
     Raises:
-        ConversionError: there are no adapters, some do not fit the model or have no form that PEFT has, or
-            nothing says their scale.
+        ConversionError: there are no adapters, nothing gives their scale, or some do not fit the model or
+            have no PEFT equivalent.
 
     Attributes:
-        rank: of every stored adapter.
-        family: of the base model.
-        has_experts: the base model is a mixture of experts.
-        left_out: keys of the base model that stand beside them.
-        origin: the file that says the scale.
+        rank: rank of every stored adapter.
+        family: family of the base model.
+        has_experts: whether the base model is a mixture of experts.
+        left_out: keys of the base model that are stored next to the adapters.
+        origin: file that gives the scale.
     """
 
     def __init__(self, directory: Path, architecture: Architecture) -> None:
@@ -417,7 +417,7 @@ class MegatronAdapter:
         return next(iter(ranks.values()))
 
     def _add(self, rule: Rule, blocks: dict[str, Block] | None) -> Iterator[str]:
-        """Take up the factors of a layer; what is wrong with them."""
+        """Add the factors of a layer, and yield the problems with them."""
         found = [
             part
             for part in (None, *parts_of(rule))
@@ -501,7 +501,8 @@ class MegatronAdapter:
         return tuple(others)
 
     def _between(self, rules: list[Rule], blocks: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:
-        """Return what has to be zero in a checkpoint of blocks: rows of a part in the ranks of others."""
+        """Yield key and values that have to be zero in a checkpoint of blocks: a part's rows in the ranks of
+        other parts."""
         for rule in rules:
             up = self._place(rule, "linear_out")
             if not self._has(up):

@@ -1,4 +1,4 @@
-"""An adapter as PEFT saves it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""PEFT's format of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class PeftDirectory(SafetensorsFile):
-    """A directory of PEFT, itself an ``AdapterSource``.
+    """An adapter's directory as PEFT saves it, which is an ``AdapterSource``.
 
     Args:
-        directory: where PEFT saved it.
+        directory: the directory.
 
     Raises:
-        ConversionError: there is no adapter, it is damaged, or it is no plain LoRA.
+        ConversionError: there is no adapter, or it is damaged or not a plain LoRA.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,9 +36,9 @@ class PeftDirectory(SafetensorsFile):
         self.config: LoraConfig = read_lora_config(path, self.raw_config)
 
     def name_as(self, names: Iterable[str]) -> None:
-        """Give its tensors the names that those of a model have whose text transformers also opens by
-        itself: ``AutoModelForCausalLM`` calls ``model.`` what a published vision-language model calls
-        ``model.language_model.``, and an adapter has the names of the class that it was trained with."""
+        """Rename the adapter's tensors to match the model's tensor names. An adapter has the names of the
+        class that it was trained with, and ``AutoModelForCausalLM`` names the text model ``model.`` where a
+        published vision-language model names it ``model.language_model.``."""
         is_nested = any(name.startswith(NESTED_PREFIX) for name in names)
         theirs, ours = (_TEXT_PREFIX, NESTED_PREFIX) if is_nested else (NESTED_PREFIX, _TEXT_PREFIX)
 
@@ -73,7 +73,7 @@ class PeftDirectory(SafetensorsFile):
 
 
 def is_peft_directory(directory: Path) -> bool:
-    """Return whether something of a PEFT adapter is there."""
+    """Return whether a directory holds at least one file of a PEFT adapter."""
     return directory.is_dir() and any(
         path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*"))
     )

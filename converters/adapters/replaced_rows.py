@@ -1,6 +1,5 @@
-"""Tensors that a PEFT adapter stores beside its factors: modules that were trained as a whole
-(``modules_to_save``), and rows of single tokens (``trainable_token_indices``). They take the place of the
-base model's."""
+"""Tensors that a PEFT adapter stores next to its factors and that replace the base model's: modules that were
+trained as a whole (``modules_to_save``), and rows of single tokens (``trainable_token_indices``)."""
 
 from __future__ import annotations
 
@@ -24,19 +23,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Rows that stand for those of a tensor of the base model.
+    """Rows that replace those of a tensor of the base model.
 
     Attributes:
         stored: name of the adapter's tensor.
-        tokens: the rows that it has, in its order; None where it has all.
+        tokens: indices of the rows that the tensor holds, in its order; None if it holds all rows.
     """
 
     stored: str
     tokens: tuple[int, ...] | None = None
 
     def put(self, source: AdapterSource, rows: Tensor, start: int) -> None:
-        """Put the adapter's rows into those of the base, which begin with row ``start`` and are changed in
-        place."""
+        """Overwrite ``rows``, which are the base's rows from row ``start`` on, with those of the adapter."""
         whole = tuple((0, size) for size in source.shape(self.stored)[1:])
         if self.tokens is None:
             rows.copy_(source.read(self.stored, ((start, start + rows.shape[0]), *whole)))
@@ -47,17 +45,17 @@ class Replacement:
 
 
 class Replacements:
-    """The replacements of an adapter, by the name of the Hugging Face tensor.
+    """Replacements of an adapter, by the name of the Hugging Face tensor.
 
     Args:
         source: the adapter.
-        tensors: of the base model, by name.
-        tied: its output layer is its embedding.
+        tensors: tensors of the base model, by name.
+        tied: whether the base model's output layer is its embedding.
 
     Attributes:
-        found: by the name of the Hugging Face tensor.
-        names: of the adapter's tensors that were understood, right or wrong.
-        problems: what is wrong with them.
+        found: replacements by the name of the Hugging Face tensor.
+        names: names of the adapter's tensors that were recognised, valid or not.
+        problems: problems with those tensors.
     """
 
     def __init__(self, source: AdapterSource, tensors: Mapping[str, HuggingFaceTensor], tied: bool) -> None:
@@ -89,8 +87,8 @@ class Replacements:
             self.problems += self._tie()
 
     def _is_saved(self, name: str) -> bool:
-        """Return whether modules_to_save lists the module of a tensor, or one around it. PEFT compares ends
-        of names without regard to dots, so that norm means every input_layernorm too."""
+        """Return whether modules_to_save lists the module of a tensor, or an enclosing module. PEFT matches
+        the ends of names regardless of dots, so ``norm`` also matches every ``input_layernorm``."""
         parts = name.split(".")[:-1]
         modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
@@ -125,8 +123,8 @@ class Replacements:
             )
 
     def _tie(self) -> Iterator[str]:
-        """Take the output layer of a tied model away, where it is the embedding's; else say that they
-        differ."""
+        """Drop the output layer of a tied model if it equals the embedding; otherwise yield the problem that
+        they differ."""
         # Removed in any case: a tied model has no head of its own to change.
         embedding, head = self.found.get(self._embedding), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:

@@ -1,4 +1,4 @@
-"""An adapter of PEFT -> a ``torch_dist`` checkpoint of adapters, in the form of
+"""Conversion of a PEFT adapter to a ``torch_dist`` checkpoint of adapters, in the format of
 ``converters.adapters.megatron_adapter``."""
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _FIX = "merge it instead (import --lora), or train adapters of linear layers alo
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The adapters that will be written.
+    """Plan of the adapters to write.
 
     Attributes:
         adapter: the source.
-        architecture, config: of the base model.
-        rules: of the linear layers that have an adapter.
+        architecture, config: architecture and config of the base model.
+        rules: rules of the linear layers that have an adapter.
         stacked: whether layers are stacked.
-        rank: of PEFT's adapters.
-        scaling: factor on the product of each.
+        rank: rank of PEFT's adapters.
+        scaling: factor on the product of each adapter.
         form: ``blocks`` or ``shared``.
     """
 
@@ -76,12 +76,12 @@ class AdapterPlan:
 
     @property
     def stored_rank(self) -> int:
-        """Stored rank of every adapter in the checkpoint."""
+        """Rank with which every adapter is stored in the checkpoint."""
         return self.rank * (1 if self.form == SHARED else max(len(rule.parts) for rule in self.rules))
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Return what the conversion says of itself."""
+        """Notes about the conversion: format, rank, alpha and layout of the layers."""
         layers = "stacked" if self.stacked else "apart"
         # Megatron-Bridge divides alpha by the stored rank, so that alpha grows with the number of blocks.
         alpha = self.scaling * self.stored_rank
@@ -94,15 +94,16 @@ class AdapterPlan:
 
 
 def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] = ()) -> AdapterPlan:
-    """Work out the conversion of an adapter.
+    """Plan the conversion of an adapter.
 
     Args:
-        directory: of PEFT.
-        hf_directory: with the ``config.json`` of the base model.
-        ignored: keys of that file that are known to be harmless.
+        directory: PEFT's directory.
+        hf_directory: directory with the ``config.json`` of the base model.
+        ignored: keys of that ``config.json`` that are known to be harmless.
 
     Raises:
-        ConversionError: it is damaged, does not fit the model, or has no exact form in Megatron.
+        ConversionError: the adapter is damaged, does not fit the model, or has no exact equivalent in
+            Megatron.
     """
     config = read_config(hf_directory)
     architecture = read_architecture(config, ignored)
@@ -120,15 +121,15 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
 
 
 def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the checkpoint. All of a layer's factors are in memory at once, and no more.
+    """Write the checkpoint. Only the factors of one layer are in memory at a time.
 
     Args:
-        plan: from ``plan_adapter``.
-        target: directory to make.
-        overwrite: replace an existing checkpoint.
+        plan: plan from ``plan_adapter``.
+        target: directory to write.
+        overwrite: whether to replace an existing checkpoint.
 
     Returns:
-        Its tensors and bytes, by those names.
+        Number of tensors and bytes, as ``tensors`` and ``bytes``.
 
     Raises:
         ConversionError: the target cannot be written.
@@ -170,8 +171,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
 
 
 def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
-    """Return what has no exact form in Megatron, where adapters are of linear layers, one for all experts,
-    and of one rank and scale."""
+    """Yield the parts of an adapter that have no exact equivalent in Megatron, where only linear layers have
+    adapters, all experts share one, and all adapters have the same rank and scale."""
     for name in adapter.replaced:
         yield (
             f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in "
@@ -201,7 +202,7 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
 
 
 def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
-    """Return whether all parts of a layer have an adapter, and the same A."""
+    """Return whether all parts of a layer have adapters with the same A."""
     first, *others = (adapter.factors.get(part.name) for part in rule.parts)
     if first is None or None in others:
         return False
@@ -211,7 +212,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
 
 
 def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
-    """Return whether every layer has the same adapters, and layers of the model are stacked at all."""
+    """Return whether layers of the model can be stacked and all have the same adapters."""
     if not is_stacked(architecture):
         return False
     # A stacked tensor has a place for each layer, so none may be without the adapter.
@@ -221,7 +222,8 @@ def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
 
 
 def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tuple[StoredPlace, Tensor]]:
-    """Yield both factors of a layer; what they are made of goes into the hashes."""
+    """Yield both factors of a layer with their locations, and add the tensors that they are built from to the
+    hashes."""
     source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
     dtype = source.dtype(next(one.down for one in found if one is not None))
     # Zeros in the ranks of other parts, and for parts without an adapter: the product is then that of each
@@ -249,7 +251,7 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
 
 
 def _manifest(plan: AdapterPlan, digests: dict[str, str]) -> ConversionManifest:
-    """Return what the checkpoint will say of itself."""
+    """Return the manifest of the checkpoint."""
     source = plan.adapter.source
     tensors = {}
     for rule in plan.rules:

@@ -1,2 +1,2 @@
-"""Files of stored checkpoints: tensors read by slices, directories written whole or not at all, manifests,
-dtypes, quantised formats."""
+"""Files of stored checkpoints: tensors read by slices, directories written atomically, manifests, dtypes,
+quantised formats."""

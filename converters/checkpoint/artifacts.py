@@ -1,5 +1,5 @@
-"""The files of a model beside its weights: config, generation config, tokenizer, chat template, code,
-licence. Copied, never run."""
+"""Files of a model next to its weights: config, generation config, tokenizer, chat template, code, licence.
+They are copied and never run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from converters.files.kinds import misplaced_kind
 from converters.files.reading import read_json_object, require_regular, special_kind
 
 HF_DIRECTORY = "huggingface"
-"""Where a Megatron checkpoint keeps these files."""
+"""Directory of these files in a Megatron checkpoint."""
 TEMPLATES_DIRECTORY = "additional_chat_templates"
-"""Where transformers keeps the chat templates of a model that has several."""
+"""Directory in which transformers keeps the chat templates of a model with several."""
 _SPEAKING = re.compile(
     r"(generation_|tokenizer_|special_tokens_|added_)?(config|map|tokens)\.json|(tokenizer|vocab)[^/]*"
     r"|merges\.txt|chat_template[^/]*|"
@@ -45,12 +45,12 @@ _WEIGHTS = {
 
 
 def artifacts(directory: Path) -> list[Path]:
-    """Return the files beside the weights of a Hugging Face directory, sorted; nothing hidden, and from
-    directories inside nothing but further chat templates.
+    """Return the files next to the weights of a Hugging Face directory, sorted. Hidden files are left out,
+    and so are subdirectories, except for further chat templates.
 
     Raises:
-        ConversionError: a link among them leads out of the directory, or to nothing; that of the hub's cache
-            lead to its ``blobs``.
+        ConversionError: a link leads out of the directory or to nothing; links of the hub's cache may lead to
+            its ``blobs``.
     """
     found, problems = [], []
     for path in [*sorted(directory.iterdir()), *sorted((directory / TEMPLATES_DIRECTORY).glob("*.jinja"))]:
@@ -76,8 +76,9 @@ def artifacts(directory: Path) -> list[Path]:
 
 
 def _stays(path: Path, directory: Path) -> bool:
-    """Return whether a link leads to a file inside the directory, where the links of the hub's cache lead, or
-    beside the weights to which links of the directory lead: a directory of links stands for another one."""
+    """Return whether a link leads to an allowed file: inside the directory, in the ``blobs`` of the hub's
+    cache, or next to the weight files that the directory's own links lead to. The last case allows a
+    directory of links to another directory."""
     inside = [directory.resolve()]
     # The hub's cache has links in snapshots/COMMIT/ to files in blobs/.
     if inside[0].parent.name == "snapshots":
@@ -88,8 +89,8 @@ def _stays(path: Path, directory: Path) -> bool:
 
 
 def _refuse_misplaced(path: Path) -> None:
-    """Refuse settings, tokenizer and templates that are something else; pictures may well be pointers of
-    git-lfs."""
+    """Refuse settings, tokenizers and templates whose content is of another kind. Other files, such as
+    pictures, may be git-lfs pointers."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
     # merges.txt may be empty, and a chat template may begin as a web page does
     if kind is not None and (
@@ -99,7 +100,7 @@ def _refuse_misplaced(path: Path) -> None:
 
 
 def copy_artifacts(source: Path, target: Path) -> None:
-    """Copy them byte for byte. Errors as of ``artifacts``."""
+    """Copy the files next to the weights byte for byte. Errors are those of ``artifacts``."""
     target.mkdir(exist_ok=True)
     for path in artifacts(source):
         place = target / path.relative_to(source)
@@ -109,7 +110,8 @@ def copy_artifacts(source: Path, target: Path) -> None:
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of them, by its name in the directory. Errors as of ``artifacts``."""
+    """Return the SHA-256 of each file next to the weights, by its path in the directory. Errors are those of
+    ``artifacts``."""
     hashes = {}
     for path in artifacts(directory):
         with path.open("rb") as file:
@@ -118,8 +120,8 @@ def file_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str]:
-    """Return what became of files of a directory since their hashes were recorded: name to what happened to
-    it."""
+    """Return the files that have changed or disappeared since their hashes were recorded, by name, with a
+    description of the change."""
     found = file_hashes(directory)
     return {
         name: "was changed" if name in found else "is gone"
@@ -129,15 +131,15 @@ def changed_files(directory: Path, recorded: Mapping[str, str]) -> dict[str, str
 
 
 def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, str]) -> None:
-    """Refuse files that are not those that a conversion left.
+    """Refuse files that differ from those that a conversion wrote.
 
     Args:
-        directory: of the files.
-        source: of the checkpoint, which has the manifest.
-        recorded: their hashes (``Manifest.files``); where there are none, nothing is refused.
+        directory: directory of the files.
+        source: directory of the checkpoint, which has the manifest.
+        recorded: recorded hashes (``ConversionManifest.files``); if there are none, nothing is refused.
 
     Raises:
-        ConversionError: with the names.
+        ConversionError: lists the changed files.
     """
     changes = changed_files(directory, recorded) if recorded else {}
     if changes:
@@ -149,8 +151,8 @@ def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, s
 
 
 def speaks(name: str) -> bool:
-    """Return whether a file beside the weights, by its name, changes what a model is told or says: settings,
-    tokenizer, chat templates."""
+    """Return whether a file of this name affects the input or output of a model: settings, tokenizer, chat
+    templates."""
     return _SPEAKING.fullmatch(name) is not None
 
 
@@ -158,7 +160,7 @@ def config_hash(directory: Path) -> str:
     """Return the SHA-256 of the bytes of ``config.json``.
 
     Raises:
-        ConversionError: there is none that can be read.
+        ConversionError: ``config.json`` is missing or cannot be read.
     """
     path = directory / "config.json"
     try:
@@ -175,18 +177,18 @@ def config_hash(directory: Path) -> str:
 
 
 def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
-    """Refuse a ``config.json`` whose bytes are not those that a conversion was planned with.
+    """Refuse a ``config.json`` whose bytes differ from those that a conversion was planned with.
 
-    What an unfinished conversion has written is of use once the file is back, so that this is no
-    ``ChangedSourceError``.
+    This does not raise a ``ChangedSourceError``, because the unfinished work can be used once the file is
+    restored.
 
     Args:
-        directory: with the file: the source, or where it was copied to.
+        directory: directory of the file: the source, or the copy's directory.
         planned: ``config_hash`` of the source when the conversion was planned.
-        source: for the message.
+        source: source directory, for the message.
 
     Raises:
-        ConversionError: somebody has changed it meanwhile.
+        ConversionError: the file was changed meanwhile.
     """
     found = config_hash(directory)
     if found != planned:
@@ -201,8 +203,8 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
 def write_config(
     directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Let ``config.json`` say the dtype that the weights have now, and ``changes``; a config that says it
-    already stays as it is, byte for byte.
+    """Set the dtype of the weights and ``changes`` in ``config.json``. A config that has these values already
+    stays the same, byte for byte.
 
     Raises:
         ConversionError: there is no ``config.json``.
@@ -221,10 +223,10 @@ def write_config(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``.
+    """Return the parsed ``config.json``.
 
     Raises:
-        ConversionError: it is missing or damaged.
+        ConversionError: the file is missing or damaged.
     """
     absent = (f"{directory} has no config.json", "give the directory of a whole model")
     return read_json_object(directory / "config.json", absent)

@@ -1,6 +1,6 @@
-"""Boxes of tensors, read from files without mapping them into memory: memory in use is what was asked for.
+"""Boxes of tensors, read from files without memory mapping, so that memory use is only what was asked for.
 
-A box is a range on every dimension of a tensor.
+A box is a range in every dimension of a tensor.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SHORT_RUN = 4096
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Return sizes of a box."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of one tensor have in common; None when nothing."""
+    """Return the intersection of two boxes of a tensor, or None if it is empty."""
     common = tuple(
         (max(low, start), min(high, stop)) for (low, high), (start, stop) in zip(one, other, strict=True)
     )
@@ -40,7 +40,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, origin: Sequence[int]) -> Box:
-    """Return the box counted from ``origin``."""
+    """Return the box relative to ``origin``."""
     return tuple((start - first, stop - first) for (start, stop), first in zip(box, origin, strict=True))
 
 
@@ -52,14 +52,14 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 def read_box(
     descriptor: int, offset: int, dtype: torch.dtype, shape: Sequence[int], box: Box, what: str
 ) -> Tensor:
-    """Return a box of a tensor that lies contiguous in a file.
+    """Read a box of a tensor that is contiguous in a file.
 
     Args:
-        descriptor: of the file, open for reading; its position is neither used nor moved.
-        offset: of the tensor's first byte.
-        dtype, shape: of the tensor.
-        box: inside it.
-        what: to call the tensor by in errors.
+        descriptor: descriptor of the file, open for reading; its position is neither used nor moved.
+        offset: offset of the tensor's first byte.
+        dtype, shape: dtype and shape of the tensor.
+        box: box inside the tensor.
+        what: name of the tensor in errors.
 
     Returns:
         A fresh contiguous CPU tensor.
@@ -99,7 +99,7 @@ def read_box(
 
 
 def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> None:
-    """Fill ``view`` from a position of a file.
+    """Fill ``view`` with bytes from an offset of a file.
 
     Raises:
         ConversionError: the file ends too early, or cannot be read.
@@ -122,7 +122,7 @@ def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> Non
 
 
 def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
-    """Write a contiguous tensor at a position of a file."""
+    """Write a contiguous tensor at an offset of a file."""
     view, done = bytes_of(data), 0
     while done < len(view):
         # One call may write less than it is given, and at most 2 GiB on Linux.
@@ -130,7 +130,7 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor without copying them."""
     # As uint8: numpy has no bfloat16.
     buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)

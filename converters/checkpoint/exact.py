@@ -1,4 +1,4 @@
-"""Changes of dtype in which a NaN keeps its sign and its payload, which ``Tensor.to`` does not promise."""
+"""Casts in which a NaN keeps its sign and its payload, which ``Tensor.to`` does not guarantee."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in ``dtype``; the tensor itself when it has it.
+    """Return the tensor in ``dtype``, or the tensor itself if it has that dtype.
 
-    A NaN keeps the leading bits of its payload: all of them on the way to a wider dtype, and so on the way
-    back. One whose payload is nothing but bits that a narrower dtype does not have becomes the usual NaN of
+    A NaN keeps the leading bits of its payload. A cast to a wider dtype keeps all of them, and so does the
+    cast back. If a narrower dtype holds none of the payload's set bits, the NaN becomes the default NaN of
     its sign.
     """
     if tensor.dtype == dtype:
@@ -34,14 +34,14 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Return where the bits of two tensors of one dtype differ; also the sign of zero and the payload of a
-    NaN."""
+    """Return a mask of the elements whose bits differ, for two tensors of the same dtype. The sign of zero
+    and the payload of a NaN count."""
     integers = _INTEGERS[one.element_size()]
     return one.view(integers) != other.view(integers)
 
 
 def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return elements that are all NaN, in another dtype."""
+    """Cast elements that are all NaN to another dtype."""
     (integers, mantissa), (wanted, wanted_mantissa) = _FORMATS[nans.dtype], _FORMATS[dtype]
     bits = nans.view(integers).to(torch.int64)
     payload, shift = bits & (2**mantissa - 1), wanted_mantissa - mantissa

@@ -1,10 +1,8 @@
-"""The manifest of a conversion, in the directory that it made: where the tensors come from, and the hash of
-each.
+"""The manifest that a conversion writes into its directory: the source of the tensors, and the hash of each.
 
-The hashes are of Hugging Face tensors, in the dtype that the manifest gives for them, so that either format
-can be checked against the manifest of the other. What a conversion reads is held against the manifest of its
-source on the way; unfinished work is taken up only where nothing that decides about its bytes (the
-fingerprint) has changed.
+The hashes cover Hugging Face tensors in the dtype that the manifest gives, so that either format can be
+checked against the other's manifest. A conversion compares the data that it reads with the manifest of its
+source. Unfinished work is resumed only if nothing that determines its bytes (the fingerprint) has changed.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ MANIFEST_FILE = "conversion.json"
 TOOL = "megarl convert"
 FORMAT = 1
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-"""A digest, hexadecimal."""
+"""A SHA-256 digest in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Dtype, shape and SHA-256 of the bytes (little endian, in order of rows) of one Hugging Face tensor."""
+    """Dtype, shape and SHA-256 of the bytes (little endian, row-major) of one Hugging Face tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,20 +44,20 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class ConversionManifest:
-    """Record of what a conversion read and wrote.
+    """Record of a conversion's source and output.
 
     Attributes:
-        source: directory or hub id that was read, with its revision where there is one.
+        source: directory or hub id of the source, with its revision if it has one.
         family: ``model_type``.
-        tensors: by Hugging Face name.
-        also_stored: names that the Hugging Face checkpoint stored although another tensor says the same (the
+        tensors: records by Hugging Face name.
+        also_stored: names that the Hugging Face checkpoint stored although they repeat another tensor (the
             output layer of a tied model), with the name of that tensor.
-        places: of tensors that the Hugging Face checkpoint stored elsewhere than under their own names,
-            where: name and shape of the stored tensor, index and first row in it.
-        notes: further facts, for people: dtypes that were changed, with the largest error.
-        missing: Hugging Face tensors that the source did not have, and was excused for.
-        left_out: names of the source without a counterpart, which were excused.
-        files: SHA-256 of each file beside the weights, by name; empty in manifests of the first releases.
+        places: locations of tensors that the Hugging Face checkpoint stored under other names: name and shape
+            of the stored tensor, index and first row in it.
+        notes: further information for the user: changed dtypes, with the largest error.
+        missing: excused Hugging Face tensors that the source did not have.
+        left_out: excused names of the source that had no counterpart.
+        files: SHA-256 of each file next to the weights, by name; empty in manifests of the first releases.
     """
 
     source: str
@@ -74,20 +72,20 @@ class ConversionManifest:
 
     @property
     def excused(self) -> tuple[str, ...]:
-        """Patterns of the names that need no counterpart, since the conversion was excused from them."""
+        """Patterns of the excused names, which need no counterpart."""
         # These are matched as patterns later, in which a name may have brackets.
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of a tensor before an import widened it to ``stored``, for one dtype in a stack of
-        layers; ``stored`` if none did."""
+        """Return the dtype that a tensor had before an import widened it to ``stored`` to give a stack of
+        layers a single dtype; ``stored`` if it was not widened."""
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
         # A dtype that does not fit into ``stored`` cannot have been widened to it.
         return before if torch.promote_types(before, stored) == stored else stored
 
     def write(self, directory: Path) -> None:
-        """Write the manifest's file."""
+        """Write the manifest into its file."""
         content = {
             "format": FORMAT,
             "tool": TOOL,
@@ -109,20 +107,21 @@ NOT_FINITE_NOTE = "not_finite"
 
 
 def not_finite_note(names: Iterable[str]) -> dict[str, Any]:
-    """Return a note of tensors with NaN or infinity: they are carried over as they are, and no model works
-    with them."""
+    """Return a note that names the tensors with NaN or infinity, which are converted unchanged; empty if
+    there are none."""
     listed = sorted(names)
     shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
     return {NOT_FINITE_NOTE: f"NaN or infinity in {shown}"} if listed else {}
 
 
 def excused_notes(missing: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return what a conversion says of the names that it was excused from; empty when there were none."""
+    """Return the notes of a conversion about excused names; empty if there are none."""
     return {key: list(names) for key, names in (("missing", missing), ("left_out", left_out)) if names}
 
 
 def tool_version() -> str:
-    """Version of the installed package; ``unknown`` where these files are used without being installed."""
+    """Return the version of the installed package, or ``unknown`` if the files are used without being
+    installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -132,10 +131,10 @@ def tool_version() -> str:
 
 
 def read_manifest(directory: Path) -> ConversionManifest | None:
-    """Return the manifest of a directory; None where there is none.
+    """Read the manifest of a directory, or return None if there is none.
 
     Raises:
-        ConversionError: it is damaged, or of a format that is not known here.
+        ConversionError: the manifest is damaged, or has an unknown format.
     """
     path = directory / MANIFEST_FILE
     try:
@@ -166,12 +165,12 @@ _MANIFEST = TypeAdapter(ConversionManifest)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Return a dtype's name without the prefix, such as ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_called(name: str) -> torch.dtype:
-    """Return the inverse of ``dtype_name``.
+    """Return the dtype of that name; the inverse of ``dtype_name``.
 
     Raises:
         ConversionError: torch has no such dtype.
@@ -183,8 +182,8 @@ def dtype_called(name: str) -> torch.dtype:
 
 
 class TensorHashes:
-    """Hashes of several tensors whose rows come one after another; those that come before their turn are held
-    until it comes.
+    """Hashes of several tensors, computed over their rows in order. Rows that arrive early are held until it
+    is their turn.
 
     Attributes:
         not_finite: names of the tensors in which a value was NaN or infinite.
@@ -197,8 +196,8 @@ class TensorHashes:
         self.not_finite: set[str] = set()
 
     def update(self, name: str, rows: Tensor, start: int | None = None) -> None:
-        """Take further rows of a tensor into its hash, those from ``start`` on or, without it, the next
-        ones."""
+        """Add rows of a tensor to its hash: those from ``start`` on, or the next rows if ``start`` is
+        None."""
         held = self._held[name]
         # Hashes go by the order of rows, and a fused parameter is written in the order of its heads.
         held[self._taken[name] if start is None else start] = rows.contiguous()
@@ -217,22 +216,22 @@ class TensorHashes:
             self.not_finite.add(name)
 
     def digests(self) -> dict[str, str]:
-        """Hexadecimal, by name."""
+        """Return the hexadecimal digests by name."""
         return {name: state.hexdigest() for name, state in self._hashes.items()}
 
 
 class HeldAgainst:
-    """The manifest of a source, where a conversion made it, against the bytes that are read of it.
+    """Comparison of the data read from a source with the manifest of the source.
 
-    A tensor that is written in the dtype that the manifest says is hashed for the new manifest anyway; one
-    that is written in another dtype is hashed a second time, in the old one.
+    A tensor that is written in the manifest's dtype is hashed for the new manifest anyway. A tensor that is
+    written in another dtype is hashed a second time, in the manifest's dtype.
 
     Args:
-        manifest: of the source; None, as of a model that no conversion made, holds nothing against it.
-        directory: of the source, for errors.
-        dtypes: of each Hugging Face tensor as it is written.
-        other: names of tensors that are not written as they are read, such as those that an adapter is merged
-            into.
+        manifest: manifest of the source; None, if no conversion wrote the source, accepts any data.
+        directory: directory of the source, for errors.
+        dtypes: dtype in which each Hugging Face tensor is written.
+        other: names of tensors that are changed before they are written, such as those that an adapter is
+            merged into.
     """
 
     def __init__(
@@ -253,24 +252,24 @@ class HeldAgainst:
         }
 
     def hashes(self, names: Iterable[str]) -> TensorHashes:
-        """Return hashes of those tensors that are written in another dtype than the manifest says."""
+        """Return empty hashes for those tensors that are written in another dtype than the manifest's."""
         return TensorHashes([name for name in names if name in self._cast])
 
     def update(self, hashes: TensorHashes, name: str, rows: Tensor, start: int) -> None:
-        """Take rows of a tensor from ``start`` on, as they were read, into its hash, where it has one in
-        ``hashes``."""
+        """Add rows of a tensor from ``start`` on, as they were read, to its hash, if ``hashes`` has one for
+        it."""
         if name in self._cast:
             hashes.update(name, cast(rows, self._cast[name]), start)
 
     def refuse_changed(self, written: Mapping[str, str], before: Mapping[str, str]) -> None:
-        """Refuse a source that is not what its manifest says.
+        """Refuse a source that does not match its manifest.
 
         Args:
             written: digests of the tensors as they were written.
-            before: of ``hashes``.
+            before: digests of ``hashes``.
 
         Raises:
-            ChangedSourceError: with the names.
+            ChangedSourceError: lists the changed tensors.
         """
         changed = [
             name
@@ -290,11 +289,11 @@ class HeldAgainst:
 WEIGHTS = "the weights of the source (name, size or time of change of a file)"
 RULES = "the rules of the family (the program, or a --family-file)"
 THE_REST = "the program, which lays out the same files otherwise"
-"""Name of all that follows from what has a name of its own."""
+"""Name for everything that the named facts do not determine."""
 
 
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each fact, by its name; facts are what JSON can say."""
+    """Return a hash of each fact, by its name. Facts have to be JSON values."""
     return {
         # Sorted: two runs may collect the same fact in another order.
         name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest()
@@ -303,8 +302,8 @@ def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
-    """Changes when another tensor, or another part of one, would be written in the place of one that is there
-    already."""
+    """Return a version and a digest that change when the rules would write a different tensor, or a different
+    part of one, to the same location."""
     digest = hashlib.sha256()
     for rule in rules:
         # repr names every field, so that a new field of Rule changes the fingerprint without a line here.
@@ -314,11 +313,11 @@ def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
 
 
 def changed(before: object, now: Mapping[str, str]) -> list[str]:
-    """Return names of what differs between two results of ``fingerprints``.
+    """Return the names of the facts that differ between two results of ``fingerprints``.
 
     Args:
-        before: as an earlier run wrote it down, whatever release that was of.
-        now: of this run.
+        before: fingerprints that an earlier run of any release recorded.
+        now: fingerprints of this run.
     """
     if not isinstance(before, Mapping):  # one fingerprint of everything
         return [THE_REST]

@@ -1,4 +1,4 @@
-"""Changes of dtype that were asked for, with the largest error they made."""
+"""Requested changes of dtype, and the largest error that they cause."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SLICE = 2**20
 
 
 def kept_dtype(tensor: HuggingFaceTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Return what a tensor is written in: the dtype that was asked for, but at least float32 where it has to
-    stay so; else what it was stored in, if none was asked for."""
+    """Return the dtype in which a tensor is written: the requested dtype, or the stored dtype if none is
+    requested. A tensor that must stay float32 gets at least float32."""
     if asked is None:
         return stored
     return torch.promote_types(asked, torch.float32) if tensor.stays_float32 else asked
 
 
 def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """Return the dtype that most bytes have, of tensors given by dtype and bytes; of a tie, the one seen
-    first."""
+    """Return the dtype that has the most bytes, given pairs of dtype and bytes. On a tie, the dtype seen
+    first is returned."""
     sizes: Counter[torch.dtype] = Counter()
     for dtype, size in tensors:
         sizes[dtype] += size
@@ -35,11 +35,10 @@ def main_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
 
 
 class Narrowing:
-    """Casts tensors and keeps account. Safe to be used from several threads.
+    """Casts of tensors, with a record of the errors. Several threads may use it at once.
 
     Args:
-        asked: whether values may change. False for the way back from a dtype that a tensor was widened to,
-            which has to be exact.
+        asked: whether values may change. False means that casts back from a widened dtype have to be exact.
     """
 
     def __init__(self, asked: bool) -> None:
@@ -48,11 +47,11 @@ class Narrowing:
         self._lock = threading.Lock()
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor in ``dtype``; the tensor itself when it has it.
+        """Return the tensor in ``dtype``, or the tensor itself if it has that dtype.
 
         Raises:
-            ConversionError: a finite value becomes infinite, or a value changes though nobody asked for
-                another dtype.
+            ConversionError: a finite value becomes infinite, or a value changes although no other dtype was
+                requested.
         """
         if tensor.dtype == dtype:
             return tensor
@@ -77,8 +76,8 @@ class Narrowing:
 
     @staticmethod
     def _error(name: str, before: Tensor, after: Tensor) -> float:
-        """Return the largest error of a slice; in slices, since float64 takes several times the memory of
-        what is measured."""
+        """Return the largest error of a slice. Slices limit memory, because float64 takes several times the
+        memory of the slice."""
         if bool((after.isinf() & before.isfinite()).any()):
             worst, dtype = float(before[before.isfinite()].abs().max()), dtype_name(after.dtype)
             raise ConversionError(
@@ -90,18 +89,18 @@ class Narrowing:
         )
 
     def error_of(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest error of each of these tensors that was narrowed."""
+        """Return the largest error of each of these tensors, if it was narrowed."""
         with self._lock:
             return {name: self._errors[name] for name in names if name in self._errors}
 
     def recall(self, errors: Mapping[str, float]) -> None:
-        """Take in the errors of an earlier run."""
+        """Add the errors that an earlier run recorded."""
         with self._lock:
             self._errors.update(errors)
 
     def summary(self) -> dict[str, float | int | str]:
-        """Return how many tensors were narrowed, and the largest absolute error with the tensor it is of;
-        empty when none was."""
+        """Return the number of narrowed tensors, the largest absolute error and its tensor; empty if none was
+        narrowed."""
         if not self._errors:
             return {}
         # Sorted, so that of equal errors the same tensor is named whichever thread was first.

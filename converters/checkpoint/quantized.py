@@ -1,13 +1,13 @@
-"""Hugging Face checkpoints with quantised weights, read as if they were not quantised.
+"""Reader of Hugging Face checkpoints with quantised weights, which reads them as if they were not quantised.
 
-The stored scales are hidden, and the numbers come out in bfloat16, as transformers dequantises them, or in
-the dtype that is asked for; they are computed box by box in float32, in pieces that fit a processor's cache.
+The stored scales are hidden. The values are returned in bfloat16, as transformers dequantises them, or in the
+requested dtype. They are computed box by box in float32, in pieces that fit a processor's cache.
 
-* FP8 with block scales, as DeepSeek-V3 is stored: value times the scale of its block. Blocks at the lower and
-  right edge may be truncated.
-* MXFP4, as GPT-OSS is stored: two numbers a byte, the lower half first, each times two to the power of the
-  scale of its group of 32. (The matrices of transformers' models are these transposed; which is which is a
-  matter of the family's rules.)
+* FP8 with block scales, the format of DeepSeek-V3: a value times the scale of its block. Blocks at the lower
+  and right edge may be truncated.
+* MXFP4, the format of GPT-OSS: two numbers in each byte, the lower half first, each times two to the power of
+  the scale of its group of 32. (The matrices of transformers' models are transposed; the rules of the family
+  handle that.)
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from converters.errors import ConversionError
 from converters.model_config.sizes import is_off
 
 Read = Callable[[Box], Tensor]
-"""Reads a box of a stored tensor."""
+"""Function that reads a box of a stored tensor."""
 GROUP = 32
-"""Numbers of an MXFP4 tensor that share a scale."""
+"""Number of values of an MXFP4 tensor that share a scale."""
 # of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one of mantissa
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Scales are E8M0: nothing but an exponent, of this bias; 255 is its NaN.
@@ -40,13 +40,13 @@ _PIECE_ELEMENTS = 2**18
 
 
 class BlockScaled:
-    """FP8 with block scales.
+    """FP8 tensor with block scales.
 
     Args:
-        name: for messages.
-        shape: of the weight, at least two dimensions; the last two are cut into blocks.
+        name: name for messages.
+        shape: shape of the weight, with at least two dimensions; the last two are divided into blocks.
         block: rows and columns of a block.
-        read_weight, read_scale: of the stored tensors.
+        read_weight, read_scale: readers of the stored tensors.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockScaled:
         self._read_weight, self._read_scale = read_weight, read_scale
 
     def read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return the numbers in a box, each computed in float32 and rounded once to ``dtype``."""
+        """Return the values in a box, each computed in float32 and rounded once to ``dtype``."""
         leading, (rows, columns) = box[:-2], box[-2:]
         scales = self._read_scale(
             (*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))
@@ -73,14 +73,14 @@ class BlockScaled:
 
 
 class Microscaled:
-    """MXFP4.
+    """MXFP4 tensor.
 
     Args:
-        name: for messages.
-        stored_shape: of the stored scales: [..., groups], a group being ``GROUP`` numbers along the last
-            dimension.
-        read_blocks, read_scales: of the stored tensors, both uint8; that of the blocks has one dimension
-            more, of the bytes of a group.
+        name: name for messages.
+        stored_shape: shape of the stored scales: [..., groups], where a group is ``GROUP`` values along the
+            last dimension.
+        read_blocks, read_scales: readers of the stored tensors, both uint8; the blocks have an additional
+            last dimension for the bytes of a group.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Microscaled:
 
 
 def _blocks(span: tuple[int, int], size: int) -> tuple[int, int]:
-    """Return the blocks that a range touches."""
+    """Return the range of the blocks that a range overlaps."""
     start, stop = span
     return start // size, max(start // size, -(-stop // size))
 
 
 def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
-    """Yield a range cut where blocks begin."""
+    """Split a range at block boundaries."""
     start, stop = span
     while start < stop:
         end = min(stop, (start // size + 1) * size)
@@ -152,10 +152,10 @@ _FIX = "fetch the checkpoint again; or dequantise it with the library that wrote
 
 
 def open_dequantized(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
-    """Open a checkpoint, whether it is quantised or not; arguments and errors as of ``open_source``, and
+    """Open a checkpoint, quantised or not. Arguments and errors are those of ``open_source``.
 
     Raises:
-        ConversionError: it is quantised in a way that is not known here, or a scale is missing or of another
+        ConversionError: the checkpoint is quantised in an unknown way, or a scale is missing or has a wrong
             shape.
     """
     source = open_source(model_name, revision)
@@ -168,7 +168,7 @@ class DequantizedSource(HuggingFaceSource):
 
     Attributes:
         method: ``fp8`` or ``mxfp4``.
-        dequantized_dtype: of tensors that are stored quantised.
+        dequantized_dtype: dtype in which quantised tensors are read.
     """
 
     def __init__(self, directory: Path, config: Any) -> None:
@@ -189,15 +189,15 @@ class DequantizedSource(HuggingFaceSource):
         return name in self._formats
 
     def notes(self) -> dict[str, str | int]:
-        """Return what a conversion says of it."""
+        """Return the method and the number of dequantised tensors, for the notes of a conversion."""
         return {"dequantized_from": self.method, "dequantized_tensors": len(self._formats)}
 
     def identity(self) -> list[list[str | int]]:
-        """Changes when the files do, or what they mean."""
+        """Return the identity of the files together with method and block size."""
         return [*super().identity(), [self.method, *self._block]]
 
     def names(self) -> list[str]:
-        """Return names of all tensors but the scales, sorted."""
+        """Return the names of all tensors except the scales, sorted."""
         return sorted(set(self._file_of) - self._hidden)
 
     def __contains__(self, name: str) -> bool:
@@ -219,12 +219,12 @@ class DequantizedSource(HuggingFaceSource):
         return self._formats[name].read(self.box(name, slices), self.dequantized_dtype)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Read a JSON file of the checkpoint, without what ``config.json`` says of quantisation."""
+        """Read a JSON file of the checkpoint, without the quantisation entry of ``config.json``."""
         content = super().read_json(name)
         return without_quantization(content) if content is not None and name == "config.json" else content
 
     def _find_blocks(self, block: tuple[int, int]) -> list[str]:
-        """Find the tensors in FP8; what is wrong with them."""
+        """Find the FP8 tensors, and return the problems with them."""
         problems = []
         for name in sorted(self._file_of):
             if self._file(name).stored_dtype(name) not in ("F8_E4M3", "F8_E5M2"):
@@ -247,7 +247,7 @@ class DequantizedSource(HuggingFaceSource):
         return problems
 
     def _find_groups(self) -> list[str]:
-        """Find the tensors in MXFP4, which keep the names of their blocks; what is wrong with them."""
+        """Find the MXFP4 tensors, which keep the names of their blocks, and return the problems with them."""
         problems = []
         for name in sorted(name for name in self._file_of if name.endswith(_BLOCKS)):
             shape, dtype, scales = (
@@ -285,12 +285,12 @@ class DequantizedSource(HuggingFaceSource):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as it is of the dequantised model."""
+    """Return the config of the dequantised model."""
     return {key: value for key, value in config.items() if key != KEY}
 
 
 def drop_quantization(directory: Path) -> None:
-    """Let the ``config.json`` of a directory be that of the dequantised model."""
+    """Remove the quantisation entry from the ``config.json`` of a directory."""
     config = without_quantization(read_config(directory))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -299,7 +299,7 @@ def _method_of(config: Any) -> str:
     """Return the method that a ``quantization_config`` names.
 
     Raises:
-        ConversionError: it is not known, or it says more than is understood here.
+        ConversionError: the method is unknown, or the config has settings that are not understood.
     """
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if method not in (FP8, MXFP4):

@@ -1,5 +1,4 @@
-"""Safetensors files, whose headers are read without torch. Format:
-https://github.com/huggingface/safetensors."""
+"""Safetensors files, with headers read without torch. Format: https://github.com/huggingface/safetensors."""
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ DTYPE_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""Names of dtypes in torch, by what a file calls them."""
+"""torch's names of dtypes, by their names in a file."""
 
 
 class OpenFiles:
-    """Opens files for as long as each is used, since a checkpoint may have more of them than a process may
-    open, and refuses one that another has taken the place of. Safe to be used from several threads.
+    """Opener of files, each only while it is used, since a checkpoint may have more files than a process may
+    open. A file that has been replaced since its first use is refused. Several threads may use it at once.
 
     Args:
-        flags: of ``os.open``; a file that is written to has to exist.
+        flags: flags of ``os.open``; a file to be written to has to exist.
     """
 
     def __init__(self, flags: int = os.O_RDONLY) -> None:
@@ -55,10 +54,10 @@ class OpenFiles:
 
     @contextmanager
     def use(self, path: Path) -> Iterator[int]:
-        """The descriptor of a file, open as long as the ``with`` block lasts.
+        """Open a file and yield its descriptor, which is closed at the end of the ``with`` block.
 
         Raises:
-            ConversionError: it cannot be opened, or is another file than it was at its first use.
+            ConversionError: the file cannot be opened, or was replaced since its first use.
         """
         try:
             descriptor = os.open(require_regular(path), self._flags)
@@ -88,14 +87,15 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """A file whose header was read. Safe to be read from several threads; memory in use is what is asked for.
+    """A file whose header has been read. Several threads may use it at once; memory use is only what is asked
+    for.
 
     Args:
-        path: of the file.
-        files: that opens it, for this and for others.
+        path: path of the file.
+        files: opener to use, which other files may share.
 
     Raises:
-        ConversionError: it is no readable safetensors file.
+        ConversionError: the file is not a readable safetensors file.
     """
 
     def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
@@ -119,7 +119,7 @@ class SafetensorsFile:
         assert names == set(self._entries)
 
     def keys(self) -> list[str]:
-        """Return names of all tensors."""
+        """Return the names of all tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -127,11 +127,11 @@ class SafetensorsFile:
         return self._entries[name].shape
 
     def stored_dtype(self, name: str) -> str:
-        """Return what the file calls the dtype of a tensor."""
+        """Return the file's name for the dtype of a tensor."""
         return self._entries[name].stored
 
     def dtype_name(self, name: str) -> str:
-        """Return what torch calls the dtype of a tensor, such as ``float32``.
+        """Return torch's name for the dtype of a tensor, such as ``float32``.
 
         Raises:
             ConversionError: torch has no such dtype, or it is not supported here.
@@ -145,13 +145,13 @@ class SafetensorsFile:
         return DTYPE_NAMES[stored]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return the dtype of a tensor. Errors are those of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name))
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it, as a fresh contiguous CPU tensor.
+        """Read a tensor, or a box of it, into a fresh contiguous CPU tensor.
 
         Raises:
             ConversionError: the file has become shorter, or cannot be read.

@@ -1,5 +1,5 @@
-"""Reads Hugging Face safetensors checkpoints, headers and slices only; torch is loaded with the first
-tensor."""
+"""Reader of Hugging Face safetensors checkpoints, by headers and slices only; torch is imported with the
+first tensor."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _SHARDED = (
 
 
 def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a checkpoint, fetched first where it is one of the hub. Arguments and errors as
-    of ``open_source``."""
+    """Return the directory of a checkpoint, and download a hub repository first. Arguments and errors are
+    those of ``open_source``."""
     directory = Path(model_name).expanduser()
     if directory.is_dir():
         return directory
@@ -106,7 +106,7 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
     """Open a checkpoint.
 
     Args:
-        model_name: a local directory or a hub id such as ``Qwen/Qwen2.5-0.5B``. Of a hub repository only
+        model_name: a local directory or a hub id such as ``Qwen/Qwen2.5-0.5B``. From a hub repository, only
             safetensors, JSON and tokenizer files are downloaded.
         revision: branch, tag or commit of a hub repository.
 
@@ -118,11 +118,11 @@ def open_source(model_name: str | Path, revision: str | None = None) -> HuggingF
 
 
 class HuggingFaceSource:
-    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files it
-    names.
+    """A directory with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that the
+    index names.
 
-    As in transformers, the single file wins where both exist. Headers are read when first needed. Safe to be
-    read from several threads.
+    As in transformers, the single file is used if both exist. Headers are read when they are first needed.
+    Several threads may read at once.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -136,17 +136,17 @@ class HuggingFaceSource:
 
     @property
     def name(self) -> str:
-        """Return what to call the checkpoint: of a hub repository its id and commit, otherwise the
-        directory."""
+        """Name of the checkpoint: id and commit of a hub repository, otherwise the directory's name."""
         snapshot = re.search(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})$", self.directory.as_posix())
         return "{}/{}@{}".format(*snapshot.groups()) if snapshot else self.directory.name
 
     def identity(self) -> list[list[str | int]]:
-        """Changes when the weights do: name, size and time of change of each of their files."""
+        """Return name, size and modification time of each weight file, which change when the weights
+        change."""
         return identity_of(sorted({self.directory / name for name in self._file_of.values()}))
 
     def names(self) -> list[str]:
-        """Return names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -157,7 +157,7 @@ class HuggingFaceSource:
         """Open every file.
 
         Raises:
-            ConversionError: one is damaged, or holds other tensors than the index says.
+            ConversionError: a file is damaged, or its tensors do not match the index.
         """
         for file_name in sorted(set(self._file_of.values())):
             unknown = sorted(
@@ -168,8 +168,8 @@ class HuggingFaceSource:
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
 
     def unread_files(self) -> list[str]:
-        """Safetensors files of the directory that are not part of the checkpoint, such as shards of an
-        earlier save, by name."""
+        """Return the names of safetensors files in the directory that are not part of the checkpoint, such as
+        shards of an earlier save."""
         read = {*self._file_of.values()}
         return sorted(
             path.name for path in self.directory.glob("model*.safetensors") if path.name not in read
@@ -184,11 +184,11 @@ class HuggingFaceSource:
         return self._file(name).shape(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor, by name. Raises as ``shape`` does."""
+        """Return the shape of every tensor, by name. Errors are those of ``shape``."""
         return {name: self.shape(name) for name in self.names()}
 
     def dtype_name(self, name: str) -> str:
-        """Return the stored dtype of a tensor, as torch writes it (``torch.float32``), from the header.
+        """Return the stored dtype of a tensor, in torch's notation (``torch.float32``), from the header.
 
         Raises:
             ConversionError: there is no such tensor, its file is damaged, or torch has no such dtype.
@@ -196,30 +196,30 @@ class HuggingFaceSource:
         return f"torch.{self._file(name).dtype_name(name)}"
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor. Errors as of ``dtype_name``."""
+        """Return the stored dtype of a tensor. Errors are those of ``dtype_name``."""
         import torch
 
         return getattr(torch, self.dtype_name(name).removeprefix("torch."))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """Return a tensor or a slice of it, touching only the bytes of that slice.
+        """Read a tensor, or a slice of it without reading other bytes.
 
         Args:
-            name: of the tensor.
-            slices: one a leading dimension, each with start and stop inside the tensor and no step; missing
-                ones mean everything.
+            name: name of the tensor.
+            slices: one slice for each leading dimension, with start and stop inside the tensor and no step;
+                omitted dimensions are read completely.
 
         Returns:
             A fresh contiguous CPU tensor of the stored dtype that shares no memory with the file.
 
         Raises:
-            ConversionError: there is no such tensor, its file is damaged, or a slice leaves the tensor.
+            ConversionError: there is no such tensor, its file is damaged, or a slice exceeds the tensor.
         """
         return self._file(name).read(name, self.box(name, slices))
 
     def box(self, name: str, slices: tuple[slice, ...] | None) -> Box:
-        """Return what ``read`` is asked for, on every dimension of the tensor. Arguments and errors as
-        there."""
+        """Return the ranges that slices select in all dimensions of the tensor. Arguments and errors are
+        those of ``read``."""
         shape, slices = self.shape(name), slices or ()
         for dimension, part in enumerate(slices):
             if dimension >= len(shape) or part.step not in (None, 1) or not _inside(part, shape[dimension]):
@@ -231,10 +231,10 @@ class HuggingFaceSource:
         return (*asked, *((0, size) for size in shape[len(asked) :]))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON object of the directory, such as ``config.json``; None where the file does not exist.
+        """Return a JSON object of the directory, such as ``config.json``, or None if the file does not exist.
 
         Raises:
-            ConversionError: the file holds something else.
+            ConversionError: the file does not hold a JSON object.
         """
         try:
             return read_json_object(self.directory / name)
@@ -242,7 +242,7 @@ class HuggingFaceSource:
             return None
 
     def _read_layout(self) -> dict[str, str]:
-        """File name by tensor name."""
+        """Return the file names by tensor name."""
         if not self.directory.is_dir():
             raise ConversionError(
                 f"model directory {str(self.directory)!r} does not exist",
@@ -271,7 +271,7 @@ class HuggingFaceSource:
         raise self._no_weights()
 
     def _no_weights(self) -> ConversionError:
-        """Describe what a directory has instead of the files that are looked for."""
+        """Return an error that describes what the directory holds instead of the expected files."""
         what = f"{self.directory} has neither {_SINGLE} nor {_INDEX}"
         for name in (_SINGLE, _INDEX):
             path = self.directory / name
@@ -327,7 +327,7 @@ class HuggingFaceSource:
         )
 
     def _check_index(self, weight_map: object) -> dict[str, str]:
-        """Return the index as it stands, once every file it names is known to be in the directory."""
+        """Return the index unchanged, after checking that every file it names is in the directory."""
         path = self.directory / _INDEX
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConversionError(f"{path} has no weight_map", "fetch or write the index again")
@@ -348,7 +348,7 @@ class HuggingFaceSource:
         return self._open(self._file_of[name])
 
     def _open(self, file_name: str) -> SafetensorsFile:
-        """Return the open file. On first use its header is compared with the index."""
+        """Return the open file. On first use, compare its header with the index."""
         with self._lock:
             if file_name in self._files:
                 return self._files[file_name]

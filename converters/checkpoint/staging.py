@@ -1,9 +1,9 @@
-"""A directory that appears whole or not at all, and whose unfinished work can be taken up again.
+"""A directory that is written atomically, and whose unfinished work can be resumed.
 
-Work is done in ``.NAME.partial`` beside the target, with a journal of what is finished; at the end the
-directory is renamed. One process at a time may work on it, or one for each part of the work, on any machine
-that sees the disk; each part has a journal of its own, and the one that finds all of them complete gives the
-directory its name. A part begins, and ends, while no other part begins or ends.
+Work is done in ``.NAME.partial`` next to the target, with a journal of finished pieces; at the end the
+directory is renamed to the target. It is used by one process at a time, or by one process for each part of
+the work, on any machine that sees the disk. Each part has its own journal, and the part that finds all parts
+complete renames the directory. Parts begin and end under a lock, one at a time.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ _SECONDS_BETWEEN_RECORDS = 2.0
 
 
 class Staging:
-    """The unfinished directory, as a context: ``finish`` gives it its name. If the block fails instead,
-    finished work stays, to be taken up again, and the error says where and how much; none stays where no
-    second run could go on with it.
+    """The unfinished directory, as a context manager: ``finish`` renames it to the target.
+
+    If the block fails instead, finished work is kept for resuming, and the error gives its directory and
+    size. Work that cannot be resumed is removed.
 
     Args:
-        target: the directory to be.
-        plan: fingerprints of the work by the name of what decides about it (an option, a file of the source).
-            A journal of other work is thrown away with its files (``converters.checkpoint.manifest``).
-        overwrite: replace an existing target, at the end.
-        part: this one of so many, counted from 1; None for all of the work.
-        is_ours: says of an existing directory whether it is of the kind that may be replaced.
+        target: the final directory.
+        plan: fingerprints of the work by what determines it (an option, a file of the source). A journal of
+            other work is deleted with its files (``converters.checkpoint.manifest``).
+        overwrite: whether to replace an existing target at the end.
+        part: number of this part, counted from 1, and the number of parts; None for all of the work.
+        is_ours: returns whether an existing directory is of the kind that may be replaced.
 
     Raises:
-        ConversionError: the target exists, cannot be made, or another process is at work on it.
+        ConversionError: the target exists, cannot be created, or another process is working on it.
 
     Attributes:
-        started_anew_because_of: names of what has changed since an earlier run, whose work was thrown away
-            for it.
+        started_anew_because_of: names of what has changed since an earlier run, whose work was therefore
+            deleted.
     """
 
     def __init__(
@@ -101,11 +102,12 @@ class Staging:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Return what an earlier run finished, as it was given to ``record``."""
+        """Records of the pieces that an earlier run finished, as they were passed to ``record``."""
         return self._records[1:]
 
     def record(self, finished: dict[str, Any], file: Path) -> None:
-        """Note that a piece of work in ``file`` is done. The journal says so once the file is on disk."""
+        """Record that a piece of work in ``file`` is finished. The journal lists the piece once the file is
+        on disk."""
         with self._mutex:
             self._waiting.append((finished, file))
             self._finished_pieces += 1
@@ -113,7 +115,7 @@ class Staging:
                 self._flush()
 
     def finish(self) -> None:
-        """Force everything to disk and give the directory its name."""
+        """Flush everything to disk and rename the directory to the target."""
         self.close_journal()
         # The journal says that the directory is unfinished, so it goes before the directory has its name.
         for journal in self.directory.glob(".journal*"):
@@ -123,30 +125,30 @@ class Staging:
         self._unlock()
 
     def close_journal(self) -> None:
-        """Force to disk what is recorded."""
+        """Flush the records to disk and close the journal."""
         with self._mutex:
             if not self._journal.closed:
                 self._flush()
                 self._journal.close()
 
     def leave(self) -> None:
-        """Leave the directory to the parts that are not done."""
+        """Leave the directory to the parts that are not finished."""
         self.close_journal()
         self._unlock()
 
     @contextlib.contextmanager
     def all_parts_but_the_last(self) -> Iterator[dict[int, list[dict[str, Any]]] | None]:
-        """Say that this part is done, and wait for the turn to see what the others are.
+        """Mark this part as finished, wait for the lock, and yield the state of the other parts.
 
-        As long as the block lasts, no other part looks, so that exactly one finds all of them done. Each has
-        said so before it looks, and touches the directory no more unless it is that one.
+        Every part marks itself before it takes the lock, and only one holds the lock at a time, so that
+        exactly one part finds all of them finished. The other parts do not touch the directory any more.
 
         Returns:
-            What each other part that is done has recorded, by its number; None where another one has finished
-            the directory.
+            Records of each other finished part, by its number; None if another part has already renamed the
+            directory.
 
         Raises:
-            ConversionError: another part was planned otherwise.
+            ConversionError: another part has a different plan.
         """
         if self._part is None:
             yield {}
@@ -217,8 +219,7 @@ class Staging:
             ) from error
 
     def _remove_what_is_of_no_use(self) -> None:
-        """Remove the directory, but for what other parts have in it: then it loses the journal of this part
-        alone."""
+        """Remove this part's journal, and the whole directory unless other parts have journals in it."""
         with self._no_other_part_begins_or_ends():
             (self.directory / self._journal_name).unlink(missing_ok=True)
             if not any(self.directory.glob(".journal*")):
@@ -289,7 +290,7 @@ class Staging:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the plan, and what was recorded behind it; nothing where there is no journal."""
+    """Return the plan and the records that follow it; empty if there is no journal."""
     records: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8")
@@ -311,10 +312,10 @@ def _partial(target: Path) -> Path:
 
 
 def _lock(path: Path, *, waits: bool = False) -> IO[str]:
-    """Return the locked file, which has to stay open.
+    """Lock a file and return it; the lock lasts as long as the file is open.
 
     Raises:
-        BlockingIOError: another process has it, and this one does not wait.
+        BlockingIOError: another process holds the lock, and ``waits`` is False.
     """
     while True:
         file = path.open("w")
@@ -331,13 +332,14 @@ def _lock(path: Path, *, waits: bool = False) -> IO[str]:
 
 
 def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> None:
-    """Refuse to write into what is being read, or to replace it; both by the target and by the unfinished
-    directory beside it.
+    """Refuse a target that overlaps the source. The unfinished directory next to the target must not overlap
+    it either.
 
     Args:
         source: directory that is read.
-        target: directory to be.
-        may_be_inside: the target may be in the source, of which only files at the top are read.
+        target: the final directory.
+        may_be_inside: whether the target may be inside the source, for sources of which only top-level files
+            are read.
 
     Raises:
         ConversionError: one directory is, or is in, the other.
@@ -349,15 +351,15 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
 
 
 def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
-    """Refuse a target that may not be made, or not be replaced. An empty directory is taken.
+    """Refuse a target that may not be created or replaced. An empty directory is accepted.
 
     Args:
-        target: directory to be.
-        overwrite: it may replace one that is there, but of no other kind.
-        is_ours: says of an existing directory, which is not empty, whether it is of that kind.
+        target: the final directory.
+        overwrite: whether an existing directory of the right kind may be replaced.
+        is_ours: returns whether an existing, non-empty directory is of that kind.
 
     Raises:
-        ConversionError: it may not.
+        ConversionError: the target may not be written.
     """
     is_directory = target.is_dir() and not target.is_symlink()
     if not os.path.lexists(target) or (is_directory and not any(target.iterdir())):
@@ -373,12 +375,11 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
 
 
 def follow_umask(directory: Path, written: Path) -> None:
-    """Give the files of a directory the mode of one that was opened as usual; safetensors keeps its files
-    from all other users.
+    """Give the files of a directory the mode that the umask gives, since safetensors makes its files private.
 
     Args:
-        directory: of the files.
-        written: a file that the umask gave its mode.
+        directory: directory of the files.
+        written: a file whose mode the umask determined.
     """
     # Asked of a file that exists: the umask itself can only be read by setting it, which other threads would
     # see.
@@ -388,12 +389,13 @@ def follow_umask(directory: Path, written: Path) -> None:
 
 
 def _size_on_disk(directory: Path) -> int:
-    """Return bytes that a directory takes; files may have holes."""
+    """Return the bytes that a directory takes on disk; files may be sparse."""
     return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Rename; an existing target steps aside first and comes back if the rename fails."""
+    """Rename ``partial`` to ``target``. An existing target is moved aside first, and restored if the rename
+    fails."""
     # A sibling, because a rename is atomic within a file system only.
     aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
     existed = os.path.lexists(target)

@@ -1,4 +1,4 @@
-"""Runs pieces of a conversion in threads, within a bound on memory, saying how far it is."""
+"""Execution of a conversion's pieces in threads, within a memory limit, with progress reports."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from converters.errors import ConversionError
 from converters.files.process import status_bytes
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of a tensor that are handled at a time. Fixed: files must not depend on the memory or the workers
-that were there."""
+"""Bytes of a tensor that are handled at a time. The number is fixed, because files must not depend on memory
+or workers."""
 READ_BYTES = CHUNK_BYTES // 2
-"""Bytes of a tensor that are read at a time, in the dtype that it is stored in, which may be wider than the
-one that is written."""
+"""Bytes of a tensor that are read at a time, in the stored dtype, which may be wider than the written
+dtype."""
 BYTES_A_WORKER = 5 * CHUNK_BYTES
-"""What a worker may hold: a chunk as it is written, what serialising it takes, and what is read for it, in
-several dtypes and, where an adapter is merged, in float32."""
+"""Memory that a worker may use: a chunk as it is written, its serialised form, and the data read for it, in
+several dtypes and, if an adapter is merged, in float32."""
 _SECONDS_BETWEEN_LINES = 5.0
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 Answer = tuple[int, dict[str, Any], str]
-"""Of a command: exit code, facts for programs, text for people."""
+"""Result of a command: exit code, facts for JSON, text for the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a conversion on which its output does not depend.
+    """Options of a conversion that do not affect its output.
 
     Attributes:
-        workers: threads.
-        max_memory: bytes that may be resident; fewer workers run where they would not fit. None for no bound.
-            A program that calls this as a library keeps it if it has called ``give_memory_back``.
-        overwrite: replace an existing checkpoint of the kind that is made.
-        progress: where to say how far it is; None says nothing.
-        part: this one of so many parts of the work, counted from 1; None for all of it. The last part to be
-            done finishes the directory.
+        workers: number of threads.
+        max_memory: limit of resident memory in bytes, or None for no limit. Fewer workers run if not all fit.
+            A program that uses this as a library stays within the limit if it has called
+            ``give_memory_back``.
+        overwrite: whether to replace an existing checkpoint of the kind that is written.
+        progress: stream for progress reports; None reports nothing.
+        part: number of this part of the work, counted from 1, and the number of parts; None for all of the
+            work. The last part to finish completes the directory.
     """
 
     workers: int = 2
@@ -55,7 +56,7 @@ class RunOptions:
     part: tuple[int, int] | None = None
 
     def has(self, number: int) -> bool:
-        """Return whether a file, by its number, is part of the work."""
+        """Return whether the file of this number belongs to this part of the work."""
         return self.part is None or number % self.part[1] == self.part[0] - 1
 
     def parts_to_wait_for(
@@ -64,13 +65,13 @@ class RunOptions:
         check: Callable[[list[dict[str, Any]]], None],
         incomplete: Callable[[], Iterable[int]],
     ) -> tuple[int, ...]:
-        """Return the parts that are not done, or whose files are not as they wrote them; the files are read
-        when all are done.
+        """Return the parts that are not finished. Once all are finished, read their files, and return the
+        parts whose files have changed since.
 
         Args:
-            others: what each other part that is done has recorded, by its number.
-            check: compares what was recorded with the files.
-            incomplete: numbers of the files of which something is missing after that.
+            others: records of each other finished part, by its number.
+            check: compares records with the files.
+            incomplete: returns the numbers of files that are incomplete after this check.
         """
         if self.part is None:
             return ()
@@ -84,7 +85,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of work: its size in bytes, for the progress, and what does it."""
+    """A piece of work: its size in bytes, for the progress, and the function that does it."""
 
     size: int
     run: Callable[[], None]
@@ -95,14 +96,14 @@ class ConversionResult:
     """Result of a conversion.
 
     Attributes:
-        target: the directory that was made.
-        tensors: how many were written.
-        size: their bytes.
-        resumed: bytes of them that an earlier run had written.
-        workers: threads that worked.
-        peak_memory: largest resident memory, bytes.
-        notes: of the manifest.
-        waits_for: parts that are not done yet, so that the directory is not there; empty when it is.
+        target: the written directory.
+        tensors: number of tensors written.
+        size: bytes of these tensors.
+        resumed: bytes that an earlier run had written.
+        workers: number of threads that ran.
+        peak_memory: peak resident memory in bytes.
+        notes: notes of the manifest.
+        waits_for: parts that are not finished, so that the directory does not exist yet; empty once it does.
     """
 
     target: Path
@@ -116,11 +117,11 @@ class ConversionResult:
 
 
 def give_memory_back() -> None:
-    """Let the C library give every larger block of memory back to the system as soon as it is free, for the
-    rest of the process.
+    """Make the C library return every larger memory block to the system once it is free, for the rest of the
+    process.
 
-    Otherwise glibc learns from the first chunks to keep blocks of their size, and a process holds up to twice
-    what it uses. Elsewhere nothing is done.
+    By default glibc keeps blocks of the size of the first chunks, and a process holds up to twice the memory
+    that it uses. With other C libraries this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
@@ -130,7 +131,7 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
     """Return how many workers fit into ``max_memory`` bytes, at most ``wanted``.
 
     Raises:
-        ConversionError: not one fits.
+        ConversionError: not even one worker fits.
     """
     if wanted < 1:
         raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
@@ -149,10 +150,10 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
 
 
 def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> None:
-    """Run all pieces. The first that fails stops those that have not begun.
+    """Run all pieces. The first failure stops the pieces that have not begun.
 
     Raises:
-        ConversionError: of a piece, or in place of an error of the file system.
+        ConversionError: raised by a piece, or in the place of an error of the file system.
     """
     stop = threading.Event()
 
@@ -183,13 +184,13 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
 
 
 class Progress:
-    """Bytes done of all, with the time that is left: one line rewritten on a terminal, a line now and then
-    elsewhere.
+    """Progress in bytes, with the remaining time: a line that is rewritten on a terminal, or a line every few
+    seconds elsewhere.
 
     Args:
         total: bytes of all work.
-        label: what is being done.
-        stream: where to write; None writes nothing.
+        label: name of the work.
+        stream: stream to write to; None writes nothing.
     """
 
     def __init__(self, total: int, label: str, stream: TextIO | None = sys.stderr) -> None:
@@ -199,13 +200,13 @@ class Progress:
         self._lock = threading.Lock()
 
     def say(self, line: str) -> None:
-        """Write a line of its own."""
+        """Write a separate line."""
         if self._stream is not None:
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
     def skip(self, size: int) -> None:
-        """Count bytes that an earlier run did."""
+        """Count bytes that an earlier run finished."""
         self._done += size
         self._skipped += size
 
@@ -220,7 +221,7 @@ class Progress:
                 self._write(now, terminal)
 
     def finish(self) -> None:
-        """End the line."""
+        """Finish the line on a terminal."""
         if self._stream is not None and self._stream.isatty():
             self._write(time.monotonic(), True)
             self._stream.write("\n")
@@ -246,7 +247,7 @@ def _clock(seconds: float) -> str:
 
 
 def row_ranges(shape: Sequence[int], itemsize: int, most: int | None = None) -> Iterable[tuple[int, int]]:
-    """Ranges of the rows of a tensor of at most ``most`` bytes each (None for those of a chunk); one row at
-    least."""
+    """Return ranges of a tensor's rows, of at most ``most`` bytes each but at least one row. None means the
+    size of a chunk."""
     step = max(1, (CHUNK_BYTES if most is None else most) // max(math.prod(shape[1:]) * itemsize, 1))
     return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))

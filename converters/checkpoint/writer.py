@@ -1,5 +1,5 @@
-"""Writes a Hugging Face checkpoint directory from a stream of tensors: whole or not at all, holding at most
-one shard in memory."""
+"""Writer of a Hugging Face checkpoint directory from a stream of tensors. It writes the directory atomically
+and holds at most one shard in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Saveable(Protocol):
     """A tokenizer or processor of transformers."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> object:
-        """Write its files into a directory."""
+        """Write the object's files into a directory."""
         ...
 
 
@@ -45,25 +45,25 @@ def write_hf(
 ) -> Path:
     """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
 
-    Everything goes into a sibling directory first, is flushed to disk, and is then renamed. Until that rename
+    Everything is first written into a sibling directory, flushed to disk, and then renamed. Until that rename
     ``out_dir`` is untouched; on any error the sibling is removed.
 
     Args:
         stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
-        out_dir: directory to create. Its parents are created if necessary.
-        hf_config: transformers config of the model. Its copy records the dtype that most bytes have, and the
+        out_dir: directory to create, together with missing parents.
+        hf_config: transformers config of the model. The written copy has the dtype of most bytes, and the
             model class.
-        tokenizer: its files are written too.
-        generation_config: transformers generation config; written as it is, without judging its values.
-        max_shard_bytes: largest safetensors file, in bytes of tensor data. A single larger tensor gets a file
-            of its own.
-        beside: writes further files into the directory that it is given.
+        tokenizer: tokenizer whose files are written too.
+        generation_config: transformers generation config, written without validation.
+        max_shard_bytes: size limit of a safetensors file, in bytes of tensor data. A single larger tensor
+            gets its own file.
+        beside: function that writes further files into the directory it is given.
 
     Returns:
         ``out_dir`` as a path.
 
     Raises:
-        ConversionError: the target exists, or a name comes twice.
+        ConversionError: the target exists, or a name is repeated.
     """
     target = Path(out_dir).expanduser().absolute()
     check_target(target, overwrite=False, is_ours=lambda _: False)
@@ -98,7 +98,7 @@ def write_hf(
 
 
 class _ShardWriter:
-    """Collects tensors up to the size of a shard, and writes shard after shard."""
+    """Writer that collects tensors up to the size of a shard, and writes one shard after another."""
 
     def __init__(self, directory: Path, max_shard_bytes: float) -> None:
         self._directory = directory
@@ -110,7 +110,7 @@ class _ShardWriter:
         self.sizes: list[tuple[torch.dtype, int]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a copy of a tensor; write the shard before it if that is full."""
+        """Copy a tensor into the pending shard, after writing that shard if the tensor does not fit."""
         if name in self._shard_of:
             raise ConversionError(
                 f"tensor {name!r} comes twice in the stream",
@@ -125,7 +125,7 @@ class _ShardWriter:
         self.sizes.append((tensor.dtype, size))
 
     def finish(self) -> None:
-        """Write the last shard, give the files their final names, and write the index if there are
+        """Write the last shard, rename the files to their final names, and write the index if there are
         several."""
         if not self._shard_of:
             raise ConversionError("the stream of tensors is empty", "pass the parameters of the model")

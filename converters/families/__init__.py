@@ -1,4 +1,4 @@
-"""The model families that can be converted, by the ``model_type`` of their Hugging Face config."""
+"""The convertible model families, by the ``model_type`` of their Hugging Face config."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _FAMILIES = (
 _BUILT_IN = frozenset(family.model_type for family in _FAMILIES)
 _known = {family.model_type: family for family in _FAMILIES}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
-"""By ``model_type``; those of a user, once they are registered, as well."""
+"""Families by ``model_type``, including user-defined ones once they are registered."""
 
 
 def register_family(family: Family) -> None:
-    """Make a family known that is not part of this package (``converters.family_file``). One registered
-    earlier under the same name is replaced.
+    """Register a user-defined family (``converters.family_file``). A family registered earlier under the same
+    name is replaced.
 
     Raises:
         ConversionError: the package has a family of that name.
@@ -79,14 +79,14 @@ def is_built_in(family: Family) -> bool:
 
 
 def family_of(model_type: object, architectures: object = None) -> Family:
-    """The family of a config.
+    """Return the family of a config.
 
     Args:
-        model_type: of the config.
-        architectures: of the config; they tell a family of another name in the error.
+        model_type: ``model_type`` of the config.
+        architectures: ``architectures`` of the config, by which the error can name a similar family.
 
     Raises:
-        ConversionError: there is none of that name.
+        ConversionError: there is no family of that name.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is not None:

@@ -1,4 +1,4 @@
-"""The interface of a model family."""
+"""Interface of a model family."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Features:
 
 
 PLAIN = Features()
-"""None of them."""
+"""Features of a model without optional tensors."""
 
 
 def features_of(config: Config, **keys: str | bool) -> Features:
-    """Read the optional tensors.
+    """Read the optional tensors from a config.
 
     Args:
-        config: with the defaults of its family filled in.
-        **keys: the config key that switches a feature on, or whether the family has it always; features that
-            are left out it never has.
+        config: config with the defaults of its family filled in.
+        **keys: for each feature, the config key that enables it, or whether the family always has it; omitted
+            features are off.
     """
     return Features(
         **{name: key if isinstance(key, bool) else bool(config.get(key)) for name, key in keys.items()}
@@ -48,21 +48,21 @@ def features_of(config: Config, **keys: str | bool) -> Features:
 
 
 def read_nothing(*_: object) -> None:
-    """Read what a family does not have."""
+    """Return None: the default reader for parts that a family does not have."""
     return None
 
 
 def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bool) -> tuple[int | None, ...]:
-    """The window of each layer, in tokens: a token sees itself and the ``window - 1`` tokens before it; None
-    for all before it.
+    """Return the window of each layer, in tokens. A token sees itself and the ``window - 1`` tokens before
+    it; None means all tokens before it.
 
     Args:
-        config: with the defaults of its family filled in.
-        num_layers: layers of the model.
-        uniform: ``sliding_window`` holds for every layer.
-        by_layer: it holds for the layers that ``layer_types`` says. What transformers fills in for those
-            where the config does not say: with ``max_window_layers`` the layers from that on, all layers with
-            ``uniform``, otherwise every other layer, beginning with the first.
+        config: config with the defaults of its family filled in.
+        num_layers: number of layers of the model.
+        uniform: whether ``sliding_window`` applies to every layer.
+        by_layer: whether ``sliding_window`` applies only to the layers that ``layer_types`` lists. Without
+            ``layer_types``, transformers' defaults apply: with ``max_window_layers`` the layers from that
+            index on, with ``uniform`` all layers, otherwise every other layer, starting with the first.
     """
     window = config.get("sliding_window")
     if not isinstance(window, int) or not (uniform or by_layer) or config.get("use_sliding_window") is False:
@@ -80,49 +80,48 @@ def read_windows(config: Config, num_layers: int, *, uniform: bool, by_layer: bo
 
 
 NESTED_PREFIX = "model.language_model."
-"""Beginning of the names of the tensors of the text in a checkpoint of a model that also sees, in place of
+"""Prefix of the text model's tensor names in a checkpoint of a vision-language model, which replaces
 ``model.``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family.
+    """A model family.
 
     Attributes:
-        model_type: what its config calls it.
-        architecture_class: the causal language model class named in ``config.architectures``.
+        model_type: name of the family in its configs.
+        architecture_class: causal language model class named in ``config.architectures``.
         config_keys: config keys that only this family has and that ``read_features`` or the window check
             consume.
-        read_features: the optional tensors, from the config as a mapping; none of them by default.
+        read_features: reads the optional tensors from the config, a mapping; by default there are none.
         model_rules: rules of the parameters outside the layers, embedding first; by default those of a plain
             decoder.
         layer_rules: rules of one layer, by its global index; by default those of a plain decoder.
-        read_mixture: the experts, from the config and the number of layers; what is wrong is appended to the
+        read_mixture: reads the experts from the config and the number of layers, and appends problems to the
             list.
-        has_uniform_window: ``sliding_window``, when it is set, holds for every layer; with
-            ``has_layer_windows``, for those that ``layer_types`` says, and for every layer where it says
-            nothing.
-        read_latent_attention: the latent attention, from the config; what is wrong is appended to the list.
-        read_gated_delta: the gated delta nets, from the config and the number of layers; what is wrong is
-            appended to the list.
-        read_vision: the vision tower, from the config; what is wrong is appended to the list. A family that
-            has one nests the config of its text in ``text_config``, and names its tensors by
+        has_uniform_window: ``sliding_window``, if set, applies to every layer. With ``has_layer_windows`` it
+            applies to the layers that ``layer_types`` lists, or to every layer if there is no list.
+        read_latent_attention: reads the latent attention from the config, and appends problems to the list.
+        read_gated_delta: reads the gated delta nets from the config and the number of layers, and appends
+            problems to the list.
+        read_vision: reads the vision tower from the config, and appends problems to the list. A family with a
+            tower nests the config of its text in ``text_config``, and names the text's tensors by
             ``NESTED_PREFIX``.
-        may_be_nested: of a text alone, whose tensors transformers saves under these names where it was read
-            from a model that also sees.
-        zero_centered_norms: norms multiply by 1 + weight.
-        may_predict_further: behind its layers a model may have layers that predict further tokens
+        may_be_nested: whether transformers saves the tensors of a text-only model under these names if it was
+            loaded from a vision-language model.
+        zero_centered_norms: whether norms multiply by 1 + weight.
+        may_predict_further: whether a model may have prediction layers after its ordinary layers
             (``converters.model_config.prediction_layers``).
-        predicts_in_mtp: these have Qwen's names and number (``read_mtp_layers``).
-        has_layer_windows: ``sliding_window`` holds for the layers that ``layer_types`` says.
-        read_gate_limit: bound of what the gated MLP multiplies, from the config (``Architecture``).
-        rotates_partly: rotary embedding may leave a part of each head alone (``partial_rotary_factor``).
-        rotates_in_sections: of a model that also sees: see ``read_rope``.
-        config_like: ``model_type`` of the transformers config class that fills in what a ``config.json``
-            leaves out, for a family that transformers does not know; without it, such a config has to say
-            everything.
-        defaults: what that class fills in for keys that decide which tensors there are, for those who read a
-            ``config.json`` without transformers. Sizes are not among them: a ``config.json`` says those.
+        predicts_in_mtp: whether prediction layers have Qwen's names and number (``read_mtp_layers``).
+        has_layer_windows: whether ``sliding_window`` applies only to the layers that ``layer_types`` lists.
+        read_gate_limit: reads the clamp of the gated MLP's factors from the config (``Architecture``).
+        rotates_partly: whether rotary embedding may skip a part of each head (``partial_rotary_factor``).
+        rotates_in_sections: for vision-language models, see ``read_rope``.
+        config_like: ``model_type`` of the transformers config class that completes a ``config.json``, for a
+            family unknown to transformers; without it, the ``config.json`` has to be complete.
+        defaults: that class's defaults for the keys that decide which tensors exist, for code that reads a
+            ``config.json`` without transformers. Sizes have no defaults, since every ``config.json`` has
+            them.
     """
 
     model_type: str
@@ -149,5 +148,5 @@ class Family:
 
     @property
     def sees(self) -> bool:
-        """Return whether its models also see."""
+        """True if the family's models are vision-language models."""
         return self.read_vision is not read_nothing

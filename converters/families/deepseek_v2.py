@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and -V2-Lite: latent attention, and behind the first layers a mixture of experts whose router
-takes a softmax."""
+"""DeepSeek-V2 and -V2-Lite: latent attention, and after the first layers a mixture of experts with a softmax
+router."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and -R1: latent attention, a mixture of experts behind the first layers, and layers that
-predict further tokens."""
+"""DeepSeek-V3 and -R1: latent attention, a mixture of experts after the first layers, and prediction
+layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
     "topk_group",
     "topk_method",
 }
-"""Config keys that both generations have."""
+"""Config keys of both V2 and V3."""
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
-    """Embedding, final norm and output layer.
+    """Return the rules of embedding, final norm and output layer.
 
-    The output layer of a tied model is there for the last pipeline stage, which holds a copy of the
-    embedding; it emits nothing.
+    A tied model has a rule for its output layer too, for the last pipeline stage, which holds a copy of the
+    embedding; the rule emits nothing.
     """
     embedding = HuggingFaceTensor("model.embed_tokens.weight", (facts.vocab_size, facts.hidden_size))
     head = HuggingFaceTensor("lm_head.weight", embedding.shape)
@@ -31,12 +31,12 @@ def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
 
 
 def layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """All parameters of one layer, in forward order."""
+    """Return the rules of all parameters of one layer, in forward order."""
     return (*attention_rules(facts, layer), *_mlp_rules(facts, layer))
 
 
 def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of the layer's mixer, with the norms before it and behind it."""
+    """Yield the rules of the layer's mixer, with the norms before and after it."""
     hidden, megatron, prefix = facts.hidden_size, f"decoder.layers.{layer}.", f"model.layers.{layer}."
     yield from module_rules(
         f"{megatron}input_layernorm", Kind.REPLICATED, {f"{prefix}input_layernorm": (hidden,)}
@@ -73,8 +73,8 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
-    """The rule of queries, keys and values of attention whose output is gated: behind each query head stands
-    its gate, where Megatron-Core has the gates of a group behind all its query heads."""
+    """Return the query-key-value rule for attention with a gated output. Hugging Face stores each gate after
+    its query head; Megatron-Core stores a group's gates after all of the group's query heads."""
     groups, width = facts.num_key_value_heads, facts.head_dim
     heads = facts.num_attention_heads // groups
     # Of a group query head h begins at 2h widths, and its gate one width further.
@@ -89,7 +89,7 @@ MIXERS: Mapping[str, Callable[[ModelFacts, int], Iterator[Rule]]] = {
     "latent": latent.attention_rules,
     "gated_delta": gated_delta.mixer_rules,
 }
-"""Rules of what mixes the tokens of a layer, by ``LayerKind.mixer``."""
+"""Rules of the token mixer of a layer, by ``LayerKind.mixer``."""
 
 
 def _mlp_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:

@@ -1,4 +1,4 @@
-"""dots.llm1: attention as in Qwen3, with windows by layer, and DeepSeek-V3's mixture of experts behind the
+"""dots.llm1: attention as in Qwen3, with windows by layer, and DeepSeek-V3's mixture of experts after the
 first layers."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rules of gated delta nets, whose sizes are in ``converters.model_config.gated_delta``.
+"""Rules of gated delta nets. Their sizes are in ``converters.model_config.gated_delta``.
 
-The input projection is one matrix, as in Megatron-Core, but in the order of heads: of each key head its
-query, key, values, the values' gates and the two gates of each value head. A tensor-parallel rank so has rows
-one behind the other that belong together, as it has of the query-key-value matrix of attention, and a
-checkpoint can be read with any number of ranks.
+The input projection is one matrix, as in Megatron-Core, but ordered by heads: for each key head its query,
+key, values, the values' gates and the two gates of each value head. A tensor-parallel rank therefore has
+contiguous rows that belong together, as in the query-key-value matrix of attention, and a checkpoint can be
+read with any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
-    """Yield the rules of a gated delta net, without the norm before it."""
+    """Yield the rules of a gated delta net, without the preceding norm."""
     net, hidden = facts.gated_delta, facts.hidden_size
     assert net is not None, facts.family
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
@@ -63,8 +63,8 @@ def mixer_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
 
 
 def _rows_of_groups(parts: tuple[tuple[int, ...], ...], groups: int) -> tuple[GroupRows, ...]:
-    """Return the rows of a group, part by part; ``parts`` has the rows of a group in each section of a
-    tensor, whose sections follow one another."""
+    """Return the rows of a group, part by part. ``parts`` gives, for each tensor, the rows of a group in each
+    of its consecutive sections."""
     found = []
     for part, widths in enumerate(parts):
         start = 0

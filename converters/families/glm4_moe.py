@@ -1,5 +1,5 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and in all but
-the first layers DeepSeek's mixture of experts."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6: grouped-query attention that rotates a part of each head, and DeepSeek's
+mixture of experts in all but the first layers."""
 
 from __future__ import annotations
 

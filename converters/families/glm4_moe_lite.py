@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3 whose ``mlp_layer_types`` says which layers have experts."""
+"""GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which lists the layers with experts."""
 
 from __future__ import annotations
 

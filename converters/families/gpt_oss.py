@@ -1,9 +1,9 @@
-"""GPT-OSS: biases everywhere, attention sinks, windows in some layers, and in every layer experts whose gate
-is clamped.
+"""GPT-OSS: biases everywhere, attention sinks, windows in some layers, and experts with a clamped gate in
+every layer.
 
-All experts of a layer are stored together, transposed, and rows of gate and up in turns. Weights quantised to
-MXFP4 (``*_blocks`` and ``*_scales``) are not transposed; a source that dequantises them has them under the
-name of the blocks.
+All experts of a layer are stored together and transposed, with alternating rows of gate and up. Weights
+quantised to MXFP4 (``*_blocks`` and ``*_scales``) are not transposed; a source that dequantises them returns
+them under the name of the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALPHA = 1.702
 
 
 def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """All parameters of one layer, in forward order."""
+    """Return the rules of all parameters of one layer, in forward order."""
     assert facts.mixture is not None
     return (
         *dense.attention_rules(facts, layer),
@@ -50,7 +50,7 @@ def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> I
     def matrix(
         expert: int, name: str, stored: str, shape: tuple[int, int], start: int, step: int
     ) -> HuggingFaceTensor:
-        """A matrix whose rows are every ``step``-th column of the stored one, from ``start`` on."""
+        """Return a matrix whose rows are every ``step``-th column of the stored matrix, from ``start`` on."""
         rows, columns = shape[0] * step, shape[1]
         places = (
             TensorLocation(

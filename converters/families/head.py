@@ -1,4 +1,4 @@
-"""Rules of the layer that scores, where a model has one in the place of its output layer."""
+"""Rules of the score layer, which replaces the output layer of some models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from converters.model_config.heads import OUTPUT_LAYER
 
 
 def head_rules(rules: tuple[Rule, ...], facts: ModelFacts) -> tuple[Rule, ...]:
-    """The rules of a model's parameters outside its layers, with the score layer in place of the output layer
-    if it has one."""
+    """Return the rules of a model's parameters outside its layers, with a score layer instead of the output
+    layer if the model has one."""
     head = facts.head
     if head is None:
         return rules

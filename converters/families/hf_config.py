@@ -1,5 +1,5 @@
-"""The transformers config of a model, also of a built-in family that transformers knows by another name
-alone."""
+"""The transformers config of a model, including built-in families that transformers knows only by another
+name."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from converters.families.base import Family
 
 
 def config_class_name(family: Family) -> str | None:
-    """Return the ``model_type`` by which transformers has a config class for a family; None where it has
-    none."""
+    """Return the ``model_type`` of transformers' config class for a family, or None if there is no such
+    class."""
     from transformers import CONFIG_MAPPING
 
     return family.model_type if family.model_type in CONFIG_MAPPING else family.config_like
 
 
 def renamed_class(model_type: object) -> str | None:
-    """Return the name by which transformers computes a built-in family that it does not know by its own; else
-    None.
+    """Return transformers' name for a built-in family that it knows only by another name, or None.
 
-    A family of a user computes something else than the class that fills in its config.
+    A user-defined family gives None, because it computes something else than the class that completes its
+    config.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     name = None if family is None or not is_built_in(family) else config_class_name(family)
@@ -32,7 +32,7 @@ def renamed_class(model_type: object) -> str | None:
 
 
 def make_hf_config(content: Mapping[str, Any]) -> Any:
-    """Return the transformers config of a parsed ``config.json``, which stays as it is."""
+    """Return the transformers config of a parsed ``config.json``, which is not modified."""
     from transformers import AutoConfig
 
     # config classes of transformers keep what they are given and change it
@@ -47,13 +47,13 @@ def make_hf_config(content: Mapping[str, Any]) -> Any:
 def read_hf_config(place: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Read the ``config.json`` of a model.
 
-    transformers refuses a ``model_type`` that it does not know, or runs the code in the model's directory; of
-    a built-in family that is another one by a name of its own (Kimi-K2 is DeepSeek-V3) neither is needed.
+    transformers refuses a ``model_type`` that it does not know, or runs the code in the model's directory.
+    Neither happens for a built-in family that renames a known one (Kimi-K2 is DeepSeek-V3).
 
     Args:
         place: directory or hub id of the model.
-        trust_remote_code: run code that comes with the model, where transformers does not know it.
-        **options: of ``from_pretrained``.
+        trust_remote_code: whether to run code that comes with the model, if transformers does not know it.
+        **options: options of ``from_pretrained``.
     """
     from transformers import AutoConfig, PreTrainedConfig
 

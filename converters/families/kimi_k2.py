@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3 by another name, which transformers does not know; the code beside its weights is not
+"""Kimi-K2: DeepSeek-V3 under a name that transformers does not know; the code next to its weights is not
 needed."""
 
 from __future__ import annotations

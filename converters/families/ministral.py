@@ -1,5 +1,5 @@
-"""Ministral: Mistral with a window in the layers that ``layer_types`` says, which are all where it says
-nothing."""
+"""Ministral: Mistral with a window in the layers that ``layer_types`` lists, or in all layers without
+a list."""
 
 from __future__ import annotations
 

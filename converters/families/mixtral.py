@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, chosen probabilities always divided by their sum; no biases."""
+"""Mixtral: experts in every layer, no biases. The chosen probabilities are always divided by their sum."""
 
 from __future__ import annotations
 

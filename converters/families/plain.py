@@ -1,10 +1,10 @@
-"""Plain configs: a ``config.json`` completed as transformers' own config class would, without transformers
-and torch.
+"""Plain configs: a ``config.json`` completed as by transformers' config class, without transformers and
+torch.
 
-Importing these takes seconds, and most of a config needs neither. What is written here is what the classes of
-the built-in families fill in, and which kinds of value they take. A config that says anything else is not
-plain, and nothing is decided about it here: transformers itself has to read it. So a family need not be in
-this file; tests compare every entry with transformers.
+Their import takes seconds, and most configs need neither. This module holds the defaults of the built-in
+families' config classes, and the types of value that the classes accept. A config with anything else is not
+plain, and has to be read by transformers itself. Hence a family need not be in this file; tests compare every
+entry with transformers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key of a config class: the kinds of value that it takes, and what it is where a file does not say;
-    None: a file has to."""
+    """A key of a config class: the types of value that it accepts, and its default. None means that the file
+    has to give the value."""
 
     kinds: tuple[type, ...]
     default: tuple[Any] | None = None
 
 
 def _like(value: Any, *more: type) -> _Key:
-    """A key with a default, which takes values of its kind."""
+    """Return a key with a default, which accepts values of the default's type and of the types in
+    ``more``."""
     return _Key((type(value), *more), (value,))
 
 
@@ -46,15 +47,17 @@ def _no_change(config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ConfigClass:
-    """Completion of a file by transformers' config class of a family.
+    """Completion of a file by a family's transformers config class.
 
     Attributes:
-        keys: beside those of ``_COMMON``: a ``_Key``, or the default of one that takes values of its kind.
-        theta: base of the rotary embedding where a file does not say.
-        free: keys that the class has no field for; it keeps whatever they say, and adds none of its own.
-        complete: does to a filled config what the class does after its fields are set.
-        divides_width: it refuses a width that is no multiple of the heads, whatever ``head_dim`` says.
-        scales: it has a rotary scaling of its own where a file has none.
+        keys: keys in addition to those of ``_COMMON``, each as a ``_Key``, or as a default whose type is
+            accepted.
+        theta: default base of the rotary embedding.
+        free: keys without a field in the class, which keeps any value and adds no default.
+        complete: changes a filled config as the class does after setting its fields.
+        divides_width: whether the class refuses a width that is not a multiple of the heads, whatever
+            ``head_dim`` is.
+        scales: whether the class has its own default for rotary scaling.
     """
 
     keys: Mapping[str, Any]
@@ -317,11 +320,10 @@ PLAIN_FAMILIES: Mapping[str, _ConfigClass] = {
 
 
 def filled_config(content: Mapping[str, Any]) -> Config | None:
-    """The content of a ``config.json`` with what transformers' config class fills in and derives; None where
-    it is not plain.
+    """Return a ``config.json`` with the values that transformers' config class fills in and derives, or None
+    if it is not plain.
 
-    Only a config is plain that transformers takes without a word, and of which every value is of the usual
-    kind.
+    A config is plain if transformers accepts it without a message and every value has the usual type.
     """
     kind = PLAIN_FAMILIES.get(content["model_type"]) if isinstance(content.get("model_type"), str) else None
     if kind is None:
@@ -342,7 +344,7 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
 
 
 def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozenset[str]) -> bool:
-    """Return whether a key is one of the class, and its value of a kind that it takes."""
+    """Return whether the class has this key, and accepts the type of the value."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if name in _HARMLESS_IF_FALSE:
@@ -363,7 +365,7 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
 
 
 def _fits(config: Config, kind: _ConfigClass) -> bool:
-    """Return whether what the class checks of its fields together, and of lists, holds."""
+    """Return whether the config passes the class's checks of lists and of combinations of fields."""
     layers, heads, width = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     latent = _latent_widths(config) if kind.complete is _latent else {}
     if any(config[key] not in (None, size) for key, size in latent.items()):
@@ -384,7 +386,7 @@ def _fits(config: Config, kind: _ConfigClass) -> bool:
 
 
 def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass) -> Config | None:
-    """The rotary parameters in the form of today's transformers; None where they are not plain."""
+    """Return the rotary parameters in the format of current transformers, or None if they are not plain."""
     found = [content.get(key) for key in ("rope_scaling", "rope_parameters")]
     theta = content.get("rope_theta", config_class.theta)
     if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (

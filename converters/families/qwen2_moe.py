@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: attention as in Qwen2, and in the layers that the config picks routed experts
-beside a shared, gated one."""
+"""Qwen1.5-MoE and Qwen2-MoE: attention as in Qwen2; the layers that the config selects have routed experts
+and a gated shared expert."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Qwen3.5, dense or with experts: as Qwen3-Next, but for projections of gated delta nets that are stored part
+"""Qwen3.5, dense or with experts: like Qwen3-Next, but with the projections of gated delta nets stored part
 by part.
 
-Published checkpoints are of models that also see. transformers loads the text part of one
-(``AutoModelForCausalLM``), and saves it under a ``model_type`` of its own.
+Published checkpoints are of vision-language models. transformers loads the text part of one
+(``AutoModelForCausalLM``), and saves it with a separate ``model_type``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXPERT_KEYS = frozenset(
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    """Experts in all layers; their probabilities are normalised always."""
+    """Return the mixture, with experts in all layers and normalised probabilities."""
     shared = "shared_expert_intermediate_size"
     every = (True,) * num_layers
     return read_mixture(
@@ -73,7 +73,8 @@ SPARSE = replace(
 
 
 def _seeing(text: Family, model_type: str, architecture_class: str) -> Family:
-    """The family of published checkpoints, whose text is of ``text``."""
+    """Return the vision-language family of published checkpoints, whose text belongs to the family
+    ``text``."""
     keys = text.config_keys | vision.CONFIG_KEYS
     return replace(
         text,

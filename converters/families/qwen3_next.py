@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets in three layers of four, gated attention in the others, zero-centred norms,
-and experts beside a shared one with a gate."""
+"""Qwen3-Next: gated delta nets in three of four layers, gated attention in the others, zero-centred norms,
+routed experts, and a shared expert with a gate."""
 
 from __future__ import annotations
 

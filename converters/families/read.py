@@ -1,5 +1,5 @@
-"""Reads a Hugging Face config into an ``Architecture``, as its family says, and refuses what cannot be
-carried over to Megatron-Core."""
+"""Parsing of a Hugging Face config into an ``Architecture``, as its family defines it. A config that cannot
+be carried over to Megatron-Core is refused."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _INTERNALS = frozenset({"attribute_map", "sub_configs"})
 
 
 def check_raw(options: Mapping[str, Any], config_class: type) -> None:
-    """Refuse what transformers' config class takes without a look and fails at later: keys in the place of
-    its methods, too.
+    """Refuse options that transformers' config class accepts unchecked and fails with later, including keys
+    that would overwrite its methods.
 
     Args:
         options: keys and values of the file.
-        config_class: that they are for.
+        config_class: config class that the options are for.
 
     Raises:
-        ConversionError: with every key that is no setting, and every value of the wrong kind.
+        ConversionError: lists every key that is not a setting, and every value of the wrong type.
     """
     internal = sorted(
         str(key) for key in options if key in _INTERNALS or callable(getattr(config_class, str(key), None))
@@ -66,8 +66,7 @@ def check_raw(options: Mapping[str, Any], config_class: type) -> None:
 
 
 def dtype_problems(config: Mapping[str, Any]) -> list[str]:
-    """Problems with the dtype that the weights are said to have; loading a model that says another word
-    fails."""
+    """Return the problems with the config's dtypes; loading a model with any other name of a dtype fails."""
     said = {key: config.get(key) for key in ("dtype", "torch_dtype")}
     return [
         f"{key} = {value!r}: the name of a dtype is needed, such as bfloat16"
@@ -108,18 +107,18 @@ _DROPOUTS = ("attention_dropout", "residual_dropout")
 
 
 def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> Architecture:
-    """The architecture of a model.
+    """Parse a config into the architecture of its model.
 
-    Every key of the config is read, known to change nothing, not read by transformers either
-    (``config_notes`` names those), or refused: a key that silently changed the forward pass would make the
-    trained model another one than the config describes.
+    Every key of the config is either parsed, known to change nothing, not read by transformers
+    (``config_notes`` names such keys), or refused. Otherwise an ignored key could silently change the forward
+    pass, and the trained model would differ from the one that the config describes.
 
     Args:
         hf_config: a transformers config, or the parsed ``config.json`` as a mapping.
         ignore_config_keys: further keys that the caller knows to be harmless.
 
     Raises:
-        ConversionError: with every reason why the model cannot be carried over.
+        ConversionError: lists every reason why the model cannot be carried over.
     """
     if isinstance(hf_config, Mapping):
         check_depth(hf_config, "config.json")
@@ -137,11 +136,12 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
 
 
 def read_plain(content: Mapping[str, Any]) -> Architecture | None:
-    """The architecture of a model that a ``config.json`` describes in the usual words, without transformers.
+    """Parse a plain ``config.json`` into an architecture, without importing transformers.
 
     Returns:
-        What ``read_architecture`` returns of transformers' config; None where that has to be asked, and for
-        whatever has to be refused, so that what is wrong is said in one place.
+        The same architecture as ``read_architecture`` with transformers' config. None if transformers has to
+        be asked, or if the config has to be refused, so that problems are reported only by
+        ``read_architecture``.
     """
     try:
         config = filled_config(content)
@@ -155,8 +155,8 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
 
 
 def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> list[str]:
-    """Return what a user should know of a config that ``read_architecture`` takes: keys that are passed over,
-    dropout that is not used.
+    """Return notes for the user about a config that ``read_architecture`` accepts: ignored keys, and dropout
+    that is not used.
 
     Args:
         hf_config, ignore_config_keys: as for ``read_architecture``.
@@ -237,12 +237,12 @@ def _prediction_layers(config: Mapping[str, Any], family: Family, problems: list
 
 
 def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
-    """Return which of its own keys a family does not read in a config that has them: they had better change
-    nothing.
+    """Return the keys that a family lists in ``config_keys`` and does not read, if the config sets them. Such
+    keys should change nothing.
 
     Args:
-        config: flat, with the defaults of its class filled in (``with_defaults``).
-        family: that has ``config_keys``.
+        config: flat config with the defaults of its class filled in (``with_defaults``).
+        family: family with ``config_keys``.
     """
     recording = _Recording(config)
     _read(recording, frozenset(), None)
@@ -250,7 +250,7 @@ def unread_keys(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 class _Recording(dict[str, Any]):
-    """A config that knows which of its keys were asked for."""
+    """Config that records which of its keys were read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -270,20 +270,20 @@ class _Recording(dict[str, Any]):
 
 
 def with_defaults(hf_config: Any) -> dict[str, Any]:
-    """A config as a flat dict, with the defaults of its class in transformers filled in.
+    """Return a config as a flat dict, with the defaults of its transformers class filled in.
 
     Args:
         hf_config: as for ``read_architecture``.
 
     Raises:
-        ConversionError: it is of no known family, or not valid.
+        ConversionError: the config is of an unknown family, or not valid.
     """
     return _completed(hf_config)[0]
 
 
 def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
-    """``with_defaults``, and the config class of transformers that filled them in; None where a config of no
-    such class says it all."""
+    """Return the result of ``with_defaults``, and the transformers config class that filled in the defaults.
+    The class is None for a family without one, whose config has to be complete."""
     family: Family | None = None
     if isinstance(hf_config, Mapping):
         from huggingface_hub.errors import StrictDataclassError
@@ -333,8 +333,8 @@ _OF_THE_WHOLE = frozenset({"architectures", "dtype", "model_type", "tie_word_emb
 
 
 def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model that also sees as that of a text: what its text section says, and around it what
-    that leaves open."""
+    """Return the config of a vision-language model as that of its text: the values of its text section,
+    supplemented by those of the whole model."""
     del whole["text_config"]
     return whole | {
         key: value for key, value in text.items() if whole.get(key) is None or key not in _OF_THE_WHOLE
@@ -342,8 +342,8 @@ def _flattened(whole: dict[str, Any], text: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
-    """``check_raw`` for the sections of a model that also sees, both of which it needs: transformers would
-    fill in those of a large one."""
+    """Apply ``check_raw`` to the sections of a vision-language model. Both sections are required, since
+    transformers would fill in those of a large model."""
     for key, section_class in config_class.sub_configs.items():
         section = options.get(key)
         if not isinstance(section, Mapping):
@@ -354,8 +354,8 @@ def _check_sections(options: Mapping[str, Any], config_class: Any) -> None:
 def _refused_keys(
     config: Mapping[str, Any], family: Family, ignored: frozenset[str], config_class: type | None
 ) -> list[str]:
-    """Problems with keys whose values are fixed, and with keys that transformers reads and the family does
-    not."""
+    """Return the problems with keys whose values are fixed, and with keys that transformers reads and the
+    family does not."""
     problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
@@ -391,20 +391,20 @@ def _refused_keys(
 
 
 def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:
-    """Keys that are set and that neither every family handles nor this one."""
+    """Return the keys that are set and that are handled neither for all families nor by this one."""
     known = _CONSUMED_KEYS | INERT_KEYS | family.config_keys | ignored | {"quantization_config", *_DROPOUTS}
     return [key for key in sorted(set(config) - known) if not is_off(config[key])]
 
 
 def _is_rate(value: object) -> bool:
-    """Return whether a value is a rate of dropout, or None for none of it."""
+    """Return whether a value is a valid dropout rate; None means no dropout."""
     return value is None or (
         isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
     )
 
 
 def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
-    """All sizes, checked against each other."""
+    """Return all sizes, after checking that they are consistent."""
     filled = dict(config)
     if filled.get("intermediate_size") is None and "moe_intermediate_size" in filled:
         # a model without dense layers need not say it
@@ -443,7 +443,8 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
 def _windows(
     config: Mapping[str, Any], family: Family, num_layers: int, problems: list[str]
 ) -> tuple[int | None, tuple[bool, ...] | None]:
-    """The window, tokens, and which layers have it: None for all of them. Both None where none has it."""
+    """Return the window in tokens, and a flag for each layer that has the window, or None if all layers have
+    it. Both are None if no layer has a window."""
     window = config.get("sliding_window") if family.has_uniform_window or family.has_layer_windows else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         problems.append(f"sliding_window = {window!r}: a positive whole number or null is needed")

@@ -1,4 +1,5 @@
-"""Seed-OSS: Llama with biases on query, key and value, which the attention output has of its own."""
+"""Seed-OSS: Llama with biases on query, key and value, and a separate setting for the bias of the attention
+output."""
 
 from __future__ import annotations
 

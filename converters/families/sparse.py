@@ -1,7 +1,7 @@
-"""Rules of decoders whose MLP is a mixture of experts, in some layers or in all.
+"""Rules of decoders whose MLP is a mixture of experts in some or all layers.
 
-transformers computes with all experts of a layer stacked in two tensors, but writes them one by one, as the
-first releases of these models were stored. Both forms are read, under both names that the block has had.
+transformers computes with all experts of a layer stacked in two tensors, but saves them one by one, as the
+first releases of these models were stored. Both formats are read, under both names that the block has had.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MixtureNames:
     """A family's names for the tensors of its mixture.
 
     Attributes:
-        blocks: names that the block below a layer may have; it is written under the first.
-        gate, up, down: the matrices of one expert.
-        shared: the shared expert below the block, and with ``_gate`` behind it its gate.
-        router: the router below the block.
+        blocks: possible names of the block in a layer; the first is used for writing.
+        gate, up, down: matrices of one expert.
+        shared: shared expert in the block; its gate has the suffix ``_gate``.
+        router: router in the block.
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -41,7 +41,7 @@ class MixtureNames:
 def read_qwen_mixture(
     config: Config, num_layers: int, problems: list[str], *, shared_width_key: str | None = None
 ) -> MixtureOfExperts | None:
-    """The mixture of Qwen2-MoE and Qwen3-MoE; arguments as of ``read_mixture``."""
+    """Return the mixture of Qwen2-MoE or Qwen3-MoE; arguments are those of ``read_mixture``."""
     return read_mixture(
         config,
         problems,
@@ -53,11 +53,10 @@ def read_qwen_mixture(
 
 
 def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) -> tuple[bool, ...]:
-    """Return for each layer of Qwen's mixtures, whether it has experts; what is wrong is appended to
-    ``problems``.
+    """Return a flag for each layer of Qwen's mixtures that has experts, and append problems to ``problems``.
 
-    Every ``decoder_sparse_step``-th has, counted from one, unless ``mlp_only_layers`` (counted from zero)
-    names it.
+    Every ``decoder_sparse_step``-th layer, counted from one, has experts, unless ``mlp_only_layers`` (counted
+    from zero) lists it.
     """
     step, dense = read_size(config, "decoder_sparse_step", problems), config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
@@ -67,7 +66,8 @@ def _read_sparse_layers(config: Config, num_layers: int, problems: list[str]) ->
 
 
 def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureNames()) -> tuple[Rule, ...]:
-    """All parameters of one layer, in forward order; those of a dense layer where there are no experts."""
+    """Return the rules of all parameters of one layer, in forward order. A layer without experts gets the
+    rules of a dense layer."""
     mixture = facts.mixture
     if mixture is None or not facts.is_sparse(layer):
         return dense.layer_rules(facts, layer)
@@ -82,7 +82,7 @@ def layer_rules(facts: ModelFacts, layer: int, names: MixtureNames = MixtureName
 def router_rules(
     facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
 ) -> Iterator[Rule]:
-    """Return the rules of the weights of a router and its biases."""
+    """Yield the rules of a router's weights and biases."""
     experts = mixture.num_experts
     tensors: list[tuple[str, str, tuple[int, ...]]] = [("weight", "weight", (experts, facts.hidden_size))]
     if mixture.routing.has_bias:
@@ -122,8 +122,8 @@ def _expert_rules(
 def _shared_expert_rules(
     facts: ModelFacts, mixture: MixtureOfExperts, layer: int, names: MixtureNames
 ) -> Iterator[Rule]:
-    """Return the rules of the expert that every token goes through. Megatron-Core cuts it as it cuts a dense
-    MLP, not as routed experts."""
+    """Yield the rules of the expert that every token passes through. Megatron-Core shards it like a dense
+    MLP, not like routed experts."""
     hidden, width = facts.hidden_size, mixture.shared_ffn_hidden_size
     megatron, prefix = (
         f"decoder.layers.{layer}.mlp.shared_experts.",
@@ -143,7 +143,8 @@ def _shared_expert_rules(
 def _expert_tensor(
     blocks: tuple[str, ...], name: str, shape: tuple[int, int], stacked: TensorLocation
 ) -> HuggingFaceTensor:
-    """A matrix of one expert, stored alone or where ``stacked`` says (named without the block)."""
+    """Return a matrix of one expert, stored alone or at the location ``stacked`` (named without the
+    block)."""
     first, *others = [f"{block}.{stacked.index}.{name}.weight" for block in blocks]
     alone = [TensorLocation(other, shape) for other in others]
     together = [replace(stacked, name=f"{block}.{stacked.name}") for block in blocks]

@@ -1,5 +1,4 @@
-"""Model types that have no rules here, and what is missing for them: which family each is like, and what it
-computes otherwise."""
+"""Model types without rules: which known family each is like, and how its computation differs."""
 
 from __future__ import annotations
 
@@ -61,4 +60,4 @@ UNKNOWN: Mapping[str, str] = MappingProxyType(
         "starcoder2": "not gated: LayerNorm and biases",
     }
 )
-"""By ``model_type``."""
+"""Descriptions by ``model_type``."""

@@ -1,8 +1,8 @@
-"""A family that is not known: its sizes by the keys that most families use, its layers as Llama's or, with
+"""Stand-in for an unknown family: sizes by the keys that most families use, and layers like Llama's or, with
 experts, Mixtral's.
 
-It is not converted. The torch backends run such models as transformers has them, and what they take is
-estimated of this.
+Models of an unknown family are not converted. The torch backends run them with transformers, and their
+resource use is estimated from this stand-in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _read_features(config: Config) -> Features:
 
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
-    """The experts, which are taken to be in every layer."""
+    """Return the experts, which are assumed to be in every layer."""
     del problems
     experts = next((_number(config[key]) for key in _EXPERTS if config.get(key)), 0)
     if not experts:

@@ -1,6 +1,6 @@
-"""Files as conversions and the trainer's checkpoints read and write them: whole or not at all, hashed,
-signed, running no code.
+"""Files of conversions and of the trainer's checkpoints: written atomically, hashed, signed, and read without
+running code.
 
-The package is among the converters, which work without the trainer; the trainer imports them, and they may
-not import it.
+The package belongs to the converters, which work without the trainer. The trainer imports the package, but
+the package may not import the trainer.
 """

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, also when the machine stops in between."""
+"""Files and directories that are written atomically, even if the machine stops meanwhile."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _THREADS = 8
 
 
 def rename_surely(source: Path, target: Path) -> None:
-    """Rename a file or directory, as ``os.rename``; one whose reply was lost has been done, whatever the
-    system says of it.
+    """Rename a file or directory like ``os.rename``. A rename that was done counts as success, even if the
+    system reports an error because the reply was lost.
 
-    A file system over a network asks again where no reply came, and is told then that there is no ``source``
-    any more.
+    A network file system retries when no reply arrives, and then reports that ``source`` does not exist.
 
     Raises:
-        OSError: it was not renamed.
+        OSError: the file or directory was not renamed.
     """
     before = os.lstat(source)
     try:
@@ -42,12 +41,12 @@ def rename_surely(source: Path, target: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Open a file for writing; it gets its name at the end of the ``with`` block, and nothing is left of it
-    if the block fails.
+    """Open a file for writing. The file gets its name at the end of the ``with`` block; if the block fails,
+    no file remains.
 
     Args:
-        path: of the file, which may exist.
-        durable: its content and its name are on the disk afterwards.
+        path: path of the file, which may exist.
+        durable: whether content and name are on the disk at the end.
     """
     # In the same directory, because a rename across file systems fails.
     # ``Staging`` finds by this form of the name what a kill has left.
@@ -66,11 +65,10 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def commit_directory(temporary: Path, final: Path) -> None:
-    """Make a finished directory visible under its final name, which must be free, and make the rename itself
-    durable.
+    """Rename a finished directory to its final name, which must be free, and make the rename durable.
 
     Raises:
-        OSError: the rename failed, or ``final`` holds files already.
+        OSError: the rename failed, or ``final`` already holds files.
     """
     # A rename is an entry of the directory above, which a power cut may take back until that is on the disk.
     rename_surely(temporary, final)
@@ -78,13 +76,13 @@ def commit_directory(temporary: Path, final: Path) -> None:
 
 
 def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a new file, or replace the content of one, and wait until it is on disk. Not atomic; for files in
-    a temporary directory.
+    """Write a new file, or replace the content of one, and wait until it is on disk. This is not atomic, and
+    meant for files in a temporary directory.
 
     Args:
-        path: of the file.
-        content: of it.
-        private: nobody but this user may read it.
+        path: path of the file.
+        content: content of the file.
+        private: whether only this user may read the file.
     """
     # At once and not after the file was written, when another user may have opened it.
     mode = 0o600 if private else 0o644
@@ -100,19 +98,19 @@ def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) ->
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write bytes where the system may take a part of them at a time."""
+    """Write all bytes, even if the system accepts only a part of them at a time."""
     remaining = memoryview(content)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def write_json_atomic(path: str | Path, content: Any) -> None:
-    """Write ``content`` as JSON; readers see the old file or the new one, never a part.
+    """Write ``content`` as JSON atomically: readers see either the old or the new file.
 
     Raises:
-        TypeError, ValueError: ``content`` has no JSON form (NaN and infinities have none). The old file
-            stays.
-        OSError: it could not be written. The old file stays.
+        TypeError, ValueError: ``content`` cannot be written as JSON (NaN and infinities cannot). The old file
+            is kept.
+        OSError: the file could not be written. The old file is kept.
     """
     encoded = json_bytes(content)
     with whole_file(Path(path), durable=True) as file:
@@ -120,20 +118,20 @@ def write_json_atomic(path: str | Path, content: Any) -> None:
 
 
 def json_bytes(content: Any) -> bytes:
-    """Readable JSON with a final newline; refuses NaN."""
+    """Return indented JSON with a final newline; refuse NaN and infinities."""
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 def in_parallel(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int | None = None
 ) -> list[Result]:
-    """Call a function that reads or writes files for each item, and return the results in order. Its threads
-    do not keep the program from ending while one waits for a dead mount, unlike those of an executor.
+    """Call a function that reads or writes files for each item, and return the results in order. Unlike an
+    executor's threads, these threads do not keep the program from exiting while one waits for a dead mount.
 
     Args:
-        function: is called for each, by one thread.
+        function: function that one thread calls for each item.
         items: paths or names of files.
-        threads: at most; None for as many as cores, and no more than compete for a disk.
+        threads: limit of threads; None for the number of cores, but no more than a disk can serve.
     """
     if len(items) < 2:
         return [function(item) for item in items]

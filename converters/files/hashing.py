@@ -1,4 +1,4 @@
-"""Names of a directory and hashes of its files, without following a link or waiting for a pipe."""
+"""Listing of a directory and hashes of its files, without following links or waiting for pipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ALGORITHM = "sha256"
 
 
 def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the path below ``root`` of everything that is no directory, and whether it is a regular file."""
+    """Yield the path relative to ``root`` of every entry that is not a directory, and whether it is a regular
+    file."""
     for directory, subdirectories, names in os.walk(root):
         # os.walk counts a link to a directory among the directories, and does not enter it.
         for name in [*names, *subdirectories]:
@@ -27,7 +28,7 @@ def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link or no file.
+        OSError: the file cannot be opened, is a symbolic link, or is not a regular file.
     """
     # O_NONBLOCK: opening a named pipe would wait for a writer, and it is refused below.
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -38,6 +39,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def hash_of(path: Path) -> str:
-    """Return the hash of a file, hexadecimal. Errors as of ``open_regular``."""
+    """Return the hash of a file in hexadecimal. Errors are those of ``open_regular``."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, ALGORITHM).hexdigest()

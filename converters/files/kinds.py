@@ -1,5 +1,4 @@
-"""Recognition of files that are not what their names say: the usual ways in which a download or a save goes
-wrong."""
+"""Recognition of files whose content does not match their names, as failed downloads and saves leave them."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ _TORCH = (
 
 
 def misplaced_kind(path: Path) -> tuple[str, str] | None:
-    """Return what a file is that should hold safetensors or JSON, and what to do, where that can be told;
-    None otherwise.
+    """Return a description of a file that should hold safetensors or JSON but does not, and the fix; None if
+    the content is not recognised as something else.
 
     Args:
-        path: of the file; it need not exist.
+        path: path of the file, which need not exist.
     """
     try:
         status = path.stat()
@@ -37,8 +36,7 @@ def misplaced_kind(path: Path) -> tuple[str, str] | None:
 
 
 def unfinished_download(path: Path) -> str | None:
-    """Return the name of the file by which a program that fetches another one says that it is not done; None
-    where there is none."""
+    """Return the name of the file that marks an unfinished download of ``path``, or None if there is none."""
     return next(
         (f"{path.name}{suffix}" for suffix in _UNFINISHED if path.with_name(f"{path.name}{suffix}").exists()),
         None,
@@ -86,6 +84,6 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
 
 
 def _is_text(beginning: bytes) -> bool:
-    """Return whether a file begins with words; a safetensors file begins with eight bytes of a length, mostly
+    """Return whether a file begins with text. A safetensors file begins with a length of eight bytes, mostly
     zeros."""
     return b"\0" not in beginning and all(byte >= 9 for byte in beginning)

@@ -1,7 +1,7 @@
-"""Files of a checkpoint, opened with care.
+"""Careful opening of checkpoint files.
 
-Only regular files are opened: opening a named pipe waits indefinitely, opening a device may do anything. JSON
-files hold an object, or the error says which file is wrong and how.
+Only regular files are opened, because opening a named pipe waits indefinitely and opening a device may do
+anything. A JSON file must hold an object; otherwise the error names the file and the problem.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _KINDS = {
 
 
 def special_kind(path: Path) -> str | None:
-    """Return what a path leads to, where that is neither a file nor a directory; None for these and where
-    there is nothing."""
+    """Return the kind of special file that a path leads to, such as a named pipe; None for files, directories
+    and missing paths."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:
@@ -34,8 +34,8 @@ def special_kind(path: Path) -> str | None:
 
 
 def first_special(directory: Path) -> tuple[Path, str] | None:
-    """Return a path in a directory, in its order, that leads to neither a file nor a directory, and to what;
-    None where there is none.
+    """Return the first path in a sorted directory that leads to a special file, and its kind; None if there
+    is none.
 
     Raises:
         OSError: the directory cannot be read.
@@ -45,10 +45,10 @@ def first_special(directory: Path) -> tuple[Path, str] | None:
 
 
 def require_regular(path: Path) -> Path:
-    """Return the path, where opening it opens a file, or fails as usual.
+    """Return the path, after checking that it does not lead to a special file; it may be missing.
 
     Raises:
-        ConversionError: it leads to a named pipe, a socket or a device.
+        ConversionError: the path leads to a named pipe, a socket or a device.
     """
     kind = special_kind(path)
     if kind is not None:
@@ -57,19 +57,20 @@ def require_regular(path: Path) -> Path:
 
 
 DEEPEST = 64
-"""Levels of lists and objects in each other that a file may have; no config has more than a few."""
+"""Limit of nested lists and objects in a file; no config has more than a few levels."""
 
 
 def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
-        path: of the file.
-        absent: what to say where there is no such file, and what to do about it.
+        path: path of the file.
+        absent: message and fix for a missing file.
 
     Raises:
-        FileNotFoundError: there is no such file, and nothing to say of it.
-        ConversionError: it cannot be read, holds something else, or nests deeper than ``DEEPEST`` levels.
+        FileNotFoundError: the file is missing and ``absent`` is None.
+        ConversionError: the file is missing, cannot be read, does not hold an object, or is nested deeper
+            than ``DEEPEST`` levels.
     """
     try:
         content = json.loads(require_regular(path).read_text(encoding="utf-8"))
@@ -97,14 +98,14 @@ def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[
 
 
 def check_depth(content: Any, what: str) -> None:
-    """Refuse what nests so deeply that comparing or printing it fails.
+    """Refuse JSON that is nested so deeply that comparing or printing it fails.
 
     Args:
-        content: of parsed JSON.
-        what: to call it by in errors.
+        content: parsed JSON.
+        what: name of the content in errors.
 
     Raises:
-        ConversionError: it nests deeper than ``DEEPEST`` levels.
+        ConversionError: the content is nested deeper than ``DEEPEST`` levels.
     """
     # Level by level: a recursion would fail on just what is looked for.
     level, depth = [content], 0
@@ -122,8 +123,8 @@ def check_depth(content: Any, what: str) -> None:
 
 
 def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", suffix: str = "") -> list[str]:
-    """Return what is wrong with names of files that an index gives: each has to be plain, with the suffix,
-    and in the directory."""
+    """Return the problems with an index's file names: each has to be a plain name with the suffix, and exist
+    in the directory."""
     problems = []
     for name in sorted(names):
         if PurePosixPath(name).name != name or "\\" in name or not name.endswith(suffix):
@@ -134,19 +135,19 @@ def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", su
 
 
 def identity_of(paths: Iterable[Path]) -> list[list[str | int]]:
-    """Changes when one of the files does: name, size and time of change of each."""
+    """Return name, size and modification time of each file, which change when a file changes."""
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Refuse work that cannot end.
+    """Refuse work that would fill the disk.
 
     Args:
-        directory: on the disk in question.
-        needed: bytes.
+        directory: directory on the disk.
+        needed: needed bytes.
 
     Raises:
-        ConversionError: there are fewer free bytes.
+        ConversionError: fewer bytes are free.
     """
     free = shutil.disk_usage(directory).free
     if free < needed:

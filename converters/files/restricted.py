@@ -1,5 +1,5 @@
-"""The one place where pickles are read, and only with the few names in them that their kind of file needs:
-what a file names is called."""
+"""Restricted unpickling, the only way in which the converters read pickles. A pickle may name only the few
+classes and functions that its kind of file needs, because the names in it are called."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Inert(type):
-    """Stands in a pickle for a class or function: called, it does what that does; that itself is out of
-    reach, and stays as it is."""
+    """Metaclass of stand-ins for the classes and functions that a pickle names. Calling a stand-in calls the
+    original, but the pickle cannot change the original."""
 
     real: Any
 
@@ -82,7 +82,8 @@ class _Inert(type):
 
 @functools.lru_cache(maxsize=256)
 def _inert(found: Any) -> Any:
-    """Return the stand-in of a class or function whose attributes could be set; anything else itself."""
+    """Return a stand-in for a class or function whose attributes could be set; return anything else
+    itself."""
     if not callable(found) or (isinstance(found, type) and not found.__flags__ & _CHANGEABLE):
         return found
 
@@ -95,13 +96,14 @@ def _inert(found: Any) -> Any:
 
 
 def _stand_in(found: Any, call: Callable[..., Any], make: Callable[..., Any]) -> type:
-    """Return the stand-in: what calling it does, and what making an object of it without calling it does."""
+    """Return a stand-in, given the function that calling it runs, and the function that creates an object
+    without calling it."""
     return _Inert(str(getattr(found, "__name__", found)), (), {"real": staticmethod(call), "__new__": make})
 
 
 class _Member:
-    """Stands in a pickle for a member of an enumeration, which the whole process shares: equal to it, and
-    without attributes to set."""
+    """Stand-in for an enumeration member in a pickle, since the whole process shares the member. It compares
+    equal to the member and has no attributes to set."""
 
     __slots__ = ("_member",)
 
@@ -131,21 +133,21 @@ def unpickle(
     """Read a pickle.
 
     Args:
-        file: open for reading.
-        known: what a module and a name in it stand for; None for what the pickle may not name.
-        what: to call the pickle by in errors.
-        persistent: what a reference to something outside the pickle stands for.
+        file: file open for reading.
+        known: returns what a module and a name in it stand for; None if the pickle may not name it.
+        what: name of the pickle in errors.
+        persistent: returns what a reference to something outside the pickle stands for.
 
     Raises:
-        ConversionError: the pickle names something that is not known.
-            EOFError, ValueError and the others of ``DAMAGED``: it is damaged.
+        ConversionError: the pickle has a name that is not known.
+        EOFError, ValueError and the others of ``DAMAGED``: the pickle is damaged.
     """
     return _Unpickler(file, known, persistent, what).load()
 
 
 def index_name(module: str, name: str) -> Any:
-    """Return what a name in an index of ``torch.distributed.checkpoint`` stands for; None for what no index
-    needs."""
+    """Return the object of a name in an index of ``torch.distributed.checkpoint``, or None if no index needs
+    that name."""
     dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
     if not dtype and (module, name) not in _INDEX_CLASSES:
         return None
@@ -182,14 +184,15 @@ _INDEX_CLASSES = frozenset(
 
 
 def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
-    """Return what ``torch.save`` wrote: tensors, on the host, plain values and memory files of bytes.
+    """Load the data that ``torch.save`` wrote: tensors onto the host, plain values and in-memory files of
+    bytes.
 
     Args:
         source: the file, or its content.
-        what: to call it by in errors.
+        what: name of the data in errors.
 
     Raises:
-        ConversionError: the file is missing, damaged, or holds more than that.
+        ConversionError: the file is missing, damaged, or holds other data.
     """
     try:
         # Transformer Engine saves the extra states of its modules as memory files.

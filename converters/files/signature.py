@@ -1,9 +1,9 @@
-"""Signatures of the manifests of checkpoints: on shared storage they tell what a run has written from what
-others have put there.
+"""Signatures of checkpoint manifests, which tell a run's own files on shared storage from those that others
+have put there.
 
-The signature is an HMAC-SHA256 of the table of files, with a key that the readers and the writer of the
-checkpoints alone can read. It does not tell an older checkpoint from a newer one of the same key, and holds
-for what is read when it is checked.
+The signature is an HMAC-SHA256 of the table of files, with a key that only the readers and the writer of the
+checkpoints can read. It does not tell an older checkpoint from a newer one of the same key, and only covers
+data as they are when it is checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from converters.files.reading import read_json_object
 MANIFEST_NAME = "manifest.json"
 FIELD = "signature"
 SHORTEST, LONGEST = 32, 4096
-"""Bytes of a key; without the blanks around it."""
+"""Limits of a key's length in bytes, without surrounding whitespace."""
 # Signed along, so that no signature that the key makes for another purpose is one of a manifest.
 _PURPOSE = b"megarl checkpoint manifest\n"
 _KIND = "hmac-sha256:"
@@ -40,7 +40,7 @@ def read_key(path: Path) -> bytes:
     """Return the key in a file that only its owner may read.
 
     Raises:
-        ConversionError: it cannot be read, others may read it, or it is too short or too long.
+        ConversionError: the key cannot be read, others may read it, or it is too short or too long.
     """
     fix = f"make one: (umask 077; openssl rand -hex 32 > {path})"
     try:
@@ -74,7 +74,7 @@ def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
 
 
 def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
-    """Return the fault of a manifest's signature; None if it was made by this key."""
+    """Return the problem with a manifest's signature, or None if this key signed the manifest."""
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} bears no signature, and a key is given"
@@ -90,16 +90,15 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
 
 
 def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
-    """Refuse a checkpoint of a trainer that is not signed by a key, or in which anything is not what was
-    signed.
+    """Refuse a trainer's checkpoint that is not signed by a key, or that differs from what was signed.
 
     Args:
-        directory: of the checkpoint's weights; its manifest lies there, or up to three levels above.
-        key: of ``read_key``.
-        whole: also the state of the optimizer, where it is read too.
+        directory: directory of the checkpoint's weights; its manifest is there or up to three levels above.
+        key: key from ``read_key``.
+        whole: whether the optimizer state is read, and has to be checked, too.
 
     Raises:
-        ConversionError: says what is wrong.
+        ConversionError: lists the problems.
     """
     absolute = directory.resolve()
     root = next(
@@ -123,7 +122,7 @@ _FIX = "leave the key out if you trust everybody who can write there, or take an
 
 
 def _other_files(root: Path, files: Any, whole: bool) -> Iterator[str]:
-    """Return the differences between a directory and a signed table of files."""
+    """Yield the differences between a directory and a signed table of files."""
     there = set()
     for name, is_regular in entries_below(root):
         if name == MANIFEST_NAME or (not whole and _UNREAD in Path(name).parts):

@@ -1,9 +1,10 @@
-"""Checkpoints of Megatron-Core that other trainers wrote: what they say about their model, and where they
-keep its parameters.
+"""Megatron-Core checkpoints of other trainers: their settings of the model, and the locations of its
+parameters.
 
-``common_state`` and ``run_config`` read what Megatron-LM (slime too) and Megatron-Bridge leave beside the
-tensors, ``settings`` puts it under the names of Megatron-Core's own configuration, ``known_settings`` says
-what each name means for the forward pass, ``hf_config`` makes a Hugging Face config of them, ``agreement``
-proves that config and settings describe the same function. ``view`` shows the tensors of any of the layouts
-in use under the keys of ``converters.torch_dist.keys``, ``arguments`` writes what Megatron-LM wants to find.
+``opening`` reads what Megatron-LM (also slime) stores next to the tensors. ``settings`` translates it, and
+the ``run_config.yaml`` of Megatron-Bridge, to the names of Megatron-Core's configuration. ``known_settings``
+lists the meaning of each name for the forward pass, ``hf_config`` derives a Hugging Face config, and
+``agreement`` checks that config and settings describe the same function. ``view`` presents the tensors of any
+known layout under the keys of ``converters.torch_dist.keys``, and ``arguments`` writes what Megatron-LM
+needs.
 """

@@ -1,7 +1,7 @@
-"""Proves that what a trainer says of its model and a Hugging Face config describe the same function.
+"""Check that a trainer's settings of its model and a Hugging Face config describe the same function.
 
 The config is translated to Megatron-Core's settings as for training, and compared value by value. A setting
-that the config says nothing of must have a value that changes nothing.
+that the config does not determine must have a value that changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.sizes import is_off
 
 GATE_OF_GPT_OSS = "quick_gelu"
-"""Megatron-Core's activation function where a gate is limited."""
+"""Megatron-Core's activation function for a clamped gate."""
 # learning alone, or asked elsewhere
 _NOT_COMPARED = {
     "attention_dropout",
@@ -44,16 +44,16 @@ _PROVIDER = frozenset(
 def check_agreement(
     settings: ForeignSettings, architecture: Architecture, ignored: Collection[str] = ()
 ) -> None:
-    """Check that a config and the settings of a trainer belong together.
+    """Check that a config and a trainer's settings belong together.
 
     Args:
-        settings: of the trainer.
-        architecture: from the config.
+        settings: settings of the trainer.
+        architecture: architecture from the config.
         ignored: settings that the caller knows to be harmless.
 
     Raises:
-        ConversionError: with every setting in which they differ, and every one that neither the config nor
-            this library knows.
+        ConversionError: lists every setting that differs, and every setting that is unknown to both the
+            config and this library.
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
@@ -129,7 +129,7 @@ def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
 
 
 def _pattern(value: Any, layers: int) -> list[int] | None:
-    """Return for each layer whether it has experts; None for what is no pattern."""
+    """Return 1 for each layer with experts and 0 for the others, or None if the value is not a pattern."""
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
@@ -142,7 +142,7 @@ def sparse_layers(settings: ForeignSettings) -> list[bool]:
     """Return for each layer whether it has experts.
 
     Raises:
-        ConversionError: the settings do not say it in a form that is known.
+        ConversionError: the settings give this in an unknown format.
     """
     layers = settings.values["num_layers"]
     value = settings.values.get("moe_layer_freq", 1)

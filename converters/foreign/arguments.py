@@ -1,5 +1,5 @@
-"""Imports to where Megatron-LM's ``--load`` looks: arguments that it wants to find beside the tensors, and
-the file that names them."""
+"""Import for Megatron-LM's ``--load``: the arguments that it expects next to the tensors, and the tracker
+file."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ _FLAGS: dict[str, Any] = {
 
 
 def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the common state of a checkpoint that Megatron-LM saved.
+    """Return the common state of a checkpoint as Megatron-LM saves it.
 
     Args:
-        architecture: of the model.
+        architecture: architecture of the model.
         padded_vocab: rows of the stored embedding.
-        dtype: of most weights.
+        dtype: dtype of most weights.
 
     Raises:
         ConversionError: Megatron-LM has no arguments for the model.
@@ -139,8 +139,8 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
 
 
 def further_flags(state: dict[str, Any]) -> str:
-    """Return the flags that Megatron-LM needs beside ``--use-checkpoint-args``, which leaves some of the
-    model's arguments out."""
+    """Return the flags that Megatron-LM needs in addition to ``--use-checkpoint-args``, which omits some of
+    the model's arguments."""
     arguments = vars(state["args"])
     flags = []
     for name, default in _FLAGS.items():
@@ -156,10 +156,10 @@ def further_flags(state: dict[str, Any]) -> str:
 
 
 def write_tracker(directory: Path) -> None:
-    """Let the file that names the newest iteration name ``release``.
+    """Write ``release`` into the tracker file, which names the newest iteration.
 
     Raises:
-        ConversionError: it names an iteration of a training run.
+        ConversionError: the tracker file names an iteration of a training run.
     """
     tracker = directory / TRACKER_FILE
     if tracker.is_file():
@@ -207,7 +207,7 @@ def _require_arguments(settings: MegatronSettings) -> None:
 
 
 def _multiple(vocab_size: int, padded_vocab: int) -> int:
-    """Return a divisor of the padded vocabulary that Megatron-LM pads to it with."""
+    """Return a divisor with which Megatron-LM pads the vocabulary to ``padded_vocab``."""
     if padded_vocab == vocab_size:
         return 1
     # 128 first, which is what Megatron-LM pads to without the flag.
@@ -223,15 +223,16 @@ def import_for_megatron_lm(
 ) -> ConversionResult:
     """Write the checkpoint that a plan describes to ``target/release``, with the arguments of Megatron-LM.
 
-    The notes of the outcome say which flags a run needs beside ``--load`` and ``--use-checkpoint-args``.
+    The notes of the result list the flags that a run needs in addition to ``--load`` and
+    ``--use-checkpoint-args``.
 
     Args:
         plan, options: as for ``import_model``.
-        target: directory to make, or one that holds such a checkpoint.
+        target: directory to create, or a directory that holds such a checkpoint.
 
     Raises:
-        ConversionError: as there; also where a training run keeps its checkpoints in ``target``, or
-            Megatron-LM has no such model.
+        ConversionError: as for ``import_model``; also if a training run keeps its checkpoints in ``target``,
+            or Megatron-LM has no such model.
     """
     state = megatron_lm_state(
         plan.architecture,

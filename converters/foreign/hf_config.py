@@ -1,8 +1,8 @@
-"""A Hugging Face config for a model that its trainer described: the family whose function it is, with every
-size and setting.
+"""A Hugging Face config derived from a trainer's settings: the family that computes the same function, with
+every size and setting.
 
-The choice of the family may be wrong; the config is not used then, because ``converters.foreign.agreement``
-finds the difference.
+If the choice of the family is wrong, the config is not used, because ``converters.foreign.agreement`` finds
+the difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
     """Return the parsed ``config.json`` of a model.
 
     Args:
-        settings: of its trainer.
+        settings: settings of its trainer.
         vocab_size: rows of the embedding that belong to tokens, without padding.
         tokens: config entries of special tokens.
 
@@ -57,7 +57,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
 
 
 def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
-    """``model_type``, and what only this family's config says."""
+    """Return ``model_type``, and the config entries that only this family has."""
     values = settings.values
     if values.get("multi_latent_attention"):
         raise ConversionError(f"{settings.origin}: no config is made of latent attention", _FIX)
@@ -116,7 +116,7 @@ def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) ->
 
 
 def _window(size: Any) -> int | None:
-    """transformers counts the token itself as well."""
+    """Return the window as transformers counts it, including the token itself; None without a window."""
     return (
         size[0] + 1
         if isinstance(size, tuple) and len(size) == 2 and isinstance(size[0], int) and size[0] >= 0

@@ -1,9 +1,9 @@
-"""Known settings of Megatron-Core: which decide on the function that a model computes, and with which value
-they do not.
+"""Known settings of Megatron-Core: which ones affect the function that a model computes, and the neutral
+values of these.
 
-Settings of initialisation, dropout, learning, parallelism, kernels and precision are not here: weights
-trained with them are weights of the same function. ``TransformerConfig`` of Megatron-Core 0.16.1 and 0.19.2
-was gone through field by field, and so were the arguments of Megatron-LM.
+Settings of initialisation, dropout, learning, parallelism, kernels and precision do not count, because
+weights trained with any of them are weights of the same function. The lists cover every field of
+``TransformerConfig`` in Megatron-Core 0.16.1 and 0.19.2, and the arguments of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # two ways in which Transformer Engine says that there is no window
     "window_size": (None, (-1, -1), (-1, 0)),
 }
-"""Settings that change the function, unless the architecture asks for them or they have one of these
-values."""
+"""Neutral values of settings that change the function. Other values are refused unless the architecture asks
+for them."""
 NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -113,7 +113,7 @@ NEUTRAL_OF_MIXTURES: dict[str, tuple[Any, ...]] = {
     ),
     "moe_shared_expert_intermediate_size": (None, 0),
 }
-"""As ``NEUTRAL``, of models with experts."""
+"""Neutral values, like ``NEUTRAL``, for models with experts."""
 READ = frozenset(
     {
         "activation",
@@ -155,7 +155,7 @@ READ = frozenset(
         "vocab_size",
     }
 )
-"""Settings that a config is made of, and compared with."""
+"""Settings that a config is derived from, and compared with."""
 DEFAULTS: dict[str, Any] = {
     "moe_layer_freq": 1,
     "moe_router_enable_expert_bias": False,
@@ -173,7 +173,7 @@ DEFAULTS: dict[str, Any] = {
     "rotary_percent": 1.0,
     "rotary_scaling_factor": 40,
 }
-"""What Megatron-Core takes where an older release had no such setting."""
+"""Defaults of Megatron-Core, for releases that did not have the setting."""
 # An unknown setting with one of these words is refused: it may decide on the function.
 _LOOKS_LIKE_THE_MODEL = re.compile(
     r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation"
@@ -264,12 +264,12 @@ INERT = frozenset(
         "use_arbitrary_attention_mask",
     }
 )
-"""Settings that sound like the model, and do not change its function."""
+"""Settings whose names suggest the model, but which do not change its function."""
 _INERT_PREFIXES = ("moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "moe_permute_", "moe_routing_trace_")
 
 
 def is_suspicious(name: str) -> bool:
-    """Return whether a setting that nobody knows may decide on the function, by its name."""
+    """Return whether the name of an unknown setting suggests that it may affect the function."""
     return not is_known(name) and not is_inert(name) and bool(_LOOKS_LIKE_THE_MODEL.search(name))
 
 
@@ -279,7 +279,7 @@ def is_known(name: str) -> bool:
 
 
 def is_inert(name: str) -> bool:
-    """Return whether a setting is known not to decide on the function."""
+    """Return whether a setting is known not to affect the function."""
     return not is_known(name) and (
         name in INERT or name.startswith(_INERT_PREFIXES) or bool(_NEVER_THE_MODEL.match(name))
     )

@@ -1,5 +1,4 @@
-"""The float32 weights that an optimizer of Megatron-Core keeps, in place of the model's own, which are
-rounded."""
+"""Float32 weights kept by an optimizer of Megatron-Core, which replace the rounded weights of the model."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ _OPTIMIZER_DIRECTORY = "optimizer"
 
 
 class MasterTensors(ViewedTensors):
-    """A checkpoint whose parameters are replaced by those of its optimizer.
+    """A checkpoint whose parameters are replaced by the optimizer's float32 weights.
 
     Args:
-        model: the tensors of the model.
-        master: the optimizer's, under the keys of the model.
+        model: tensors of the model.
+        master: tensors of the optimizer, under the keys of the model.
 
     Raises:
-        ConversionError: the optimizer has no float32 weights, lacks one, or one has another shape than the
+        ConversionError: the optimizer has no float32 weights, lacks some, or their shapes differ from the
             model's.
     """
 
@@ -67,18 +66,18 @@ class MasterTensors(ViewedTensors):
 
 
 def optimizer_beside(directory: Path) -> list[Path]:
-    """Return the checkpoint of an optimizer that a trainer keeps beside that of the weights, if it does."""
+    """Return the optimizer's checkpoint next to that of the weights, or an empty list if there is none."""
     beside = directory.parent / _OPTIMIZER_DIRECTORY
     return [beside] if is_checkpoint(beside) else []
 
 
 def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
-    """Return a checkpoint with the weights of its optimizer, which stands in it or in the directory
-    ``optimizer`` beside it.
+    """Return a checkpoint with the float32 weights of its optimizer, which is stored in the checkpoint or in
+    the directory ``optimizer`` next to it.
 
     Raises:
-        ConversionError: there is no optimizer, or its state is in a form that cannot be read without the
-            ranks that wrote it.
+        ConversionError: there is no optimizer state, or it is in a format that only the ranks that wrote it
+            can read.
     """
     places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
     for place in places:

@@ -1,9 +1,9 @@
-"""Foreign Megatron checkpoints: finds out what they say of their model, and shows their tensors in the form
-of this library's own.
+"""Opening of foreign Megatron checkpoints: it reads their settings of the model, and presents their tensors
+in the format of this library.
 
-What is no tensor is in ``common.pt``, or since Megatron-Core 0.18 in an object among the tensors; reading
-it runs no code. Special tokens and the size of the vocabulary, where a config has to be made, come from what
-a user says or from files that say it.
+State other than tensors is in ``common.pt`` or, since Megatron-Core 0.18, in an object among the tensors;
+reading it runs no code. If a config has to be derived, special tokens and the vocabulary size come from the
+user or from files that give them.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _LARGEST = 2**28
 
 
 def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
-    """Return what a trainer saved beside the tensors: plain values as they are, everything else as
+    """Read the state that a trainer saved next to the tensors: plain values unchanged, everything else as
     ``Placeholder``.
 
     Returns:
-        Empty where nothing was saved.
+        The state; empty if none was saved.
 
     Raises:
-        ConversionError: it is damaged, or holds what no trainer puts there.
+        ConversionError: the state is damaged, or holds objects that no trainer stores there.
     """
     path = checkpoint.directory / COMMON_FILE
     if path.exists():
@@ -77,10 +77,10 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that Megatron-LM was started with; None where there are none.
+    """Return the arguments that Megatron-LM was started with, or None if there are none.
 
     Raises:
-        ConversionError: they are something else than arguments.
+        ConversionError: the state's ``args`` are not arguments.
     """
     arguments = state.get("args")
     if arguments is None:
@@ -94,7 +94,7 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(file: BinaryIO, what: str) -> Any:
-    """Return the pickle in an archive of ``torch.save``; tensors in it are left out."""
+    """Unpickle an archive of ``torch.save``, leaving out its tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             (entry,) = (
@@ -114,10 +114,10 @@ def _read(file: BinaryIO, what: str) -> Any:
 
 
 def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> ForeignSettings | None:
-    """Return what the trainer of a checkpoint says of its model; None where it left nothing.
+    """Return a trainer's settings of the model in its checkpoint, or None if the trainer stored none.
 
     Raises:
-        ConversionError: what it left is damaged, or is not what the user says.
+        ConversionError: the settings are damaged, or contradict the user's options.
     """
     said = options.rope_scaling_factor
     run_config = find_run_config(checkpoint.directory)
@@ -136,15 +136,15 @@ def read_settings(checkpoint: TorchDistCheckpoint, options: OpeningOptions) -> F
 
 
 def tensors_of(checkpoint: TorchDistCheckpoint, weights: str) -> StoredTensors:
-    """Return the tensors without prefixes.
+    """Return the checkpoint's tensors without key prefixes.
 
     Args:
-        checkpoint: as it lies there.
+        checkpoint: the checkpoint as it is stored.
         weights: see ``OpeningOptions``.
 
     Raises:
-        ConversionError: there is not one model in it, there are adapters beside it, or there are no such
-            weights.
+        ConversionError: the checkpoint does not hold exactly one model, holds adapters, or lacks the
+            requested weights.
     """
     refuse_adapters(checkpoint)
     refuse_own_gated_delta_nets(checkpoint)
@@ -157,7 +157,7 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
     """Return the tensors under the keys that the architecture asks for.
 
     Raises:
-        ConversionError: one tensor is stored under two names.
+        ConversionError: a tensor is stored under two names.
     """
     stacked = are_stacked(tensors)
     places = [stored_place(rule, architecture, stacked=stacked) for rule in all_rules(architecture)]
@@ -169,15 +169,15 @@ _MEGATRON_MULTIPLE = 128
 
 
 def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int) -> int:
-    """Return rows of the embedding that belong to tokens.
+    """Return the number of embedding rows that belong to tokens.
 
     Args:
-        settings: of the trainer.
-        options: of the user, who comes first.
-        rows: of the stored embedding, padding included.
+        settings: settings of the trainer.
+        options: options of the user, which take precedence.
+        rows: rows of the stored embedding, including padding.
 
     Raises:
-        ConversionError: nobody says it, or what is said does not fit the embedding.
+        ConversionError: nothing gives the number, or the given number does not fit the embedding.
     """
     fix = f"pass --vocab-size N, the vocab_size of the model's config.json, at most {rows}"
     if options.vocab_size is not None:
@@ -207,8 +207,8 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
 
 
 def token_entries(options: OpeningOptions) -> dict[str, Any]:
-    """Config entries of special tokens. Those that nobody says are null, so that no class fills in its
-    own."""
+    """Return the config entries of special tokens. Unknown tokens are null, so that no config class fills in
+    its defaults."""
     entries: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if options.tokenizer is not None:
         for name in ("config.json", "generation_config.json"):

@@ -1,4 +1,4 @@
-"""Options by which a user says of a checkpoint what it does not say itself."""
+"""Options with which a user supplies what a checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class OpeningOptions:
     """Options of ``open_megatron``.
 
     Attributes:
-        hf_directory: config and tokenizer of the model.
-        tokenizer: directory with the tokenizer's files alone, for a config that is made from the trainer's
+        hf_directory: directory with config and tokenizer of the model.
+        tokenizer: directory with only the tokenizer's files, for a config that is derived from the trainer's
             settings.
         vocab_size: rows of the embedding that belong to tokens, without padding.
-        eos_token_ids: ends of a text; empty for none.
+        eos_token_ids: ids of the end-of-text tokens; empty for none.
         ignored_settings: settings of the trainer that are known to be harmless.
         ignored_config_keys: keys of ``config.json`` that are known to be harmless.
-        rope_scaling_factor: that a model was trained with which Megatron-LM says to scale as Llama 3 does
+        rope_scaling_factor: factor of Llama 3's rope scaling that the model was trained with
             (``with_rope_factor``).
-        weights: ``model``, or ``master`` for the float32 weights that the optimizer keeps.
+        weights: ``model``, or ``master`` for the optimizer's float32 weights.
     """
 
     hf_directory: Path | None = None

@@ -1,8 +1,7 @@
-"""Placeholders for the names in a foreign pickle: objects that remember what they were called with, and do
-nothing.
+"""Placeholders for the names in a foreign pickle: objects that record their arguments, and do nothing.
 
-Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and whatever classes a fork has
-added. None of them has to be imported to read the arguments; none is.
+Megatron-LM pickles its parsed arguments, among them enums, dtypes, signals and any classes that a fork has
+added. None of these is imported, because reading the arguments does not need them.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _REAL: dict[tuple[str, str], Any] = {
 
 
 class Placeholder:
-    """Something in a pickle that is not needed. Takes everything that unpickling does to an object.
+    """Stand-in for an object in a pickle that is not needed. It accepts every operation of unpickling.
 
     Attributes:
         what: module and name of the class or function.
-        given: what it was called with.
-        state: what it was told to be.
+        given: arguments that it was called with.
+        state: state that the pickle sets.
     """
 
     what = ""
@@ -75,13 +74,14 @@ class Placeholder:
 
 
 class Arguments(Placeholder):
-    """An ``argparse.Namespace``: its state is the dictionary of its attributes."""
+    """Stand-in for an ``argparse.Namespace``: its state is the dictionary of its attributes."""
 
     what = "argparse.Namespace"
 
 
 def placeholder(module: str, name: str) -> Any:
-    """Return what a name in a pickle of arguments stands for; None for what has no business there."""
+    """Return the stand-in for a name in a pickle of arguments, or None for a name that does not
+    belong there."""
     module = _OLD_MODULES.get(module, module)
     if (module, name) in _REAL:
         return _REAL[module, name]

@@ -1,9 +1,8 @@
-"""Settings of a foreign checkpoint's model, under the names that Megatron-Core's own configuration has for
-them.
+"""Settings of a foreign checkpoint's model, under the names of Megatron-Core's configuration.
 
-The names are those of ``TransformerConfig`` and of ``GPTModel``, as ``model_config.megatron_settings`` uses
-them; ``activation``, the name of the function, stands for ``activation_func``. Megatron-Bridge's
-``run_config.yaml`` is plain YAML: nothing in it is called.
+The names are those of ``TransformerConfig`` and ``GPTModel``, as in ``model_config.megatron_settings``;
+``activation``, the name of the function, replaces ``activation_func``. Megatron-Bridge's ``run_config.yaml``
+is read as plain YAML, and nothing in it is called.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from converters.foreign.placeholders import Placeholder
 
 _SILU = ("silu", "swish")
 ROPE_FACTOR = 8.0
-"""Of Llama 3's rope scaling in every model that Megatron-LM builds: ``--rope-scaling-factor`` stands among
-its arguments, and reaches no model (``gpt_config_from_args`` of 0.19.2)."""
+"""Factor of Llama 3's rope scaling in every model that Megatron-LM builds. Its argument
+``--rope-scaling-factor`` does not reach the model (``gpt_config_from_args`` of 0.19.2)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class ForeignSettings:
     """Settings of a model.
 
     Attributes:
-        origin: where they stand, for messages.
-        values: by name; whatever the trainer had no value for is missing or None.
+        origin: source of the settings, for messages.
+        values: values by name; a setting without a value is missing or None.
     """
 
     origin: str
@@ -39,10 +38,10 @@ class ForeignSettings:
 
 
 def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """Return the arguments that Megatron-LM was started with, or a trainer built on it such as slime.
+    """Return the settings from the arguments of Megatron-LM, or of a trainer built on it such as slime.
 
     Raises:
-        ConversionError: they do not say even the size of the model.
+        ConversionError: the arguments do not even give the size of the model.
     """
     values = {name: value for name, value in arguments.items() if name not in _ARGUMENTS_OF_THEIR_OWN}
     for name, others in RENAMED_ARGUMENTS.items():
@@ -70,17 +69,17 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
 
 
 def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded: bool) -> ForeignSettings:
-    """Settings with the factor of Llama 3's rope scaling that the model was trained with.
+    """Return the settings with the factor of Llama 3's rope scaling that the model was trained with.
 
     Args:
-        settings: of the trainer.
-        said: by the user; None for nothing.
-        is_heeded: the trainer trains with the factor that it writes down. Megatron-LM does not; a trainer
-            built on it may.
+        settings: settings of the trainer.
+        said: factor that the user gives, or None.
+        is_heeded: whether the trainer uses the factor that it records. Megatron-LM does not; a trainer built
+            on it may.
 
     Raises:
-        ConversionError: nobody says the factor, or what the user says has no meaning or is not what the
-            trainer did.
+        ConversionError: the factor is unknown, or the user's factor has no meaning or contradicts the
+            trainer.
     """
     found = settings.values.get("rope_scaling_factor")
     found = ROPE_FACTOR if found is None else found
@@ -111,11 +110,11 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
 
 
 def settings_from_provider(model: Mapping[str, Any], origin: str) -> ForeignSettings:
-    """Return the section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of a model provider,
-    or those of a model config with the transformer's in a section of its own.
+    """Return the settings from the section ``model`` of Megatron-Bridge's ``run_config.yaml``: the fields of
+    a model provider, or of a model config with a separate section for the transformer.
 
     Raises:
-        ConversionError: they do not say even the size of the model.
+        ConversionError: the section does not even give the size of the model.
     """
     nested = model.get("transformer")
     merged = {**model, **nested} if isinstance(nested, Mapping) else dict(model)
@@ -143,10 +142,11 @@ _SYMBOLS |= {"-": "MLP", "E": "experts", "/": "layers that predict further token
 
 
 def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
-    """Return settings of a HybridModel as those of the GPTModel with the same layers; others as they are.
+    """Return the settings of a HybridModel as those of the GPTModel with the same layers; other settings are
+    returned unchanged.
 
     Raises:
-        ConversionError: its pattern does not make up layers (``view.with_whole_layers``).
+        ConversionError: the pattern does not form whole layers (``view.with_whole_layers``).
     """
     values = settings.values
     name = next(
@@ -215,7 +215,7 @@ _ARGUMENTS_OF_THEIR_OWN = frozenset(
 
 
 def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
-    """Return the settings with the values that Megatron-Core works out from others."""
+    """Return the settings, including the values that Megatron-Core derives from others."""
     missing = [name for name, most in _SIZES.items() if not _is_size(values.get(name), most)]
     if missing:
         raise ConversionError(
@@ -248,8 +248,8 @@ def _is_size(value: Any, most: int) -> bool:
 
 
 def _function_name(value: Any) -> str:
-    """``silu`` for torch.nn.functional.silu, however it is written down; what cannot be read comes back as
-    text."""
+    """Return the name of a function, such as ``silu`` for any spelling of torch.nn.functional.silu. A value
+    that cannot be read is returned as text."""
     if isinstance(value, Mapping):
         value = value.get("_target_", value)
     if isinstance(value, Placeholder) or (isinstance(value, type) and issubclass(value, Placeholder)):
@@ -263,7 +263,8 @@ _LARGEST = 2**24
 
 
 def find_run_config(directory: Path) -> Path | None:
-    """Return the file of a checkpoint, in its directory or beside it; None where there is none."""
+    """Return the path of ``run_config.yaml`` in a checkpoint's directory or its parent, or None if there is
+    none."""
     return next(
         (
             path / RUN_CONFIG_FILE
@@ -275,7 +276,7 @@ def find_run_config(directory: Path) -> Path | None:
 
 
 def read_section(path: Path, name: str) -> dict[str, Any]:
-    """Return one section: ``model``, or ``peft`` where adapters were trained.
+    """Return a section of ``run_config.yaml``: ``model``, or ``peft`` if adapters were trained.
 
     Raises:
         ConversionError: the file is damaged, too large, or has no such section.

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever its writer called
-them and however it cut them.
+"""The tensors of a checkpoint under the keys of ``converters.torch_dist.keys``, whatever their names and
+sharding.
 
-Known are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as Transformer Engine
-fuses them, experts stored one by one, and gate and up stored apart (``singleton_local_shards``). Legacy
-``GroupedMLP`` stores the same tensors as the other experts do.
+Known variants are prefixes of all keys, norms named as in Megatron-Core's own layer spec or as fused by
+Transformer Engine, experts stored one by one, and gate and up stored separately (``singleton_local_shards``).
+The legacy ``GroupedMLP`` stores the same tensors as the other experts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bia
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stored tensor in a larger one: ``box`` is its place there, with an axis of size 1, ``added_axis``,
-    that it does not have itself."""
+    """A stored tensor inside a larger one: ``box`` is its range there. An axis ``added_axis`` of size 1
+    exists only in the larger tensor."""
 
     key: str
     box: Box
@@ -42,24 +42,24 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the view: the stored tensors that it is made of."""
+    """A tensor of the view, and the stored tensors that form it."""
 
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
 
 
 class ViewedTensors:
-    """Tensors that are seen through something, itself ``StoredTensors``: each key is that of a stored tensor.
+    """View of stored tensors, which implements ``StoredTensors``: each key maps to a stored tensor.
 
     Args:
-        tensors: as they are stored.
+        tensors: the tensors as they are stored.
     """
 
     def __init__(self, tensors: StoredTensors) -> None:
         self._tensors = tensors
 
     def _stored(self, key: str) -> tuple[StoredTensors, str]:
-        """Return where a tensor is stored, and under which key."""
+        """Return the tensors that hold a key, and the key under which it is stored."""
         return self._tensors, key
 
     @property
@@ -95,11 +95,11 @@ class ViewedTensors:
 
 
 class RenamedTensors(ViewedTensors):
-    """Tensors of which some are found under other keys.
+    """View of tensors under other keys.
 
     Args:
-        tensors: as they are stored.
-        names: stored key by the key it is shown under; what is not in it is not shown.
+        tensors: the tensors as they are stored.
+        names: stored keys by the keys of the view; other tensors are hidden.
     """
 
     def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
@@ -117,14 +117,14 @@ class RenamedTensors(ViewedTensors):
 
 
 class CanonicalTensors(ViewedTensors):
-    """The view.
+    """View of tensors under the keys that a model asks for.
 
     Args:
-        tensors: as they are stored.
+        tensors: the tensors as they are stored.
         grids: for each key that a model asks for, the sizes of its leading axes of layers and experts.
 
     Raises:
-        ConversionError: one tensor is stored under two names.
+        ConversionError: a tensor is stored under two names.
     """
 
     def __init__(self, tensors: StoredTensors, grids: Mapping[str, tuple[int, ...]]) -> None:
@@ -147,7 +147,7 @@ class CanonicalTensors(ViewedTensors):
         return self._entries[key].shape if key in self._entries else super().shape(key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """See ``StoredTensors``; where pieces differ, the dtype that holds the values of all."""
+        """See ``StoredTensors``; if pieces have different dtypes, the result holds the values of all."""
         if key not in self._entries:
             return super().dtype(key)
         return functools.reduce(
@@ -180,7 +180,7 @@ class CanonicalTensors(ViewedTensors):
         )
 
     def _pieces(self, key: str, box: Box) -> list[tuple[Box, _Piece]]:
-        """Return the pieces that a box has something of, with what it has of them."""
+        """Return the pieces that overlap a box, each as a pair of the overlapping range and the piece."""
         return [
             (common, piece)
             for piece in self._entries[key].pieces
@@ -192,8 +192,8 @@ class CanonicalTensors(ViewedTensors):
 
 
 def refuse_adapters(tensors: StoredTensors) -> None:
-    """Refuse a checkpoint of LoRA training, whose adapters Megatron-Bridge keeps beside the weights that they
-    change.
+    """Refuse a checkpoint of LoRA training, in which Megatron-Bridge keeps the adapters next to the weights
+    that they change.
 
     Raises:
         ConversionError: there are adapters.
@@ -212,10 +212,10 @@ def refuse_adapters(tensors: StoredTensors) -> None:
 
 def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
     """Refuse Megatron-Core's own gated delta nets: it stores their projection part by part, and the weight of
-    their output norm less 1, which cannot be undone bit for bit.
+    their output norm minus 1, which cannot be undone bit for bit.
 
     Raises:
-        ConversionError: there are some.
+        ConversionError: the checkpoint has such layers.
     """
     found = next(
         (
@@ -234,8 +234,8 @@ def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
 
 
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors without what stands before every key of the model (``model.``, ``module.``). Other
-    keys, of optimizers, stay as they are.
+    """Return the tensors without the prefix of the model's keys (``model.``, ``module.``). Other keys, such
+    as those of optimizers, are unchanged.
 
     Raises:
         ConversionError: there are several models in the checkpoint.
@@ -267,13 +267,14 @@ _HALF = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp
 
 
 def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
-    """Return the tensors of a HybridModel (once MambaModel) under the keys of GPTModel; others as they are.
+    """Return the tensors of a HybridModel (formerly MambaModel) under the keys of GPTModel; other tensors are
+    returned unchanged.
 
-    A HybridModel's layers are one block each, and a layer of any other model is two: a mixer of tokens and an
-    MLP or experts behind it.
+    Each layer of a HybridModel is a single block. A layer of any other model is two blocks: a token mixer,
+    followed by an MLP or experts.
 
     Raises:
-        ConversionError: the blocks do not make up layers, or some predict further tokens.
+        ConversionError: the blocks do not form whole layers, or there are prediction layers.
     """
     if not any(key.startswith(_LAST_NORM) for key in tensors):
         return tensors
@@ -301,7 +302,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
 
 
 def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """Return what a key of a model is made of; None where nothing of it is stored."""
+    """Return the stored pieces of a model's key, or None if none of them is stored."""
     names = [key, *_other_norms(key)]
     found = [name for name in names if name in tensors]
     entries = [_Entry(tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]
@@ -318,7 +319,7 @@ def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | N
 
 
 def _other_norms(key: str) -> Iterator[str]:
-    """Other names of a norm."""
+    """Yield the other names of a norm."""
     for one, other in PORTABLE_NORMS.items():
         for name, instead in ((one, other), (other, one)):
             if key.endswith(f".{name}"):
@@ -326,7 +327,7 @@ def _other_norms(key: str) -> Iterator[str]:
 
 
 def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
-    """Return a gated matrix whose halves are stored apart."""
+    """Return a gated matrix whose halves are stored separately, or None if they are not."""
     gate, up = f"{key}_w", f"{key}_v"
     if gate not in tensors or up not in tensors:
         return None
@@ -337,7 +338,7 @@ def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
 
 
 def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
-    """Return experts of a layer, or of all layers, stored one by one."""
+    """Return the experts of one or all layers if they are stored one by one, or None."""
     match = _EXPERTS.fullmatch(key)
     if match is None or not grid:
         return None
@@ -364,7 +365,7 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
 
 
 def _inside(piece: _Piece, box: Box) -> Box:
-    """Return a box of the larger tensor as one of the stored tensor."""
+    """Convert a box of the larger tensor to a box of the stored tensor."""
     inside = relative(box, [start for start, _ in piece.box])
     return (
         inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
@@ -372,6 +373,6 @@ def _inside(piece: _Piece, box: Box) -> Box:
 
 
 def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
-    """Return whether pieces hold all of a box."""
+    """Return whether the pieces cover the whole box."""
     # Pieces of one entry do not overlap, so that their sizes add up.
     return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))

@@ -1,2 +1,2 @@
-"""Mapping between Hugging Face tensors and Megatron-Core parameters: rules, tensor-parallel layouts, and both
-formats seen as one model."""
+"""Mapping between Hugging Face tensors and Megatron-Core parameters: rules, tensor-parallel layouts, and one
+view of a model for both formats."""

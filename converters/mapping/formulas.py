@@ -1,5 +1,4 @@
-"""Says of an expected shape which keys of ``config.json`` it follows from, for messages about shapes that are
-others."""
+"""Formulas that express an expected shape in keys of ``config.json``, for messages about wrong shapes."""
 
 from __future__ import annotations
 
@@ -52,14 +51,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def formula_of(name: str, shape: Sequence[int], architecture: Architecture) -> str:
-    """``[num_key_value_heads * head_dim, hidden_size]`` of the shape that a Hugging Face tensor should have;
-    numbers where nothing fits."""
+    """Return the formula of a Hugging Face tensor's expected shape, such as ``[num_key_value_heads *
+    head_dim, hidden_size]``. Sizes that match no expression remain numbers."""
     return f"[{', '.join(_expressions(name, shape, architecture))}]"
 
 
 def formula_of_parameter(rule: Rule, architecture: Architecture) -> str:
-    """Return the formula of a whole parameter of Megatron-Core, whose rows are those of its tensors
-    together."""
+    """Return the formula of a whole Megatron-Core parameter, whose rows are the sum of its tensors' rows."""
     parts = [_expressions(part.name, part.shape, architecture) for part in rule.parts]
     return f"[{', '.join([' + '.join(part[0] for part in parts), *parts[0][1:]])}]"
 
@@ -77,7 +75,8 @@ def _expressions(name: str, shape: Sequence[int], architecture: Architecture) ->
 
 
 def _values(name: str, architecture: Architecture) -> dict[str, int]:
-    """Return what the expressions come to, those first that a tensor of this name may be made of."""
+    """Return the values of the expressions. Expressions that are likely for a tensor of this name
+    come first."""
     mixture, latent, head = architecture.mixture, architecture.latent_attention, architecture.head
     values: dict[str, int] = {}
     if mixture is not None:

@@ -1,9 +1,9 @@
-"""Layouts of tensor-parallel shards: where every row comes from, in pure arithmetic, for reading and for
-writing alike.
+"""Layouts of tensor-parallel shards: the origin of every row, in pure arithmetic, for both reading and
+writing.
 
 A shard is described as a list of spans, each a run of rows (or columns) of one full Hugging Face tensor, in
-the order in which they lie in the shard. Reading copies the spans into the shard; writing copies them out of
-it. One description for both directions makes them inverse by construction.
+the shard's order. Reading copies the spans into the shard; writing copies them out of it. Since both use the
+same description, they are inverse by construction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from converters.mapping.rule import Kind, Rule
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices ``start`` to ``stop`` along the cut axis of part number ``part`` of the rule, from index
-    ``position`` on in the shard."""
+    """Indices ``start`` to ``stop`` along the sharded axis of part number ``part`` of the rule. In the shard
+    they start at index ``position``."""
 
     part: int
     start: int
@@ -34,12 +34,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One rank's shard.
+    """Layout of one rank's shard.
 
     Attributes:
-        shape: of the shard, padding included.
-        axis: along which the spans lie one behind the other.
-        spans: from the first index on; what they leave at the end is padding.
+        shape: shape of the shard, including padding.
+        axis: axis along which the spans are concatenated.
+        spans: spans from the first index on; the indices after them are padding.
     """
 
     shape: tuple[int, ...]
@@ -48,21 +48,20 @@ class ShardLayout:
 
     @property
     def padding(self) -> int:
-        """Indices at the end of the axis that come from no tensor."""
+        """Number of indices at the end of the axis that come from no tensor."""
         return self.shape[self.axis] - sum(span.length for span in self.spans)
 
 
 # Asked for each range of rows that is read, and a fused parameter has spans by the thousand.
 @lru_cache(maxsize=4096)
 def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
-    """Return where every row of the whole parameter, not cut over any ranks, comes from, in the order of its
-    rows.
+    """Return the origin of every row of the whole, unsharded parameter, in the order of its rows.
 
     Args:
-        rule: of the parameter.
-        head_dim: width of one attention head; used by ``Kind.QKV`` alone.
-        padded_vocab: rows of the padded embedding; used by ``Kind.VOCAB`` alone. What the runs leave at the
-            end is padding.
+        rule: rule of the parameter.
+        head_dim: width of one attention head; used only by ``Kind.QKV``.
+        padded_vocab: rows of the padded embedding; used only by ``Kind.VOCAB``. Rows after the runs are
+            padding.
     """
     if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
         return (Span(0, 0, rule.parts[0].shape[0]),)
@@ -70,24 +69,24 @@ def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int, divisible_by: int = 1) -> int:
-    """Smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of Megatron-LM,
-    which takes 128)."""
+    """Return the smallest multiple of ``divisible_by * tp_size`` that holds the vocabulary (the rule of
+    Megatron-LM, whose default is 128)."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
 
 def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_vocab: int) -> ShardLayout:
-    """The shard of one tensor-parallel rank.
+    """Return the layout of one tensor-parallel rank's shard.
 
     Args:
-        rule: of the parameter.
-        head_dim: width of one attention head; used by ``Kind.QKV`` alone.
+        rule: rule of the parameter.
+        head_dim: width of one attention head; used only by ``Kind.QKV``.
         tp_rank: 0 to tp_size - 1.
         tp_size: tensor-parallel size.
-        padded_vocab: rows of the padded embedding over all ranks; used by ``Kind.VOCAB`` alone.
+        padded_vocab: rows of the padded embedding over all ranks; used only by ``Kind.VOCAB``.
 
     Raises:
-        ConversionError: the parameter cannot be cut into that many equal parts.
+        ConversionError: the parameter cannot be split into that number of equal parts.
     """
     if not 0 <= tp_rank < tp_size:
         raise ConversionError(
@@ -117,7 +116,7 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
 
 
 def _cut(rule: Rule, length: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Start and stop of one of ``tp_size`` equal parts of ``length``."""
+    """Return start and stop of one of ``tp_size`` equal parts of ``length``."""
     if length % tp_size:
         raise ConversionError(
             f"{rule.megatron_name}: {length} rows or columns cannot be cut into {tp_size} equal parts",
@@ -141,7 +140,8 @@ def _vocab_layout(rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> 
 
 
 def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
-    """The full fused tensor: for each key-value group its query heads, its key head, its value head."""
+    """Yield the spans of the full fused tensor: for each key-value group its query heads, its key head, its
+    value head."""
     query, key, _ = (part.shape[0] for part in rule.parts)
     groups = key // head_dim
     per_group = query // groups
@@ -152,7 +152,7 @@ def _qkv_spans(rule: Rule, head_dim: int) -> Iterator[Span]:
 
 
 def _group_spans(rule: Rule) -> Iterator[Span]:
-    """The full tensor, group behind group."""
+    """Yield the spans of the full tensor, one group after another."""
     for group in range(rule.groups):
         for rows in rule.group_rows:
             start = rows.start + group * rows.stride
@@ -160,8 +160,8 @@ def _group_spans(rule: Rule) -> Iterator[Span]:
 
 
 def _clip(spans: Iterator[Span], start: int, stop: int) -> Iterator[Span]:
-    """The part of a run of spans that lies between the positions ``start`` and ``stop``. A cut may go through
-    a head."""
+    """Yield the part of consecutive spans between the positions ``start`` and ``stop``, which may split a
+    head."""
     position = 0
     for span in spans:
         low, high = max(start, position), min(stop, position + span.length)

@@ -1,7 +1,6 @@
-"""One view of a model for both formats: its Hugging Face tensors, readable by rows, wherever and in whatever
-form they are stored.
+"""One view of a model for both formats: its Hugging Face tensors, readable by rows, however they are stored.
 
-Converting, verifying and comparing go through this view, so that each of them is written once.
+Converting, verifying and comparing use this view, so that each has a single implementation.
 """
 
 from __future__ import annotations
@@ -30,25 +29,26 @@ class Merging(Protocol):
     """Changes merged into tensors as they are read."""
 
     def __contains__(self, name: str) -> bool:
-        """Return whether it changes the Hugging Face tensor of that name."""
+        """Return whether the Hugging Face tensor of that name is changed."""
         ...
 
     def merge(self, name: str, rows: Tensor, start: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows of a tensor, from row ``start`` on, with the change in them."""
+        """Return rows of a tensor, from row ``start`` on, with the change merged in."""
         ...
 
 
 ChooseDtype = Callable[[str, torch.dtype], torch.dtype]
-"""From the name of a tensor that an adapter changes and the dtype that it is stored in to the dtype that the
-merged one is rounded to."""
+"""Function that chooses the dtype to which a merged tensor is rounded, from the tensor's name and stored
+dtype."""
 
 
 class LogicalModel(ABC):
     """A stored model.
 
     Attributes:
-        architecture: which tensors it has, in which shapes.
-        adapter: that is merged into its tensors, and how their dtypes are chosen; None for none.
+        architecture: determines the model's tensors and their shapes.
+        adapter: adapter that is merged into the tensors, and the function that chooses their dtypes; None
+            without an adapter.
     """
 
     architecture: Architecture
@@ -56,18 +56,18 @@ class LogicalModel(ABC):
 
     @abstractmethod
     def holds(self, tensor: HuggingFaceTensor) -> bool:
-        """Return whether all of a tensor is there, from headers and index alone."""
+        """Return whether the whole tensor is stored, from headers and index alone."""
 
     @abstractmethod
     def stored_dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """The dtype a tensor is stored in."""
+        """Return the dtype in which a tensor is stored."""
 
     @abstractmethod
     def stored_rows(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """Read as ``read`` does, without the merged changes."""
+        """Return the rows that ``read`` returns, without merged changes."""
 
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
-        """The dtype that a tensor is read in."""
+        """Return the dtype in which ``read`` returns a tensor."""
         stored = self.stored_dtype(tensor)
         return (
             self.adapter[1](tensor.name, stored)
@@ -76,7 +76,7 @@ class LogicalModel(ABC):
         )
 
     def read(self, tensor: HuggingFaceTensor, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor."""
+        """Return rows ``start`` to ``stop`` of a tensor as a fresh contiguous CPU tensor."""
         rows = self.stored_rows(tensor, start, stop)
         if self.adapter is None or tensor.name not in self.adapter[0]:
             return rows
@@ -156,14 +156,14 @@ class MegatronModel(LogicalModel):
         )
 
     def read_rows(self, rule: Rule, start: int, stop: int) -> Tensor:
-        """Rows of the whole Megatron-Core parameter, padding included."""
+        """Return rows of the whole Megatron-Core parameter, including padding."""
         shape = self.parameter_shape(rule)
         return self.checkpoint.read(self.place(rule).key, self._box(rule, start, stop)).reshape(
             stop - start, *shape[1:]
         )
 
     def has(self, rule: Rule) -> bool:
-        """Return whether all of a parameter is there, from the index alone.
+        """Return whether the whole parameter is stored, from the index alone.
 
         Raises:
             ConversionError: the stored tensor does not have the shape that the config asks for.
@@ -178,7 +178,7 @@ class MegatronModel(LogicalModel):
         return (*((index, index + 1) for index in place.index), (start, stop), *whole(shape[1:]))
 
     def parameter_shape(self, rule: Rule) -> tuple[int, ...]:
-        """Shape of the whole Megatron-Core parameter, padding included.
+        """Return the shape of the whole Megatron-Core parameter, including padding.
 
         Raises:
             ConversionError: the stored tensor does not have the shape that the config asks for.
@@ -200,17 +200,17 @@ class MegatronModel(LogicalModel):
         return own
 
     def padded_vocab(self, rule: Rule) -> int:
-        """Rows of the stored embedding, or whatever for other parameters."""
+        """Return the rows of the stored embedding, or 0 for other parameters."""
         return self.parameter_shape(rule)[0] if rule.kind is Kind.VOCAB else 0
 
     def place(self, rule: Rule) -> StoredPlace:
-        """Return the key and offset of a parameter in the checkpoint."""
+        """Return the key and the location of a parameter in the checkpoint."""
         return stored_place(rule, self.architecture, stacked=self.stacked)
 
 
 def shape_of_parameter(rule: Rule, padded_vocab: int | None = None) -> tuple[int, ...]:
-    """Shape of the whole Megatron-Core parameter, not cut over any ranks; the vocabulary padded if that is
-    given."""
+    """Return the shape of the whole, unsharded Megatron-Core parameter, with the vocabulary padded if
+    ``padded_vocab`` is given."""
     first = rule.parts[0].shape
     if rule.kind in (Kind.REPLICATED, Kind.ROW):
         return first

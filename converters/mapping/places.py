@@ -1,4 +1,4 @@
-"""Finds where a checkpoint keeps a tensor, and reads it from there."""
+"""Locating a tensor in a checkpoint, and reading it from there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from converters.mapping.rule import HuggingFaceTensor, TensorLocation
 
 
 def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocation:
-    """The place where ``source`` keeps a tensor; its own name if it is nowhere.
+    """Return the location of a tensor in ``source``.
 
     Raises:
-        ConversionError: it is in several places, or the stored tensor has another shape than the architecture
-            says.
+        ConversionError: the tensor is missing, stored at several locations, or the stored shape is not the
+            architecture's.
     """
     places = tensor.places
     # Without alternatives there is nothing to look for, and ``shape`` refuses what is missing.
@@ -39,14 +39,14 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
 def read_part(
     tensor: HuggingFaceTensor, place: TensorLocation, source: HuggingFaceSource, slices: Sequence[slice] = ()
 ) -> Tensor:
-    """A tensor or a part of it, touching only the bytes of that part.
+    """Read a tensor or a part of it, without reading other bytes than needed.
 
     Args:
-        tensor: what to read.
-        place: where it is, from ``locate``.
+        tensor: the tensor to read.
+        place: location of the tensor, from ``locate``.
         source: the checkpoint.
-        slices: one a leading dimension of the tensor, each with start and stop inside it; missing ones mean
-            everything.
+        slices: one slice for each leading dimension of the tensor, with start and stop inside it; omitted
+            dimensions are read completely.
 
     Returns:
         A fresh contiguous tensor.
@@ -64,7 +64,7 @@ def read_part(
 
 
 def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequence[slice]) -> Tensor:
-    """Read rows of a tensor that do not lie one behind the other; what lies between them is read along."""
+    """Read rows of a tensor that are not consecutive, together with what is stored between them."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step
     # Ends with the last row and not a step behind it, where the tensor may end.
@@ -78,8 +78,9 @@ def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequen
 
 
 def rows_in(block: Tensor, place: TensorLocation) -> Tensor:
-    """The view of a stored tensor, without the dimension that ``place.index`` counts along, that is the
-    tensor of a place; the tensors that lie between its rows are taken to end with it."""
+    """Return the view of ``block`` that begins with the tensor at the location ``place``. ``block`` is the
+    stored tensor without the dimension of ``place.index``. The view reaches to the end of ``block``, and so
+    may include rows of other tensors."""
     return _rows_of(block, place.transposed, place.start, place.step)
 
 

@@ -1,12 +1,12 @@
-"""Mapping rules: which Hugging Face tensors make up one Megatron-Core parameter, and how it is cut over
+"""Mapping rules: which Hugging Face tensors form one Megatron-Core parameter, and how it is sharded over
 tensor-parallel ranks.
 
-Names of experts: a rank that holds experts 4 to 7 of a layer calls them 0 to 3; the rules want 4 to 7.
-Experts run one after another (``SequentialMLP``) are modules of their own,
-``mlp.experts.local_experts.5.linear_fc1.weight``; experts run in one grouped matrix product
+Names of experts: a rank that holds experts 4 to 7 of a layer numbers them 0 to 3, but the rules need 4 to 7.
+Experts that run one after another (``SequentialMLP``) are separate modules,
+``mlp.experts.local_experts.5.linear_fc1.weight``. Experts that run in one grouped matrix product
 (``TEGroupedMLP``) are numbered weights of one module, ``mlp.experts.linear_fc1.weight5``. Names of norms:
-Transformer Engine keeps those of a layer inside the linear layer that follows, and checkpoints of
-Megatron-Core name them so, whichever layer spec the model was built of.
+Transformer Engine keeps a layer's norms inside the linear layer that follows. Checkpoints of Megatron-Core
+use these names, whichever layer spec the model was built from.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from converters.model_config.layer_kind import LayerKind
 
 
 class Kind(StrEnum):
-    """Kind of a parameter: how the full one is laid out and cut over the tensor-parallel ranks."""
+    """Kind of a parameter, which determines the layout of the full parameter and its sharding over
+    tensor-parallel ranks."""
 
     REPLICATED = "replicated"
-    """Every rank holds all of it."""
+    """Every rank holds the whole parameter."""
     COLUMN = "column"
     """Rank t holds the t-th part of the rows (dimension 0)."""
     ROW = "row"
     """Rank t holds the t-th part of the columns (dimension 1)."""
     QKV = "qkv"
-    """Query, key and value rows interleaved by key-value group, then cut by rows. Weights and biases
-    alike."""
+    """Query, key and value rows are interleaved by key-value group, then sharded by rows. This applies to
+    weights and biases."""
     GATED = "gated"
-    """Rank t holds the t-th part of the gate rows, then the t-th part of the up rows. Weights and biases
-    alike."""
+    """Rank t holds the t-th part of the gate rows, then the t-th part of the up rows. This applies to weights
+    and biases."""
     GROUPED = "grouped"
-    """Rows of the parts interleaved by group, as ``Rule.group_rows`` says, then cut by rows."""
+    """Rows of the parts are interleaved by group, as ``Rule.group_rows`` gives them, then sharded by rows."""
     VOCAB = "vocab"
-    """Rows padded with zeros to the padded vocabulary, then cut by rows."""
+    """Rows are padded with zeros to the padded vocabulary, then sharded by rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """A place where a checkpoint may keep a tensor: as a stored tensor of its own, or as consecutive rows of
-    a larger one.
+    """Possible location of a tensor in a checkpoint: a separate stored tensor, or rows of a larger one.
 
     Attributes:
-        name: of the stored tensor.
-        shape: of all of the stored tensor.
-        index: position along the first dimension of the stored tensor, which the tensor itself does not have
-            (the expert, where experts are stacked); None if there is no such dimension.
-        start: first row, along the first dimension that the tensor has.
-        step: from a row of the tensor to the next; more than 1 where tensors lie between one another.
-        transposed: the stored tensor has the two dimensions of the tensor in the other order. ``start`` and
-            ``step`` count along the first dimension that the tensor has all the same, which is the last of
-            the stored one.
-        written: the tensor may be written in this form; False for one that is only read.
+        name: name of the stored tensor.
+        shape: shape of the whole stored tensor.
+        index: index along the first dimension of the stored tensor, which the tensor itself lacks (the
+            expert, if experts are stacked); None if there is no such dimension.
+        start: first row, along the first dimension of the tensor.
+        step: distance between two rows of the tensor; more than 1 if tensors are interleaved.
+        transposed: whether the stored tensor has the two dimensions of the tensor in reverse order. ``start``
+            and ``step`` still count along the tensor's first dimension, which is the last one of the stored
+            tensor.
+        written: whether the tensor may be written in this format; False if it is only read.
     """
 
     name: str
@@ -69,22 +69,23 @@ class TensorLocation:
 
     @property
     def is_consecutive(self) -> bool:
-        """True if the tensor is stored there as it is, row behind row."""
+        """True if the tensor's rows are stored consecutively and not transposed."""
         return self.step == 1 and not self.transposed
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTensor:
-    """One tensor of a Hugging Face checkpoint.
+    """Tensor of a Hugging Face checkpoint.
 
     Attributes:
-        name: that ``save_pretrained`` gives it; it is written under this name.
-        shape: full.
-        alternatives: other places where transformers finds it; it is read from the one that exists.
-        alone: it may be stored by itself under its name. Where it may not, the first of ``alternatives`` is
-            where it is written, and the name, which then is nothing but ours, is that of an expert's tensor
-            in other families.
-        stays_float32: asking for another dtype of the model does not narrow it.
+        name: name that ``save_pretrained`` gives the tensor, and under which it is written.
+        shape: full shape.
+        alternatives: other locations where transformers looks for the tensor; it is read from the one that
+            exists.
+        alone: whether the tensor may be stored separately under its name. If not, it is written to the first
+            of ``alternatives``, and its name is used only in this package; the name has the form of an
+            expert's tensor in other families.
+        stays_float32: whether the tensor is not narrowed when another dtype is requested.
     """
 
     name: str
@@ -95,14 +96,14 @@ class HuggingFaceTensor:
 
     @property
     def places(self) -> tuple[TensorLocation, ...]:
-        """Every place where it may be stored; the first is where it is written."""
+        """All possible locations of the tensor; the first is used for writing."""
         return (
             (TensorLocation(self.name, self.shape), *self.alternatives) if self.alone else self.alternatives
         )
 
 
 def renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
-    """The tensor and all its places, with ``new`` where a name begins with ``old``."""
+    """Return the tensor and all its locations with the name prefix ``old`` replaced by ``new``."""
 
     def change(name: str) -> str:
         return new + name.removeprefix(old) if name.startswith(old) else name
@@ -113,7 +114,8 @@ def renamed(tensor: HuggingFaceTensor, old: str, new: str) -> HuggingFaceTensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Rows that a group has of one part: ``count`` rows, those of group g from ``start + g * stride`` on."""
+    """Rows of one part that belong to a group: ``count`` rows, which for group g start at ``start + g *
+    stride``."""
 
     part: int
     start: int
@@ -123,18 +125,18 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule by which one Megatron-Core parameter is made of Hugging Face tensors.
+    """Rule that builds one Megatron-Core parameter from Hugging Face tensors.
 
     Attributes:
         megatron_name: parameter name with the global layer and expert index; for a parameter inside a layer,
-            the name of the portable layer spec.
+            the name in the portable layer spec.
         kind: the layout.
-        parts: the tensors it is made of, in the order the layout wants (query, key, value; gate, up).
+        parts: the tensors that form the parameter, in the order of the layout (query, key, value; gate, up).
         emits: False for a copy of a parameter that another rule already writes (the output layer of a tied
             model).
-        groups: that ``Kind.GROUPED`` interleaves.
-        group_rows: what a group has, in order; of ``Kind.GROUPED`` alone. Each row of each part belongs to
-            one group.
+        groups: number of groups that ``Kind.GROUPED`` interleaves.
+        group_rows: rows of a group, in order, for ``Kind.GROUPED`` only. Each row of each part belongs to one
+            group.
     """
 
     megatron_name: str
@@ -146,7 +148,7 @@ class Rule:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names of the tensors it is made of."""
+        """Names of the tensors that form the parameter."""
         return tuple(part.name for part in self.parts)
 
 
@@ -157,9 +159,9 @@ def module_rules(
 
     Args:
         megatron: name of the module.
-        kind: of the weight. The bias of a layer that is cut by columns is on every rank.
-        weights: shapes of the weights that it is made of, by the names of their Hugging Face modules.
-        bias: whether each of these has a bias.
+        kind: kind of the weight. The bias of a layer that is sharded by columns is on every rank.
+        weights: shapes of the weights that form it, by the names of their Hugging Face modules.
+        bias: whether each of these modules has a bias.
     """
     yield Rule(
         f"{megatron}.weight",
@@ -179,34 +181,35 @@ _GROUPED = re.compile(r"(.*mlp\.experts)(\.linear_fc[12]\.(?:weight|bias))(0|[1-
 
 
 def is_expert(megatron_name: str) -> bool:
-    """Tell whether a parameter belongs to a routed expert, so that it is cut over the *expert*
-    tensor-parallel ranks and divided over the expert-parallel ones. Routers and shared experts do not."""
+    """Return whether a parameter belongs to a routed expert, so that it is sharded over the *expert*
+    tensor-parallel ranks and distributed over the expert-parallel ranks. Routers and shared experts are not.
+    """
     # A name may begin inside of a layer, with mlp itself.
     return ".mlp.experts." in f".{megatron_name}"
 
 
 def expert_index(megatron_name: str) -> int:
-    """The expert that a parameter belongs to, counted as the name counts.
+    """Return the index of the expert that a parameter belongs to, as it is in the name.
 
     Raises:
-        ConversionError: the name is not that of an expert's parameter.
+        ConversionError: the name does not belong to an expert's parameter.
     """
     return int(_split(megatron_name)[1])
 
 
 def shift_expert(megatron_name: str, offset: int) -> str:
-    """The name with ``offset`` added to its expert: on rank r of an expert-parallel group, r times the
-    experts of a rank makes a local name global.
+    """Return the name with ``offset`` added to its expert index. On rank r of an expert-parallel group, an
+    offset of r times the experts on a rank makes a local name global.
 
     Raises:
-        ConversionError: the name is not that of an expert's parameter.
+        ConversionError: the name does not belong to an expert's parameter.
     """
     before, index, after = _split(megatron_name)
     return f"{before}{int(index) + offset}{after}"
 
 
 def sequential_name(megatron_name: str) -> str:
-    """The name that experts run one after another have; other names come back as they are."""
+    """Return the ``SequentialMLP`` name of an expert's parameter; other names are returned unchanged."""
     match = _GROUPED.fullmatch(megatron_name)
     if match is None:
         return megatron_name
@@ -215,7 +218,7 @@ def sequential_name(megatron_name: str) -> str:
 
 
 def _split(megatron_name: str) -> tuple[str, str, str]:
-    """Return what stands before the number of the expert, the number, and what stands behind it."""
+    """Split a name into the text before the expert's number, the number, and the text after it."""
     sequential = _SEQUENTIAL.fullmatch(megatron_name)
     if sequential is not None:
         return sequential.group(1), sequential.group(2), sequential.group(3)
@@ -245,11 +248,12 @@ _OF_MIXER = {
 PORTABLE_NORMS = {
     fused: norm for names in (*_OF_MIXER.values(), _BEFORE_MLP) for norm, fused in names.items()
 }
-"""Names behind the prefix of a layer: those of Transformer Engine, with those of the portable layer spec."""
+"""Transformer Engine's names of norms, without the prefix of a layer, with the names in the portable layer
+spec."""
 
 
 def fused_norms(kind: LayerKind) -> dict[str, str]:
-    """The norms of a layer, by their names in the portable layer spec, with those of Transformer Engine:
-    nothing is fused with the norm before the first projections of latent attention, nor with that before
-    experts."""
+    """Return the norms of a layer that are fused into the following linear layer, by name in the portable
+    layer spec, with Transformer Engine's names. The norm before the first projections of latent attention and
+    the norm before experts are not fused."""
     return _OF_MIXER[kind.mixer] | ({} if kind.sparse else _BEFORE_MLP)

@@ -1,4 +1,4 @@
-"""Looks rules up by Megatron-Core parameter name, and lists all names on both sides."""
+"""Lookup of rules by Megatron-Core parameter name, and lists of all names in both formats."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LAYER = re.compile(r"((decoder|mtp)\.layers\.(0|[1-9]\d*)\.(?:transformer_layer
 
 
 def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
-    """The rule of one Megatron-Core parameter.
+    """Return the rule of one Megatron-Core parameter.
 
     Args:
-        megatron_name: without wrapper prefixes such as ``module.``, with the *global* layer index, for
+        megatron_name: name without wrapper prefixes such as ``module.``, with the *global* layer index, for
             example ``decoder.layers.7.self_attention.linear_qkv.weight``, and the *global* expert index
-            (``shift_expert``). Names of the portable and of the Transformer Engine layer spec are known.
+            (``shift_expert``). Names of both the portable and the Transformer Engine layer spec are known.
         architecture: the model.
 
     Raises:
@@ -83,8 +83,8 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
 
 
 def all_rules(architecture: Architecture) -> list[Rule]:
-    """Every rule that emits tensors: embedding, layers in order with those that predict further tokens behind
-    the others, final norm, output layer. Tied models have no output layer here."""
+    """Return every rule that emits tensors: embedding, layers in order followed by prediction layers, final
+    norm, output layer. Tied models have no output layer here."""
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
@@ -93,12 +93,12 @@ def all_rules(architecture: Architecture) -> list[Rule]:
 
 
 def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
-    """Every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
+    """Return every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
     return [part for rule in all_rules(architecture) for part in rule.parts]
 
 
 def hf_names(architecture: Architecture) -> list[str]:
-    """Every tensor name of the Hugging Face checkpoint, each exactly once."""
+    """Return every tensor name of the Hugging Face checkpoint, each exactly once."""
     return [tensor.name for tensor in hf_tensors(architecture)]
 
 
@@ -122,7 +122,7 @@ def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
 
 
 def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
-    """The rules with the names that the tensors of the text have, or may have, in checkpoints of the
+    """Return the rules with the names that the text's tensors have, or may have, in checkpoints of the
     family."""
     if not (family.sees or family.may_be_nested):
         return rules
@@ -141,6 +141,6 @@ def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
 
 
 def forget_rules() -> None:
-    """Forget what was looked up, after a family was registered anew."""
+    """Clear the cached rules, after a family was registered again."""
     _model_rules.cache_clear()
     _layer_rules.cache_clear()

@@ -1,5 +1,5 @@
-"""Moves parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype is
-asked for."""
+"""Copying of parameters between a Hugging Face source and tensor-parallel shards, bit for bit unless a dtype
+is requested."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def load_shard(
     padded_vocab: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One rank's shard of a parameter, reading only the rows and columns it needs.
+    """Return one rank's shard of a parameter, reading only the rows and columns that it needs.
 
     Args:
-        rule: of the parameter.
-        source: where the Hugging Face tensors are.
+        rule: rule of the parameter.
+        source: source of the Hugging Face tensors.
         architecture: the model.
-        tp_rank: tensor-parallel rank; of a parameter of an expert (``is_expert``), the expert-tensor-parallel
+        tp_rank: tensor-parallel rank; for an expert's parameter (``is_expert``), the expert-tensor-parallel
             rank.
         tp_size: size of that group.
         padded_vocab: rows of the padded embedding over all ranks; by default the smallest multiple of
             ``tp_size``. Padding rows are zero.
-        dtype: of the result; by default that of the source.
+        dtype: dtype of the result; by default that of the source.
 
     Returns:
         A fresh contiguous CPU tensor.
 
     Raises:
-        ConversionError: a tensor is missing or has another shape than the architecture says, the cut is
-            impossible, or the parts are stored in different dtypes and no ``dtype`` is given.
+        ConversionError: a tensor is missing or does not have the architecture's shape, the parameter cannot
+            be sharded, or the parts are stored in different dtypes and no ``dtype`` is given.
     """
     places = [locate(part, source) for part in rule.parts]
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
@@ -64,18 +64,19 @@ def load_shard(
 
 
 def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a parameter, from the shards of all ranks; the exact inverse of
+    """Yield the Hugging Face tensors of a parameter from the shards of all ranks; the exact inverse of
     ``load_shard``.
 
     Args:
-        rule: of the parameter.
-        shards: one tensor a tensor-parallel rank (an expert-tensor-parallel one, of a parameter of an
-            expert), in rank order, all on one device. Of a replicated parameter only the first is read.
+        rule: rule of the parameter.
+        shards: one tensor for each tensor-parallel rank (expert-tensor-parallel rank for an expert's
+            parameter), in rank order, all on the same device. For a replicated parameter only the first is
+            read.
         architecture: the model.
 
     Yields:
-        Name and full tensor, fresh and contiguous, without padding rows. Nothing for a parameter that another
-        rule writes.
+        Name and full tensor, fresh and contiguous, without padding rows. Nothing is yielded for a parameter
+        that another rule writes.
 
     Raises:
         ConversionError: the shards do not have the shapes that the architecture asks for.
@@ -113,7 +114,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
 
 
 def _copy_out(shard: Tensor, layout: ShardLayout, tensors: Sequence[Tensor]) -> None:
-    """Copy every span of a shard to its place in the full tensors."""
+    """Copy every span of a shard into the full tensors."""
     for span in layout.spans:
         rows = shard.narrow(layout.axis, span.position, span.length)
         tensors[span.part].narrow(layout.axis, span.start, span.length).copy_(rows)
@@ -141,16 +142,16 @@ def _common_dtype(rule: Rule, places: Sequence[TensorLocation], source: HuggingF
 
 
 def join(stream: Iterable[tuple[str, Tensor]], architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as a checkpoint has them.
+    """Yield names and tensors as a checkpoint stores them.
 
     Args:
-        stream: every tensor of the model once, by the names of the rules; those that are stored together all
-            of one dtype, on one device.
+        stream: every tensor of the model once, named as in the rules. Tensors that are stored together all
+            have the same dtype and device.
         architecture: the model.
 
     Yields:
-        What may be stored by itself as it comes, and a stored tensor once the last tensor in it has come.
-        What has come of stored tensors that are not complete is held.
+        A tensor that may be stored separately, as soon as it arrives, and a stored tensor once its last part
+        has arrived. Until then, the parts of a stored tensor are held.
     """
     parts = {part.name: part for part in hf_tensors(architecture) if not part.alone}
     missing = Counter(part.places[0].name for part in parts.values())

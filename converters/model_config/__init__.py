@@ -1,1 +1,1 @@
-"""Facts of a model that its Hugging Face config states, and the same facts as Megatron-Core's settings."""
+"""Facts of a model that its Hugging Face config states, and their translation to Megatron-Core's settings."""

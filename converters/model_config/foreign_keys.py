@@ -1,7 +1,7 @@
-"""Config keys that no family handles: which of them transformers reads, and which carry other code.
+"""Config keys that no family handles: which ones transformers reads, and which ones name other code.
 
-A key that transformers does not read cannot change what its model computes, which is what a conversion
-carries over. A key that it reads, or that makes another engine compute something else, is refused.
+A conversion carries over what transformers computes, so a key that transformers does not read cannot matter.
+A key that transformers reads, or that makes another engine compute something else, is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CARRIERS: Mapping[str, str] = MappingProxyType(
         "sparse_attention_config": "attention that leaves tokens out is not supported",
     }
 )
-"""Keys that are refused although transformers' class may not read them, each with the reason."""
+"""Keys that are refused even if transformers' class does not read them, each with the reason."""
 
 # what every model shares; a word in these files is only a key where it is read from a config
 _SHARED = (
@@ -47,11 +47,12 @@ _LONGEST_VALUE = 80
 
 
 def refusal_of_key(key: str, config_class: type | None) -> str | None:
-    """Return why a config key that its family does not handle is refused, or None if it changes nothing.
+    """Return the reason for refusing a config key that its family does not handle, or None if the key changes
+    nothing.
 
     Args:
-        key: of ``config.json``.
-        config_class: of transformers, that reads the file; None where nothing is known of the code that does.
+        key: key of ``config.json``.
+        config_class: transformers class that reads the file; None if the code that reads it is unknown.
     """
     if key in CARRIERS:
         return CARRIERS[key]
@@ -67,22 +68,23 @@ def refusal_of_key(key: str, config_class: type | None) -> str | None:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, cut where it is long."""
+    """Return a value as text for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 @functools.cache
 def words_of(config_class: type) -> frozenset[str] | None:
-    """Return all words in the code of a config class and of its models, and the keys that every model reads.
+    """Return all words in the code of a config class and its models, and the keys that every model reads.
 
-    More than what is read as a key: a word too many refuses a key, one too few would pass over it.
+    The words are a superset of the keys that are read: an extra word only refuses a key, but a missing one
+    would ignore it.
 
     Args:
         config_class: a class of transformers.
 
     Returns:
-        None for a class from elsewhere.
+        The words, or None for a class from elsewhere.
     """
     name = config_class.__module__
     if not name.startswith("transformers.models."):

@@ -1,5 +1,5 @@
-"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): what a config says of the layers that have one in
-the place of attention."""
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464): config settings of the layers that have one instead
+of attention."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class GatedDeltaNet:
     """Sizes of a gated delta net, and which layers have one.
 
     Attributes:
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, a multiple of ``key_heads``; those of one key head are neighbours.
+        key_heads: number of query and key heads.
+        value_heads: number of value heads, a multiple of ``key_heads``; those of one key head are adjacent.
         key_width: width of a head's query and key.
         value_width: width of a head's value.
-        convolution: tokens that the causal convolution of queries, keys and values reaches over, the token
-            itself among them.
+        convolution: kernel size of the causal convolution of queries, keys and values, in tokens, including
+            the token itself.
         layers: for each layer, whether it has a gated delta net; the others have attention.
-        stored_by_head: Hugging Face checkpoints store the projections key head by key head (Qwen3-Next); else
-            part by part.
+        stored_by_head: whether Hugging Face checkpoints store the projections key head by key head
+            (Qwen3-Next) instead of part by part.
     """
 
     key_heads: int
@@ -61,30 +61,30 @@ class GatedDeltaNet:
 
     @property
     def projected(self) -> int:
-        """Rows of the input projection: queries, keys, values, the output's gate, and two gates of each value
-        head."""
+        """Rows of the input projection: queries, keys, values, the output's gate, and two gates for each
+        value head."""
         return self.convolved + self.values + 2 * self.value_heads
 
     def state_bytes(self, element: int) -> int:
-        """Bytes that generation keeps of a sequence in a layer: the float32 state of all heads, and what the
-        convolution reaches back to, in ``element`` bytes a number."""
+        """Return the bytes that generation keeps for a sequence in a layer: the float32 state of all heads,
+        and the convolution's past inputs with ``element`` bytes for each number."""
         return 4 * self.values * self.key_width + (self.convolution - 1) * self.convolved * element
 
 
 def read_gated_delta(
     config: Config, num_layers: int, problems: list[str], *, stored_by_head: bool = False
 ) -> GatedDeltaNet | None:
-    """The gated delta nets of a config.
+    """Return the gated delta nets of a config.
 
     Args:
-        config: flat; ``layer_types`` may be missing, where every ``full_attention_interval``-th layer has
+        config: flat config. If ``layer_types`` is missing, every ``full_attention_interval``-th layer has
             attention.
-        num_layers: of the model.
-        problems: what is wrong is appended here.
+        num_layers: number of layers of the model.
+        problems: problems are appended to this list.
         stored_by_head: see ``GatedDeltaNet``.
 
     Returns:
-        None where all layers have attention.
+        The gated delta nets, or None if all layers have attention.
     """
     kinds = config.get("layer_types")
     if kinds is None:

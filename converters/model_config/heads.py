@@ -1,10 +1,9 @@
-"""Heads in place of the output layer over the vocabulary: a linear layer that scores, as value and reward
-models have.
+"""Heads that replace the output layer over the vocabulary: the linear score layer of value and reward models.
 
-transformers calls it ``score``: without a bias in ``...ForSequenceClassification``, which answers with the
-last token's scores, and with one in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain
-linear layer into the last pipeline stage in the place, and under the name, of the output layer; every
-tensor-parallel rank has all of it. It is never tied to the embedding, whatever ``tie_word_embeddings`` says.
+transformers calls the layer ``score``. It has no bias in ``...ForSequenceClassification``, which returns the
+last token's scores, and a bias in ``...ForTokenClassification``. Trainers on Megatron-Core put a plain linear
+layer into the last pipeline stage, under the name of the output layer, and replicate it on every
+tensor-parallel rank. The layer is never tied to the embedding, whatever ``tie_word_embeddings`` is.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _SCORING = {"ForSequenceClassification": False, "ForTokenClassification": True}
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The linear layer.
+    """The linear score layer.
 
     Attributes:
-        labels: scores of a token, at least one.
-        bias: whether it has one.
+        labels: number of scores for each token, at least one.
+        bias: whether the layer has a bias.
     """
 
     labels: int
@@ -34,16 +33,16 @@ class ScoreHead:
 
 
 def known_classes(architecture_class: str) -> dict[str, bool | None]:
-    """Return the model classes of a family that are known, from the class of its language model: whether the
-    score layer has a bias; None for the language model, which has no such layer."""
+    """Return the known model classes of a family, given its language model class. The value is a flag for a
+    bias of the score layer, or None for the language model, which has no score layer."""
     stem = architecture_class.removesuffix(_LANGUAGE_MODEL)
     scoring = {stem + suffix: bias for suffix, bias in _SCORING.items()} if stem != architecture_class else {}
     return {architecture_class: None, **scoring}
 
 
 def read_head(config: Config, architecture_class: str, problems: list[str]) -> ScoreHead | None:
-    """Return the head that a config names under ``architectures``; None for a language model. What is wrong
-    is appended to ``problems``."""
+    """Return the head of the class that a config names under ``architectures``, or None for a language model.
+    Problems are appended to ``problems``."""
     classes = config.get("architectures")
     if not classes:
         return None

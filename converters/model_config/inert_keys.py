@@ -1,5 +1,4 @@
-"""Config keys of transformers that change neither logits nor training, so that a converter may pass over
-them."""
+"""transformers' config keys that change neither logits nor training, so that a converter may ignore them."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ _GENERATION = frozenset(
 )
 
 SPEAKING_KEYS = _LOADING | _LABELS | _TOKENS | _GENERATION
-"""Those that change what a user of the model gets: the dtype it is loaded in, special token ids, labels,
-defaults of text generation."""
+"""Keys that affect the user of a model: loading dtype, special token ids, labels, defaults of text
+generation."""
 
 INERT_KEYS = _BOOKKEEPING | SPEAKING_KEYS
-"""These, names of versions and paths, and the form of outputs."""
+"""``SPEAKING_KEYS``, and keys for versions, paths and the format of outputs."""

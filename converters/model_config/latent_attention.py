@@ -1,8 +1,8 @@
-"""Multi-head latent attention, as in DeepSeek-V2: what its config says, and the rules of its tensors.
+"""Multi-head latent attention, as in DeepSeek-V2: the settings in its config.
 
-Queries (where a config gives them a rank) and, in one small vector a token, keys and values are projected
-down, normalised, and projected up to heads. Of a head's queries and keys a part without positions and a part
-that is rotated lie one behind the other; the rotated part of the keys is shared by all heads.
+Queries (if the config gives them a rank), and keys and values together in one small vector for each token,
+are projected down, normalised, and projected up to heads. In each head's query and key, a part without
+positions is followed by a rotated part; all heads share the rotated part of the keys.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from converters.model_config.sizes import Config, read_number, read_size
 
 NORM_EPSILON = 1e-6
-"""Epsilon of the norms between the projections: transformers gives them that of its norm class, whatever
-``rms_norm_eps`` says."""
+"""Epsilon of the norms between the projections: transformers uses the default of its norm class, whatever
+``rms_norm_eps`` is."""
 
 CONFIG_KEYS = frozenset(
     {
@@ -33,17 +33,16 @@ CONFIG_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Sizes of the projections, under the names that the config has for them.
+    """Sizes of the projections, named as in the config.
 
     Attributes:
-        q_lora_rank: width of the queries between their two projections; None where there is one projection
-            only.
-        kv_lora_rank: width of what keys and values are projected up from.
-        qk_nope_head_dim: of a head's query and key, the part without positions, which comes first.
-        qk_rope_head_dim: the part that is rotated, in interleaved pairs of dimensions.
+        q_lora_rank: width of the queries between their two projections; None if there is only one projection.
+        kv_lora_rank: width of the vector that keys and values are projected up from.
+        qk_nope_head_dim: width of the part of a head's query and key without positions, which comes first.
+        qk_rope_head_dim: width of the part that is rotated, in interleaved pairs of dimensions.
         v_head_dim: width of a head's value.
-        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0 for
-            not at all.
+        mscale_all_dim: scores are multiplied by (0.1 * mscale_all_dim * ln(YaRN factor) + 1) squared; 0
+            disables this.
     """
 
     q_lora_rank: int | None
@@ -60,8 +59,8 @@ class LatentAttention:
 
 
 def read_latent_attention(config: Config, problems: list[str]) -> LatentAttention:
-    """Return the attention that a config describes; what cannot be carried over is appended to
-    ``problems``."""
+    """Return the latent attention that a config describes, and append to ``problems`` what cannot be carried
+    over."""
     if config.get("attention_bias"):
         problems.append(
             f"attention_bias = {config['attention_bias']!r}: Megatron-Core's latent attention has no biases"
@@ -95,8 +94,8 @@ def read_latent_attention(config: Config, problems: list[str]) -> LatentAttentio
 
 
 def _mscale_all_dim(config: Config, problems: list[str]) -> float:
-    """From the parameters of the rotary embedding. transformers reads it without ``mscale`` too, and zero as
-    "not given"."""
+    """Return ``mscale_all_dim`` from the rotary parameters. As in transformers, it counts even without
+    ``mscale``, and zero means that it is not given."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     value = parameters.get("mscale_all_dim") if isinstance(parameters, Mapping) else None
     return read_number(value or 0.0, "rope parameter mscale_all_dim", problems, instead=0.0, may_be_zero=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Mixer = Literal["attention", "latent", "gated_delta"]
-"""What mixes the tokens of a layer: grouped-query attention, latent attention, or a gated delta net."""
+"""Token mixer of a layer: grouped-query attention, latent attention, or a gated delta net."""
 
 
 class LayerKind(NamedTuple):
-    """The parts of a layer. Layers of one kind have the same tensors.
+    """Parts of a layer. Layers of the same kind have the same tensors.
 
     Attributes:
-        mixer: of its tokens.
-        sparse: it has experts in the place of the MLP.
+        mixer: token mixer of the layer.
+        sparse: whether the layer has experts instead of the MLP.
     """
 
     mixer: Mixer

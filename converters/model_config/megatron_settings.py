@@ -1,4 +1,4 @@
-"""Translates an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel,
+"""Translation of an architecture into keyword arguments of Megatron-Core's TransformerConfig and GPTModel,
 without importing Megatron-Core."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from converters.model_config.rope import yarn_attention_factor
 
 
 def latent_settings(architecture: Architecture) -> dict[str, Any]:
-    """Keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; nothing for
-    ordinary attention.
+    """Return the keyword arguments of ``MLATransformerConfig`` beyond those of ``TransformerConfig``; empty
+    for ordinary attention.
 
     Raises:
         ConversionError: Megatron-Core has no setting for the rotary scaling.
@@ -42,8 +42,8 @@ def latent_settings(architecture: Architecture) -> dict[str, Any]:
 
 
 def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
-    """Kind and scaling of the rotary embedding. Every field is given: the defaults are those of a scaled
-    model, and the factor goes into the scale of the scores of an unscaled one as well."""
+    """Return type and scaling of the rotary embedding. Every field is given, because the defaults are those
+    of a scaled model, and the factor also changes the scale of the scores of an unscaled model."""
     scaling, latent = architecture.rope_scaling, architecture.latent_attention
     assert latent is not None
     if scaling is None:
@@ -70,8 +70,8 @@ def _latent_rotary(architecture: Architecture) -> dict[str, Any]:
 
 
 def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
-    """Return the ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor: it
-    divides the scale of ``mscale`` by that of ``mscale_all_dim``, always."""
+    """Return the ``mscale`` with which Megatron-Core multiplies cosine and sine by the attention factor.
+    Megatron-Core always divides the scale of ``mscale`` by that of ``mscale_all_dim``."""
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
@@ -98,27 +98,27 @@ _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """Settings that have to be handed to Megatron-Core.
+    """Settings to pass to Megatron-Core.
 
     Attributes:
-        transformer: keyword arguments of ``TransformerConfig``, with latent attention of
-            ``MLATransformerConfig``. Left to the caller are the activation function, because it is a function
-            (``torch.nn.functional.silu``, and ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` where
-            ``Architecture.activation`` is ``clamped_swiglu``), and all that is a matter of training or of
-            layout: of a mixture of experts ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
-            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient is 0
-            unless given.
+        transformer: keyword arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` with latent
+            attention. The caller has to add the activation function, because it is a function
+            (``torch.nn.functional.silu``, or ``megatron.core.fusions.fused_bias_geglu.quick_gelu`` if
+            ``Architecture.activation`` is ``clamped_swiglu``), and all settings of training or layout. For a
+            mixture of experts these are ``expert_*_parallel_size``, ``moe_token_dispatcher_type``,
+            ``moe_grouped_gemm``, ``moe_router_dtype`` and the load-balancing loss, whose coefficient defaults
+            to 0.
         model: keyword arguments of ``GPTModel``, with the unpadded ``vocab_size``.
         attributes: attributes to set on the ``TransformerConfig`` object after construction. ``GPTModel``
-            reads those of YaRN with ``getattr``, though the class does not declare them; others the class
-            declares, but its constructor refuses the value.
+            reads those of YaRN with ``getattr``, although the class does not declare them. Others are
+            declared, but the constructor refuses the value.
         llama3: keyword arguments of ``RotaryEmbedding._apply_scaling``, to be applied to the unscaled
-            ``inv_freq`` of the built model, where the llama3 scaling is not the one that ``GPTModel`` has
-            arguments for; else None.
-        routing: how routers have to choose experts, where Megatron-Core's own cannot; else None. The
-            arguments above then say of it what Megatron-Core needs to build the router.
+            ``inv_freq`` of the built model, if ``GPTModel`` has no arguments for this llama3 scaling;
+            otherwise None.
+        routing: how routers have to choose experts, if Megatron-Core's own routers cannot; otherwise None. If
+            it is set, the arguments above only serve to build Megatron-Core's router.
         latent_norm_epsilon: epsilon of the norms inside latent attention, to be set in the built model, which
-            gives them that of the others; None where they are alike or where there are none.
+            gives them the epsilon of the other norms; None if both are equal or there are no such norms.
     """
 
     transformer: dict[str, Any]
@@ -130,11 +130,11 @@ class MegatronSettings:
 
 
 def megatron_settings(architecture: Architecture) -> MegatronSettings:
-    """Return arguments with which Megatron-Core computes the same function as transformers.
+    """Return the settings with which Megatron-Core computes the same function as transformers.
 
     Raises:
         ConversionError: Megatron-Core has no setting for a combination of biases or for the rotary scaling,
-            or the model scores.
+            or the model has a score head.
     """
     if architecture.head is not None:
         raise ConversionError(
@@ -212,7 +212,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
 
 
 def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
-    """``add_bias_linear``, which switches on every bias of attention and MLP, and ``add_qkv_bias``."""
+    """Return ``add_bias_linear``, which enables every bias of attention and MLP, and ``add_qkv_bias``."""
     biases = (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias)
     if biases == (True, True, True):
         return True, True
@@ -227,11 +227,11 @@ def _bias_flags(architecture: Architecture) -> tuple[bool, bool]:
 
 
 def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
-    """Return arguments of the experts and their router.
+    """Return the arguments of the experts and their router.
 
-    Softmax over all logits and division of the chosen probabilities by their sum is the same function as
-    softmax over the chosen logits, which is what Megatron-Core does without ``moe_router_pre_softmax``; with
-    it, it does not divide.
+    Softmax over all logits, with the chosen probabilities divided by their sum, is the same function as
+    softmax over the chosen logits. Megatron-Core computes the latter without ``moe_router_pre_softmax``. With
+    that setting, it does not divide.
     """
     routing = mixture.routing
     shared = {
@@ -263,8 +263,9 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
 def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
     """Return whether Megatron-Core's router computes the same function.
 
-    It divides sigmoids by their sum always, but never that of one expert; and it ranks a group by as many of
-    its scores as experts can be chosen there on average, which for normalized softmax are logits.
+    Megatron-Core always divides sigmoids by their sum, except for a single expert. It ranks a group by the
+    sum of its best scores, as many as experts are chosen from a group on average; for normalized softmax
+    these scores are logits.
     """
     routing, chosen = mixture.routing, mixture.experts_per_token
     if routing.score == "sigmoid" and mixture.normalized != (chosen > 1):
@@ -278,13 +279,13 @@ def _routes_like_megatron(mixture: MixtureOfExperts) -> bool:
 
 
 def _has_constant_weight(mixture: MixtureOfExperts) -> bool:
-    """Return whether a token's one expert always has the weight 1, as softmax over its logit alone gives
+    """Return whether a token has one expert whose weight is always 1, as softmax over a single logit gives
     it."""
     return mixture.routing.score == "softmax" and mixture.normalized and mixture.experts_per_token == 1
 
 
 def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary arguments of the model and the YaRN attributes of its config."""
+    """Return the rotary arguments of the model, and the YaRN attributes of its config."""
     theta = architecture.rope_theta
     model: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -312,7 +313,7 @@ def _rotary(architecture: Architecture) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _own_llama3(architecture: Architecture) -> dict[str, Any] | None:
-    """See ``MegatronSettings.llama3``."""
+    """Return the value of ``MegatronSettings.llama3``."""
     scaling = architecture.rope_scaling
     if (
         scaling is None

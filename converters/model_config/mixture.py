@@ -1,4 +1,4 @@
-"""The mixture of experts of a model: what its config says about routing and about the size of an expert."""
+"""Mixture of experts of a model: the settings of routing and expert sizes in its config."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from converters.model_config.sizes import Config, read_number, read_size
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """From the router's logits to the experts of a token.
+    """Choice of a token's experts from the router's logits.
 
-    Logits become scores. Where experts are in groups, a token goes to experts of its best groups alone. It
-    goes to the experts of the highest scores; their scores are its weights, divided by their sum where the
-    mixture is normalized, and times the scaling factor.
+    Logits become scores. If experts are grouped, a token goes only to experts of its best groups. It goes to
+    the experts with the highest scores. These scores are the experts' weights, divided by their sum if the
+    mixture is normalized, and multiplied by the scaling factor.
 
     Attributes:
         score: softmax over all experts, or the sigmoid of each logit.
-        has_correction_bias: a number for each expert is added to its score for the choice of groups and
-            experts, not for the weights. It is no parameter: gradients do not reach it. Float32 whatever the
-            dtype of the model.
-        groups: equal parts that the experts are divided into, in order; 1 without groups.
-        groups_per_token: groups that a token may go to.
-        best_of_group: a group is as good as the sum of this many of its best scores.
-        scaling_factor: of the weights.
-        in_float32: logits are computed in float32 whatever the dtype of the model.
-        has_bias: the logits have a bias, which is a parameter.
+        has_correction_bias: whether a number for each expert is added to its score when groups and experts
+            are chosen, but not in the weights. It is not a parameter and gets no gradient. It is float32
+            whatever the dtype of the model.
+        groups: number of equal, consecutive groups of experts; 1 without groups.
+        groups_per_token: number of groups that a token may go to.
+        best_of_group: a group is ranked by the sum of this many of its best scores.
+        scaling_factor: factor on the weights.
+        in_float32: whether logits are computed in float32 whatever the dtype of the model.
+        has_bias: whether the logits have a bias, which is a parameter.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -40,7 +40,7 @@ class Routing:
 
     @property
     def is_grouped(self) -> bool:
-        """True if groups keep a token from some experts."""
+        """True if groups exclude some experts for a token."""
         return self.groups_per_token < self.groups
 
 
@@ -54,17 +54,17 @@ def read_deepseek_routing(
     best_of_group: int,
     grouped: bool = True,
 ) -> Routing:
-    """Return the routing of DeepSeek's mixtures and of those that follow them (``n_group``, ``topk_group``,
+    """Return the routing of DeepSeek's mixtures and similar ones (``n_group``, ``topk_group``,
     ``routed_scaling_factor``).
 
     Args:
-        config: flat, with the defaults of its class filled in.
-        problems: what is wrong is appended here.
-        experts: experts of a layer.
-        chosen: experts that a token goes through.
-        score: see ``Routing``. Routers that take sigmoids have a correction bias.
+        config: flat config with the defaults of its class filled in.
+        problems: problems are appended to this list.
+        experts: number of experts of a layer.
+        chosen: number of experts that a token goes through.
+        score: see ``Routing``. Sigmoid routers have a correction bias.
         best_of_group: see ``Routing``.
-        grouped: False where the config's groups are not in use.
+        grouped: False if the config's groups are not used.
     """
     scale = read_number(config.get("routed_scaling_factor"), "routed_scaling_factor", problems)
     groups, kept = (
@@ -92,22 +92,24 @@ def read_deepseek_routing(
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts in place of the MLP, in some layers or in all.
+    """Routed experts instead of the MLP, in some or all layers.
 
-    The router sends every token to the ``experts_per_token`` experts that it gives the best scores, and
-    weighs the experts by them. Where there is a shared expert, every token goes through it as well.
+    The router sends every token to the ``experts_per_token`` experts with the best scores, which are also the
+    weights of the experts. A shared expert, if there is one, processes every token.
 
     Attributes:
-        num_experts: experts of one layer.
-        experts_per_token: experts that each token goes through.
+        num_experts: number of experts of one layer.
+        experts_per_token: number of experts that each token goes through.
         ffn_hidden_size: width of the gated MLP of one expert.
-        normalized: the scores of the chosen experts are divided by their sum.
-        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one has.
-        auxiliary_loss_coefficient: weight of the load-balancing loss in the training that transformers would
-            do; not part of the logits.
+        normalized: whether the scores of the chosen experts are divided by their sum.
+        sparse_layers: for each layer, whether it has experts; the others have a dense MLP. At least one layer
+            has experts.
+        auxiliary_loss_coefficient: weight of the load-balancing loss that transformers would train with; it
+            does not affect the logits.
         shared_ffn_hidden_size: width of the gated MLP of the shared expert; 0 without one. Several shared
-            experts are one of their width together.
-        shared_gate: the output of the shared expert is weighed by the sigmoid of a gate of one logit.
+            experts count as one of their total width.
+        shared_gate: whether the output of the shared expert is multiplied by the sigmoid of a gate of one
+            logit.
         routing: how experts are chosen.
     """
 
@@ -123,7 +125,7 @@ class MixtureOfExperts:
 
     @property
     def has_shared_gate(self) -> bool:
-        """True if there is a shared expert that has a gate."""
+        """True if there is a shared expert with a gate."""
         return self.shared_gate and self.shared_ffn_hidden_size > 0
 
 
@@ -140,8 +142,8 @@ def read_mixture(
     """Return the mixture that a config describes.
 
     Args:
-        config: flat, with the defaults of its class filled in.
-        problems: what is wrong is appended here.
+        config: flat config with the defaults of its class filled in.
+        problems: problems are appended to this list.
         width_key: config key of the width of an expert.
         normalized: see ``MixtureOfExperts``.
         sparse_layers: for each layer, whether it may have experts.
@@ -149,7 +151,7 @@ def read_mixture(
         routing: how experts are chosen.
 
     Returns:
-        None for a model without experts: no layer has them, or there are none.
+        The mixture, or None if no layer has experts.
     """
     # transformers writes this key of Qwen3-MoE under either name, according to its version.
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
@@ -190,19 +192,19 @@ def read_deepseek_mixture(
     grouped: bool = True,
     sparse_layers: tuple[bool, ...] | None = None,
 ) -> MixtureOfExperts | None:
-    """Return the mixture of DeepSeek's models and of those that follow them: in all but the first layers,
-    routing by groups, and shared experts without a gate.
+    """Return the mixture of DeepSeek's models and similar ones: experts in all but the first layers, routing
+    by groups, and shared experts without a gate.
 
     Args:
-        config: flat, with the defaults of its class filled in.
-        num_layers: of the model.
-        problems: what is wrong is appended here.
+        config: flat config with the defaults of its class filled in.
+        num_layers: number of layers of the model.
+        problems: problems are appended to this list.
         score, best_of_group, grouped: see ``read_deepseek_routing``.
         sparse_layers: for each layer, whether it has experts; None for all but the first
             ``first_k_dense_replace``.
 
     Returns:
-        None for a model without experts.
+        The mixture, or None for a model without experts.
     """
     if sparse_layers is None:
         dense = read_size(config, "first_k_dense_replace", problems, least=0)
@@ -242,21 +244,20 @@ def read_deepseek_mixture(
 
 
 def require(config: Config, key: str, only: object, why: str, problems: list[str]) -> None:
-    """Append a problem if a key is there with another value than the only one that transformers computes
-    with."""
+    """Append a problem if a key has a value other than the only one that transformers supports."""
     value = config.get(key)
     if value is not None and value != only:
         problems.append(f"{key} = {value!r}: only {only!r} is supported; {why}")
 
 
 ROUTER_KEYS = frozenset({"moe_layer_freq", "scoring_func", "topk_method"})
-"""Config keys of routers that take sigmoids (``require_sigmoids``); transformers reads none of them, other
-engines do."""
+"""Config keys of sigmoid routers (``require_sigmoids``); transformers reads none of them, but other engines
+do."""
 
 
 def require_sigmoids(config: Config, problems: list[str]) -> None:
-    """Append a problem for each key of a router that asks for something else than sigmoids with a correction
-    bias."""
+    """Append a problem for each router key that asks for anything other than sigmoids with a
+    correction bias."""
     require(
         config, "scoring_func", "sigmoid", "transformers computes no other score for this family", problems
     )

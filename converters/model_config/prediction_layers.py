@@ -1,14 +1,14 @@
-"""Layers behind the others that predict further tokens (multi-token prediction, DeepSeek-V3), for training
-and for speculative decoding.
+"""Prediction layers: layers after the ordinary ones that predict further tokens (multi-token prediction,
+DeepSeek-V3), for training and for speculative decoding.
 
-Hugging Face checkpoints number them on behind the others, ``model.layers.{num_hidden_layers}``; they have
-what other layers have, two norms, of the embedding of the next token (``enorm``) and of the hidden state
-(``hnorm``), a projection of both together (``eh_proj``) and a norm before the output layer
-(``shared_head.norm``). transformers computes logits without them. A config that counts them may come with
-weights that leave all of them out, as transformers itself saves them; but not with some of their tensors.
+Hugging Face checkpoints number them after the ordinary layers, ``model.layers.{num_hidden_layers}``. Each has
+the tensors of an ordinary layer, a norm of the embedding of the next token (``enorm``), a norm of the hidden
+state (``hnorm``), a projection of both together (``eh_proj``) and a norm before the output layer
+(``shared_head.norm``). transformers computes logits without them. Weights may lack all of the prediction
+layers that their config counts, as transformers itself saves them, but not only some of their tensors.
 
-Qwen3-Next and Qwen3.5 have one such layer, with attention, under names of its own (``mtp.``) and not always
-in the config.
+Qwen3-Next and Qwen3.5 have one prediction layer, with attention, under separate names (``mtp.``) and not
+always in the config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import Architecture, ModelFacts
 
 CONFIG_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
-"""Config keys that ``read_prediction_layers`` consumes; the second is the first by another name."""
+"""Config keys that ``read_prediction_layers`` consumes; the second is another name for the first."""
 
 MTP_KEYS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Config keys that ``read_mtp_layers`` consumes."""
@@ -49,7 +49,7 @@ _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
 
 def read_prediction_layers(config: Config, problems: list[str]) -> int:
-    """Return how many a config counts; what is wrong is appended to ``problems``."""
+    """Return the number of prediction layers in a config, and append problems to ``problems``."""
     value = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     if value is None:
         return 0
@@ -60,8 +60,7 @@ def read_prediction_layers(config: Config, problems: list[str]) -> int:
 
 
 def read_mtp_layers(config: Config, problems: list[str]) -> int:
-    """Return how many prediction layers a model of Qwen's has, one where its config does not say; what is
-    wrong is appended to
+    """Return the number of prediction layers of a Qwen model, by default one, and append problems to
     ``problems``."""
     value = config.get("mtp_num_hidden_layers", 1)
     if isinstance(value, bool) or value not in (0, 1):
@@ -78,13 +77,13 @@ def read_mtp_layers(config: Config, problems: list[str]) -> int:
 def prediction_rules(
     facts: ModelFacts, index: int, layer_rules: tuple[Rule, ...], *, in_mtp: bool = False
 ) -> tuple[Rule, ...]:
-    """All parameters of one prediction layer.
+    """Return the rules of all parameters of one prediction layer.
 
     Args:
         facts: the model.
-        index: of the prediction layer, from 0.
-        layer_rules: of the ordinary layer of index ``num_layers + index``.
-        in_mtp: its tensors have Qwen's names.
+        index: index of the prediction layer, from 0.
+        layer_rules: rules of the ordinary layer of index ``num_layers + index``.
+        in_mtp: whether its tensors have Qwen's names.
     """
     layer, hidden = facts.num_layers + index, facts.hidden_size
     megatron, counted = f"mtp.layers.{index}.", f"model.layers.{layer}."
@@ -103,14 +102,14 @@ def prediction_rules(
 
 
 def usual_name(megatron_name: str) -> str:
-    """Return the name that the rules have for a parameter of a prediction layer; other names come back as
-    they are."""
+    """Return the name that the rules use for a parameter of a prediction layer; other names are returned
+    unchanged."""
     return _NAME.sub(rf"\g<1>{_INNER}\2", megatron_name)
 
 
 def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield tensors that a prediction layer may repeat, each with the tensor that it repeats: embedding and
-    output layer, which are shared."""
+    """Yield the tensors that a prediction layer may repeat, each with the original: embedding and output
+    layer, which are shared."""
     for index in range(facts.prediction_layers):
         prefix = f"model.layers.{facts.num_layers + index}."
         yield f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"
@@ -119,12 +118,12 @@ def copies(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
-    """Return the architecture of stored weights: without prediction layers where they have none of their
-    tensors.
+    """Return the architecture without prediction layers if the stored weights have none of their tensors;
+    otherwise return it unchanged.
 
     Args:
-        architecture: as the config describes it.
-        names: of the stored tensors, in either format.
+        architecture: architecture that the config describes.
+        names: names of the stored tensors, in either format.
     """
     begin = beginnings(architecture)
     if architecture.prediction_layers and not any(name.startswith(begin) for name in names):
@@ -133,6 +132,6 @@ def as_stored(architecture: Architecture, names: Iterable[str]) -> Architecture:
 
 
 def beginnings(architecture: Architecture) -> tuple[str, ...]:
-    """Return how the names of the tensors of prediction layers begin."""
+    """Return the prefixes of the tensor names of prediction layers."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.prediction_layers)
     return ("mtp.", *(f"model.layers.{layer}." for layer in layers))

@@ -1,4 +1,4 @@
-"""Rotary position settings of a Hugging Face config, in one normal form with every parameter written out."""
+"""Rotary position settings of a Hugging Face config, in one normal form with every parameter given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     ),
 }
-"""The parameters that a kind of rotary scaling needs, and those that it may have."""
+"""Required and optional parameters of each type of rotary scaling."""
 _KEYS = {kind: needed | possible for kind, (needed, possible) in ROPE_KINDS.items()}
 # read by vLLM alone, each with the value that changes nothing
 _OF_VLLM: dict[str, tuple[object, str]] = {
@@ -45,21 +45,19 @@ _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fac
 def read_rope(
     config: Config, problems: list[str], *, partly: bool = False, in_sections: bool = False
 ) -> tuple[float, dict[str, object] | None]:
-    """Base and scaling of the rotary embedding.
+    """Return base and scaling of the rotary embedding.
 
-    Reads ``rope_parameters`` and, where that is absent, the older ``rope_theta`` and ``rope_scaling``. What
-    cannot be represented is
-    appended to ``problems``; so is a rotation of a part of the head (``rotated_fraction``), unless ``partly``
-    says that the family
-    does that. ``in_sections``: frequencies may be divided over time, height and width, which are the same
-    position in a text.
+    Read ``rope_parameters`` or, if that is absent, the older ``rope_theta`` and ``rope_scaling``. Append to
+    ``problems`` what cannot be represented, and also the rotation of only a part of the head
+    (``rotated_fraction``), unless ``partly`` allows it for the family. With ``in_sections``, frequencies may
+    be divided over time, height and width, which are the same position in a text.
 
     Returns:
         The base (theta), and None or one of ``{"type": "linear", "factor"}``, ``{"type": "llama3", "factor",
-        "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``, ``{"type": "yarn",
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both numbers or both
-        None.
+            "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}``, ``{"type": "yarn",
+            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+            "mscale", "mscale_all_dim", "truncate"}``, where ``mscale`` and ``mscale_all_dim`` are both
+            numbers or both None.
     """
     parameters = _parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
@@ -97,8 +95,8 @@ def read_rope(
 
 
 def rotary_disagreements(config: Config) -> list[str]:
-    """Return the rotary parameters by which vLLM would compute another model than transformers, each with the
-    reason."""
+    """Return the rotary parameters with which vLLM would compute a different model from transformers, each
+    with the reason."""
     parameters = _parameters(config)
     return [
         (
@@ -112,8 +110,7 @@ def rotary_disagreements(config: Config) -> list[str]:
 
 
 def unread_rope_parameters(config: Config) -> list[str]:
-    """Return the rotary parameters, with their values, that nobody reads and that ``read_rope`` therefore
-    passes over."""
+    """Return the rotary parameters that nothing reads, with their values; ``read_rope`` ignores them."""
     parameters = _parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KEYS:
@@ -125,8 +122,8 @@ def unread_rope_parameters(config: Config) -> list[str]:
 
 
 def _unread(parameters: Config, kind: str) -> list[str]:
-    """Return parameters that transformers does not read for a type of rotary embedding, without those that
-    change nothing anywhere."""
+    """Return the parameters that transformers does not read for a type of rotary embedding, except those
+    whose value changes nothing anywhere."""
     keys = sorted(set(parameters) - _COMMON_KEYS - _KEYS[kind])
     return [
         key
@@ -136,8 +133,8 @@ def _unread(parameters: Config, kind: str) -> list[str]:
 
 
 def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> float:
-    """Return the part of a head, from its beginning, that is rotated (``partial_rotary_factor``); all of it
-    where the config does not say."""
+    """Return the part of a head, from its beginning, that is rotated (``partial_rotary_factor``); 1 if the
+    config does not give it."""
     fraction = _parameters(config).get("partial_rotary_factor")
     if fraction is None:
         return 1.0
@@ -154,8 +151,8 @@ def rotated_fraction(config: Config, head_dim: int, problems: list[str]) -> floa
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return the factor on cosine and sine that YaRN uses when none is given (arXiv:2309.00071, section 3.4,
-    with DeepSeek's two scales)."""
+    """Return YaRN's default factor on cosine and sine (arXiv:2309.00071, section 3.4, with DeepSeek's two
+    scales)."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -167,7 +164,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def _parameters(config: Config) -> dict[str, object]:
-    """Return the flat or nested rotary parameters, with the older top-level keys filled in."""
+    """Return the rotary parameters, with the older top-level keys filled in."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     parameters = dict(found) if isinstance(found, Mapping) else {"rope_type": found}
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -177,7 +174,7 @@ def _parameters(config: Config) -> dict[str, object]:
 
 
 def _number(parameters: Config, key: str, problems: list[str], default: object = None) -> float:
-    """Return a positive number; anything else becomes a problem and NaN."""
+    """Return a positive number. For any other value, append a problem and return NaN."""
     return read_number(
         parameters.get(key), f"rope parameter {key}", problems, default=default, instead=math.nan
     )
@@ -210,7 +207,8 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
 
 
 def _original_length(parameters: Config, config: Config, problems: list[str]) -> int:
-    """Context length before scaling, tokens; transformers falls back to ``max_position_embeddings``."""
+    """Return the context length before scaling, in tokens. As in transformers, the default is
+    ``max_position_embeddings``."""
     value = _number(
         parameters,
         "original_max_position_embeddings",

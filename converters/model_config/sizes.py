@@ -1,4 +1,4 @@
-"""Numbers in a config: how they are read, and what is said of one that cannot be."""
+"""Parsing of numbers in a config, and the problems reported for invalid ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 Config = Mapping[str, object]
 """A flat ``config.json``, with the defaults of its class filled in, or one of its sections."""
 SIZE_NEEDED = "a positive whole number is needed"
-"""End of what is said of a size that is missing or of the wrong kind."""
+"""End of the problem reported for a size that is missing or of the wrong type."""
 
 
 def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) -> int:
-    """Return the size under a key, a whole number; where it is none, or below ``least`` (0 or 1), that, and a
-    problem."""
+    """Return the size under a key, a whole number. If there is none, or it is below ``least`` (0 or 1),
+    append a problem and return ``least``."""
     value = config.get(key)
     # bool is an int in Python, and true is no size.
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
@@ -33,8 +33,8 @@ def read_number(
     instead: float = 1.0,
     may_be_zero: bool = False,
 ) -> float:
-    """Return a finite number above 0, or from 0 on; where the value is something else, ``instead``, and a
-    problem that begins with ``name``."""
+    """Return a finite number above 0, or with ``may_be_zero`` of at least 0. For any other value, append a
+    problem that begins with ``name``, and return ``instead``."""
     value = default if value is None else value
     # NaN fails the comparison with 0.
     if (
@@ -51,6 +51,6 @@ def read_number(
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value switches a feature off: None, False and empty values do, zero may mean
-    anything."""
+    """Return whether a value disables a feature. None, False and empty values do; zero does not, since it may
+    mean anything."""
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)

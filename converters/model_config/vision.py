@@ -1,6 +1,6 @@
-"""The tower of a model that also sees: its sizes, and the tokens that stand for pictures in a text.
+"""Vision tower of a vision-language model: its sizes, and the tokens that stand for pictures in a text.
 
-It is carried through conversions and exports, and never computed.
+The tower is carried through conversions and exports, and never computed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """Sizes of a vision tower as Qwen's models have it.
+    """Sizes of the vision tower of Qwen's models.
 
     Attributes:
-        layers: blocks of attention and MLP.
+        layers: number of blocks of attention and MLP.
         hidden_size: width of a patch's embedding.
         ffn_hidden_size: width of the MLP of a block.
         patch: channels, frames, rows and columns of a patch.
-        positions: rows of the embedding of positions.
-        merged: patches that become one token of the text.
-        output_size: width of such a token.
-        tokens: ids that stand for pictures, or begin and end them.
+        positions: rows of the position embedding.
+        merged: number of patches that are merged into one text token.
+        output_size: width of a merged token.
+        tokens: ids of the tokens that stand for pictures, or begin and end them.
     """
 
     layers: int
@@ -52,8 +52,8 @@ class VisionTower:
 
 
 def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
-    """Read the vision tower of a config whose ``vision_config`` has the defaults of its class; what is wrong
-    is appended to ``problems``."""
+    """Return the vision tower of a config whose ``vision_config`` has the defaults of its class, and append
+    problems to ``problems``."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         problems.append(f"vision_config = {vision!r}: an object is needed")

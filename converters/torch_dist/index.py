@@ -1,4 +1,4 @@
-"""The index of a distributed checkpoint, ``.metadata``: read so that it cannot run code, and written."""
+"""The index of a distributed checkpoint, ``.metadata``: reading it without running code, and writing it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from converters.torch_dist.location import INDEX_FILE
 
 
 def read_index(directory: Path) -> Metadata:
-    """Return the index of a checkpoint.
+    """Read the index of a checkpoint.
 
     Raises:
-        ConversionError: there is none, it is damaged, or it names a class that an index does not consist of.
+        ConversionError: the index is missing, damaged, or names a class that no index needs.
     """
     path = directory / INDEX_FILE
     try:
@@ -43,5 +43,5 @@ def read_index(directory: Path) -> Metadata:
 
 
 def write_index(index: Metadata, file: IO[bytes]) -> None:
-    """Write an index as ``torch.distributed.checkpoint`` does."""
+    """Write an index like ``torch.distributed.checkpoint``."""
     pickle.dump(index, file)

@@ -1,9 +1,8 @@
-"""Items of a distributed checkpoint: where the bytes of a tensor lie that ``torch.save`` wrote into the
-middle of a file.
+"""Items of a distributed checkpoint: locating the bytes of a tensor that ``torch.save`` wrote into the middle
+of a file.
 
-Each tensor of a ``*.distcp`` file is a zip archive of its own: a small pickle that says dtype, shape and
-strides, and the raw bytes, not compressed. Reading them in place touches only the rows that are asked for,
-and runs no code.
+Each tensor of a ``*.distcp`` file is a separate zip archive: a small pickle with dtype, shape and strides,
+and the raw, uncompressed bytes. Reading them in place touches only the requested rows, and runs no code.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """Elements of a tensor in a file.
+    """Location and layout of a tensor's elements in a file.
 
     Attributes:
-        offset: of the first byte, from the beginning of the file.
-        dtype, shape: of the tensor.
-        strides: in elements.
+        offset: offset of the first byte, from the beginning of the file.
+        dtype, shape: dtype and shape of the tensor.
+        strides: strides in elements.
     """
 
     offset: int
@@ -58,7 +57,7 @@ class RawTensor:
 
     @property
     def contiguous(self) -> bool:
-        """True if the elements lie one behind the other in order."""
+        """True if the elements are stored consecutively, in order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != expected:
@@ -68,22 +67,22 @@ class RawTensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first one to the last."""
+        """Number of elements from the first to the last, in the file."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTensor:
-    """Return the bytes of a serialised tensor.
+    """Return the location of a serialised tensor's bytes.
 
     Args:
-        descriptor: of the file, open for reading; its position is neither used nor moved.
-        offset, length: of the archive in the file, bytes.
-        what: to call it by in errors.
+        descriptor: descriptor of the file, open for reading; its position is neither used nor moved.
+        offset, length: offset and length of the archive in the file, in bytes.
+        what: name of the tensor in errors.
 
     Raises:
-        ConversionError: there is no such archive, or it holds something else than one plain tensor.
+        ConversionError: there is no such archive, or it does not hold exactly one plain tensor.
     """
     window = _Window(descriptor, offset, length, what)
     try:
@@ -128,10 +127,10 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
 
 
 def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
-    """Return a whole serialised tensor.
+    """Read a whole serialised tensor.
 
     Raises:
-        ConversionError: there is none, or it is damaged.
+        ConversionError: the tensor is missing or damaged.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -146,7 +145,7 @@ def read_item(path: Path, offset: int, length: int, what: str) -> Tensor:
 
 
 def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Tensor:
-    """Return a box of a tensor in a file, or all of it, as a fresh contiguous tensor."""
+    """Read a box of a tensor in a file, or the whole tensor, into a fresh contiguous tensor."""
     box = whole(raw.shape) if box is None else box
     if raw.contiguous:
         return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)
@@ -156,8 +155,8 @@ def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Ten
 
 
 def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
-    """Return where the content of an entry begins: behind its own header, whose padding the archive's
-    directory does not know."""
+    """Return the offset of an entry's content, which follows the entry's own header. The archive's directory
+    does not give the padding of that header."""
     window.seek(entry.header_offset)
     header = window.read(_LOCAL_HEADER)
     name, extra = struct.unpack("<HH", header[26:30])
@@ -166,7 +165,7 @@ def _start_of(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tensor's description, as the archive's pickle holds it."""
+    """Description of a tensor in the archive's pickle."""
 
     key: str
     dtype: torch.dtype
@@ -178,14 +177,15 @@ class _Described:
 def _describe(
     storage: tuple[str, torch.dtype], first: int, shape: tuple[int, ...], strides: tuple[int, ...], *more: Any
 ) -> _Described:
-    """Return what rebuilds a tensor; a dtype without a storage class of its own is among ``more``."""
+    """Return the description from the arguments that rebuild a tensor. A dtype without its own storage class
+    is among ``more``."""
     dtype = next((value for value in more if isinstance(value, torch.dtype)), storage[1])
     return _Described(storage[0], dtype, first, tuple(shape), tuple(strides))
 
 
 def _known(module: str, name: str) -> Any:
-    """Return what a name in the description of a plain tensor stands for; None for what no plain tensor
-    needs."""
+    """Return the object of a name in the description of a plain tensor, or None if no plain tensor needs that
+    name."""
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe,
@@ -207,7 +207,7 @@ def _storage(identifier: Any) -> tuple[str, torch.dtype]:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+    """Part of a file, presented as a file."""
 
     def __init__(self, descriptor: int, offset: int, length: int, what: str) -> None:
         self._descriptor, self._offset, self._length, self._position, self._what = (

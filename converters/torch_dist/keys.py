@@ -1,9 +1,9 @@
-"""Under which key, and where inside its tensor, a ``torch_dist`` checkpoint keeps a parameter.
+"""Key and location of a parameter in a ``torch_dist`` checkpoint.
 
-Keys are those of ``ShardedTensor.key``. They do not depend on how the model was divided when it was saved.
-Where all layers are alike their parameters are stacked into one tensor with a leading axis of layers;
-otherwise every layer has keys of its own. Experts of a layer are always stacked. The portable and the
-Transformer Engine layer spec share the keys: those of Transformer Engine.
+Keys are those of ``ShardedTensor.key``. They do not depend on the parallelism with which the model was saved.
+If all layers are alike, their parameters are stacked into one tensor with a leading axis of layers; otherwise
+every layer has separate keys. Experts of a layer are always stacked. The portable and the Transformer Engine
+layer spec have the same keys, which are those of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ _WITHOUT_EXTRA_STATE = ("embedding.", "output_layer.", "vision_model.")
 
 
 def is_of_optimizer(key: str) -> bool:
-    """Return whether a key is one of optimizer state.
+    """Return whether a key belongs to optimizer state.
 
-    Where there are several optimizers, as of experts and of the rest, Megatron-Core's own names are
-    ``chained_N.optimizer.*``."""
+    If there are several optimizers, such as one for experts and one for the rest, Megatron-Core's keys are
+    ``chained_N.optimizer.*``.
+    """
     return key.startswith(("optimizer.", "chained_"))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """Position of a parameter in a checkpoint.
+    """Location of a parameter in a checkpoint.
 
     Attributes:
-        key: of the stored tensor.
-        index: position along its leading axes, of layers and of experts; empty where it has none.
-        grid: the sizes of these axes.
+        key: key of the stored tensor.
+        index: index along its leading axes of layers and experts; empty if it has none.
+        grid: sizes of these axes.
     """
 
     key: str
@@ -45,8 +46,7 @@ class StoredPlace:
 
 
 def is_stacked(architecture: Architecture) -> bool:
-    """Return whether Megatron-Core stacks the layers of such a model: all of one kind, with experts or
-    without."""
+    """Return whether Megatron-Core stacks the layers of such a model, because all are of the same kind."""
     uniform = architecture.mixture is None or all(architecture.mixture.sparse_layers)
     # Gated delta nets stand among layers of attention, whose parameters are others.
     return uniform and architecture.gated_delta is None
@@ -58,8 +58,8 @@ def are_stacked(keys: Iterable[str]) -> bool:
 
 
 def stored_place(rule: Rule, architecture: Architecture, *, stacked: bool) -> StoredPlace:
-    """Return the place of a parameter in a checkpoint whose layers are stacked or not. Layers that predict
-    further tokens never are."""
+    """Return the location of a parameter in a checkpoint with or without stacked layers. Prediction layers
+    are never stacked."""
     prediction = _PREDICTION_LAYER.fullmatch(rule.megatron_name)
     if prediction is not None:
         layer = architecture.num_layers + int(prediction.group(2))
@@ -83,7 +83,7 @@ def _place_in_layer(
     index: tuple[int, ...],
     grid: tuple[int, ...],
 ) -> StoredPlace:
-    """Return the place of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
+    """Return the location of the parameter ``suffix`` of a layer whose keys begin with ``prefix``."""
     expert = _EXPERT.fullmatch(suffix)
     if expert is not None:
         assert architecture.mixture is not None
@@ -96,11 +96,11 @@ def _place_in_layer(
 
 
 def extra_state_keys(place: StoredPlace) -> Iterator[str]:
-    """Yield names of the objects beside a parameter that a model asks a checkpoint for: the state of a
-    module's fp8 recipe, empty without fp8.
+    """Yield the names of the objects that a model requests from a checkpoint together with a parameter: the
+    state of a module's fp8 recipe, which is empty without fp8.
 
-    Which modules ask depends on the layer spec; these are all that any may ask for, since one that is missing
-    fails a load and one too many does not.
+    The layer spec decides which modules request such objects. All possible names are yielded, because a
+    missing object makes a load fail and an extra one does not.
     """
     if place.key.startswith(_WITHOUT_EXTRA_STATE) or not place.key.endswith(".weight"):
         return

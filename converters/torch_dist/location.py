@@ -1,5 +1,5 @@
-"""Finds a distributed checkpoint in what a user points at: the ``torch_dist`` directory, or where a trainer's
-checkpoints keep it."""
+"""Locating a distributed checkpoint for a path that the user gives: the ``torch_dist`` directory itself, or a
+directory in which a trainer keeps it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Return the distributed checkpoint that a user means.
+    """Return the distributed checkpoint that the user means.
 
-    Of a directory with several iterations it is the one that the tracker file names. A directory is also
-    looked for under the names that trainers give it (``release``, ``dist_ckpt``, ``weights``).
+    In a directory with several iterations, it is the one that the tracker file names. Otherwise the directory
+    names that trainers use (``release``, ``dist_ckpt``, ``weights``) are tried.
 
     Raises:
-        ConversionError: there is none, or the tracker names one that does not exist.
+        ConversionError: there is no checkpoint, or the tracker names one that does not exist.
     """
     if is_checkpoint(directory):
         return directory
@@ -66,7 +66,7 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Return whether ``find_checkpoint`` finds one."""
+    """Return whether ``find_checkpoint`` finds a checkpoint."""
     try:
         find_checkpoint(directory)
     except (ConversionError, OSError):

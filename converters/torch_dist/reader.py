@@ -1,4 +1,5 @@
-"""Reads the tensors of a ``torch_dist`` checkpoint in parts, whoever wrote it and however it was divided."""
+"""Reader of the tensors of a ``torch_dist`` checkpoint in parts, whoever wrote it and however it was
+sharded."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One stored box of a tensor: which, and where its archive lies."""
+    """Stored box of a tensor, and the location of its archive."""
 
     box: Box
     file: str
@@ -37,8 +38,8 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One stored tensor. ``chunks`` go by their position on the leading axes on which all of them have size
-    1."""
+    """A stored tensor. ``chunks`` are indexed by their position on the leading axes on which every chunk has
+    size 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,11 +48,11 @@ class _Stored:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by key, in one directory or put together; what ``TorchDistCheckpoint`` says
-    of each method holds.
+    """Tensors of a checkpoint by key, from one directory or a composed view. The methods behave as in
+    ``TorchDistCheckpoint``.
 
     Attributes:
-        directory: to call the checkpoint by.
+        directory: name of the checkpoint in messages.
     """
 
     @property
@@ -65,10 +66,10 @@ class StoredTensors(Protocol):
 
 
 class TorchDistCheckpoint:
-    """The tensors of one checkpoint directory, by key. Safe to be read from several threads.
+    """Tensors of one checkpoint directory, by key. Several threads may read at once.
 
     Args:
-        directory: with ``.metadata``.
+        directory: directory with ``.metadata``.
 
     Raises:
         ConversionError: the index is missing or damaged, or names files outside the directory.
@@ -115,14 +116,14 @@ class TorchDistCheckpoint:
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield keys of all tensors, sorted."""
+        """Yield the keys of all tensors, sorted."""
         return iter(sorted(self._tensors))
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor, with its leading axes of layers and experts."""
+        """Return the shape of a stored tensor, including its leading axes of layers and experts."""
         return self._entry(key).shape
 
     def dtype(self, key: str) -> torch.dtype:
@@ -130,7 +131,7 @@ class TorchDistCheckpoint:
         return self._entry(key).dtype
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of a stored tensor, put together from whatever pieces it was saved in.
+        """Read a box of a stored tensor, assembled from the pieces in which it was saved.
 
         Returns:
             A fresh contiguous CPU tensor of the stored dtype.
@@ -165,10 +166,10 @@ class TorchDistCheckpoint:
         return out
 
     def read_object(self, key: str) -> bytes:
-        """Return an object that is no tensor, as ``torch.save`` wrote it.
+        """Return an object other than a tensor, as ``torch.save`` wrote it.
 
         Raises:
-            ConversionError: there is none of that name, or its file is missing or too short.
+            ConversionError: there is no object of that name, or its file is missing or too short.
         """
         place = self._object_places.get(key)
         if place is None or unusable_names(self.directory, [str(place.relative_path)]):
@@ -181,7 +182,7 @@ class TorchDistCheckpoint:
         return bytes(content)
 
     def is_saved(self, key: str, box: Box) -> bool:
-        """Return whether all of a box of a stored tensor was saved, exactly once; from the index alone."""
+        """Return whether every element of a box was saved exactly once, from the index alone."""
         return _missing(box, self._pieces(self._entry(key), box)) == 0
 
     def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
@@ -234,7 +235,8 @@ class TorchDistCheckpoint:
 
 
 def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
-    """Return elements of a box that are in none of its pieces; below zero when some are in several."""
+    """Return the number of a box's elements that are in none of its pieces; it is negative if some elements
+    are in several pieces."""
     return math.prod(shape_of(box)) - sum(math.prod(shape_of(common)) for common, _ in pieces)
 
 
@@ -289,8 +291,8 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 
 
 def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Chunks lie inside their tensor and do not overlap, so that as many elements as a box has are all of
-    them."""
+    """Refuse chunks that overlap or exceed their tensor, so that counting elements tells whether a box is
+    complete."""
     outside = [box for box in boxes if intersection(box, whole(shape)) != box and 0 not in shape_of(box)]
     overlapping = next(_overlapping(boxes), None)
     if outside or overlapping:
@@ -302,8 +304,8 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 
 def _overlapping(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield pairs of boxes that have elements in common. Those that begin behind a box on the first axis are
-    not looked at: of a tensor that many ranks wrote in pieces there are many."""
+    """Yield pairs of boxes that overlap. Boxes that begin after a box's end on the first axis are skipped,
+    since a tensor written by many ranks has many pieces."""
     ordered = sorted(boxes)
     for number, one in enumerate(ordered):
         for other in itertools.islice(ordered, number + 1, None):

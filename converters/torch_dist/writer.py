@@ -1,5 +1,5 @@
-"""Writes a ``torch_dist`` checkpoint tensor by tensor, as ``torch.distributed.checkpoint`` and Megatron-Core
-do, without process groups."""
+"""Writer of a ``torch_dist`` checkpoint, tensor by tensor, in the format of ``torch.distributed.checkpoint``
+and Megatron-Core, without process groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BACKEND = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint: its key, full shape and dtype."""
+    """Tensor of the checkpoint: its key, full shape and dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -56,10 +56,10 @@ class StoredItem:
     """A written piece of a tensor.
 
     Attributes:
-        key: of the tensor.
-        offsets, sizes: where in the tensor, one a dimension.
-        file: its name.
-        begin, length: in the file, bytes.
+        key: key of the tensor.
+        offsets, sizes: location of the piece in the tensor, one number for each dimension.
+        file: name of the file.
+        begin, length: location of the piece in the file, in bytes.
     """
 
     key: str
@@ -74,7 +74,7 @@ class ItemFile:
     """A file of serialised tensors that is being written.
 
     Args:
-        path: of the file; an existing one is replaced.
+        path: path of the file; an existing file is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,8 @@ class ItemFile:
         self.items: list[StoredItem] = []
 
     def add(self, key: str, offsets: tuple[int, ...], tensor: Tensor) -> None:
-        """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all of its dimensions."""
+        """Append a piece of the tensor ``key`` at ``offsets``; ``tensor`` has all dimensions of the stored
+        tensor."""
         begin = self._file.tell()
         _save(tensor, self._file)
         self.items.append(
@@ -91,21 +92,22 @@ class ItemFile:
         )
 
     def close(self) -> None:
-        """Finish the file."""
+        """Close the file."""
         self._file.close()
 
 
 def finish_checkpoint(
     directory: Path, tensors: Iterable[StoredTensor], items: Iterable[StoredItem], object_names: Iterable[str]
 ) -> None:
-    """Write what makes item files a checkpoint: the index, the empty objects, ``metadata.json`` and
-    ``common.pt``.
+    """Write the files that turn item files into a checkpoint: the index, the empty objects, ``metadata.json``
+    and ``common.pt``.
 
     Args:
-        directory: with the item files.
-        tensors: all of them, in the order the index is to have.
+        directory: directory with the item files.
+        tensors: all tensors, in the order of the index.
         items: all pieces of all tensors.
-        object_names: names of the modules' states (``extra_state_keys``). All are equal and share bytes.
+        object_names: names of the module states (``extra_state_keys``). All are equal and share the same
+            bytes.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places: dict[MetadataIndex, Any] = {}
@@ -137,13 +139,14 @@ def finish_checkpoint(
 
 
 def write_common(directory: Path, state: Mapping[str, Any]) -> None:
-    """Write what is no tensor; plain values only, so that it can be read safely."""
+    """Write state other than tensors into ``common.pt``. Only plain values are allowed, so that it can be
+    read safely."""
     with (directory / COMMON_FILE).open("wb") as file:
         _save(dict(state), file)
 
 
 def _save(value: Any, file: IO[bytes]) -> None:
-    """``torch.save``, which raises a RuntimeError in place of what the file system said."""
+    """Run ``torch.save``, and raise the OSError of the file system that torch hides behind a RuntimeError."""
     try:
         torch.save(value, file)
     except RuntimeError as error:

@@ -1,5 +1,6 @@
-"""A tokenizer's chat template: what it writes for messages, in which form it wants tool calls, and how it
-ends a turn."""
+"""A tokenizer's chat template: the text that it writes for messages, the format of tool calls that it
+expects, and
+how it ends a turn."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% 
 """Chat template that joins the contents of the messages and adds nothing."""
 
 RENDER_SECONDS = 10.0
-"""Longest time that a template may take for one conversation."""
+"""Maximum seconds that a template may take for one conversation."""
 
 # Address space that rendering may add to the process.
 _RENDER_BYTES = 4 << 30
 
 _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
-"""A text may have the first number of characters, and the second one for each character of its messages and
-tools."""
+"""Limit on the length of a rendered text: the first number of characters, plus the second for each character
+of its messages and tools."""
 
 # The function by which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
@@ -52,12 +53,12 @@ def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with the values that a run gives it.
+    """The chat template of a tokenizer with the values of a run.
 
     Args:
         tokenizer: from ``get_tokenizer``.
-        values: that the template reads, such as ``enable_thinking``.
-        date: what the template's clock shows (``strftime_now``); None for the time of the call.
+        values: values that the template reads, such as ``enable_thinking``.
+        date: date of the template's clock (``strftime_now``); None for the time of the call.
 
     Raises:
         DataError: the template does not read one of the values.
@@ -85,22 +86,22 @@ class ChatTemplate:
 
     @property
     def is_passthrough(self) -> bool:
-        """True if the template only joins the contents of messages."""
+        """Whether the template only joins the contents of messages."""
         return self.text == PASSTHROUGH_TEMPLATE
 
     @property
     def reads_clock(self) -> bool:
-        """True if its output depends on the day."""
+        """Whether its output depends on the day."""
         return reads_clock(self.text)
 
     @property
     def marks_turns(self) -> bool:
-        """True if ``{% generation %}`` marks the assistant's turns."""
+        """Whether ``{% generation %}`` marks the assistant's turns."""
         return _MARKS_TURNS.search(self.text) is not None
 
     @property
     def identity(self) -> list[Any]:
-        """Everything but the messages that its texts depend on; of the types of JSON."""
+        """Everything except the messages that its texts depend on, as JSON types."""
         return [self.text, self._values, None if self._date is None else self._date.isoformat()]
 
     def render(
@@ -114,14 +115,14 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: as a record holds them; tool calls take the form that the template writes.
-            tools: that the template receives.
+            messages: as a record holds them; tool calls are converted to the template's format.
+            tools: given to the template.
             origin: names the record in errors.
-            for_generation: go on to where the assistant's next turn begins.
+            for_generation: continue to where the assistant's next turn begins.
 
         Raises:
             DataError: the template fails, takes more than ``RENDER_SECONDS`` or 4 GiB, or writes far more
-                than it is given.
+                than its input.
         """
         options = {"tokenize": False, "add_generation_prompt": for_generation}
         text = str(self._apply(messages, tools, origin, options))
@@ -138,8 +139,8 @@ class ChatTemplate:
     def encode_marked(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, and for each 1 where ``{% generation %}`` marks it. Errors
-        as of ``render``."""
+        """Return the token ids of a conversation, and for each 1 if ``{% generation %}`` marks it. Errors as
+        in ``render``."""
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(messages, tools, origin, options)
         return list(found["input_ids"]), list(found["assistant_masks"])
@@ -182,8 +183,8 @@ class ChatTemplate:
     def _failing_turn(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
-        """Name the turn that a template fails at: the first one after the most turns that it can be applied
-        to."""
+        """Return the name of the turn at which a template fails: the first one after the longest prefix that
+        it can render."""
         place = len(messages) - 1
         while place > 0:
             try:
@@ -195,7 +196,7 @@ class ChatTemplate:
         return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
 
     def _with_calls(self, message: ChatMessage, origin: str) -> ChatMessage:
-        """Return a message whose tool calls and results have the form that the template writes."""
+        """Return a message with its tool calls and results in the template's format."""
         if message["role"] == "tool" and "<tool_response>" in self.text:
             # data in Hermes' form have marks that the template would write a second time
             wrapped = _WRAPPED_RESULT.fullmatch(str(message.get("content")))
@@ -235,8 +236,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Return True if the template expects the arguments of a tool call as JSON text, as DeepSeek's do,
-        and not as an object."""
+        """Whether the template expects the arguments of a tool call as JSON text, as DeepSeek's do, instead
+        of an object."""
         as_object = self._probe(_call_turn({"key": PROBE}))
         # The repr of a dictionary shows that the template took text for granted.
         if as_object is not None and PROBE in as_object and f"'{PROBE}'" not in as_object:
@@ -246,13 +247,13 @@ class ChatTemplate:
 
     @cached_property
     def _writes_none(self) -> bool:
-        """Return True if the template would write the word None, or fail, for a tool call without content."""
+        """Whether the template would write the word None, or fail, for a tool call without content."""
         turn = self.call_of(PROBE)
         with_none = self._probe({**turn, "content": None})
         return self._probe(turn) is not None and (with_none is None or "None" in with_none)
 
     def _probe(self, *turns: ChatMessage) -> str | None:
-        """Return the text of a user's turn and these; None where the template cannot be applied to them."""
+        """Return the text of a user's turn and these turns; None if the template cannot render them."""
         try:
             return str(self._call([ASKED, *turns], (), {"tokenize": False, "add_generation_prompt": False}))
         except (Exception, OutOfTimeError):
@@ -260,11 +261,12 @@ class ChatTemplate:
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Token ids by which it ends the last turn of the assistant, with and without a tool call; empty
-        where it writes none.
+        """Token ids with which it ends the last turn of the assistant, with and without a tool call; empty if
+        it writes none.
 
-        Found by rendering short conversations. What ends turns that others follow need not be one: after
-        Harmony's ``<|end|>`` a model goes on."""
+        They are found by rendering short conversations. The token that ends an earlier turn need not be one:
+        after Harmony's ``<|end|>`` a model continues.
+        """
         if self.is_passthrough:
             return ()
         said = {"role": "assistant", "content": PROBE}
@@ -292,7 +294,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
 
     def _specials_after(self, text: str | None) -> list[int]:
-        """Return the ids of the special tokens behind the probe in a text."""
+        """Return the ids of the special tokens after the probe in a text."""
         if text is None or PROBE not in text:
             return []
         rest = text.rpartition(PROBE)[2]
@@ -301,16 +303,17 @@ class ChatTemplate:
         return [number for number in ids if number in special]
 
     def _follows_directly(self, text: str, token: int) -> bool:
-        """Return True if a token directly follows the probe, so that nothing else can be the end of the
-        turn."""
+        """Return whether a token directly follows the probe, so that nothing else can be the end of
+        the turn."""
         rest = text.rpartition(PROBE)[2]
         return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
 
     def last_boundary(self, text: str) -> int:
-        """Return where the last special token, word of markup or line of a text ends; 0 where none does.
+        """Return where the last special token, markup tag or line of a text ends; 0 if there is none.
 
-        A text that two templates' outputs share may end inside a token of both, as ``<t`` of ``<think>`` and
-        ``<tool_call>``."""
+        The common prefix of two rendered texts may end inside a token of both, as ``<t`` of ``<think>`` and
+        ``<tool_call>``.
+        """
         ends = [match.end() for match in self._markup.finditer(text)]
         return max(ends, default=0)
 
@@ -321,17 +324,17 @@ class ChatTemplate:
         return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
 
     def call_of(self, value: str, names: Sequence[tuple[str, str]] = ((_NAME, _IDENTIFIER),)) -> ChatMessage:
-        """Return a turn of the assistant that calls tools with this argument, as the template wants it.
+        """Return a turn of the assistant that calls tools with this argument, in the template's format.
 
         Args:
             value: of the argument.
-            names: name of each tool, and what its call is known by.
+            names: name of each tool, and the id of its call.
         """
         arguments: Any = {"key": value}
         return _call_turn(json.dumps(arguments) if self._wants_text else arguments, names)
 
     def writes_responses(self) -> bool:
-        """Return True if the template writes assistant turns; a template of prompts alone does not."""
+        """Return whether the template writes assistant turns; a template for prompts only does not."""
         return PROBE in (self._probe({"role": "assistant", "content": PROBE}) or "")
 
 
@@ -344,22 +347,23 @@ def _call_turn(arguments: Any, names: Sequence[tuple[str, str]] = ((_NAME, _IDEN
 
 
 def reads_clock(template: str) -> bool:
-    """Return True if a template's output depends on the day on which it is applied."""
+    """Return whether a template's output depends on the day on which it is rendered."""
     return _CLOCK.search(template) is not None
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of a tokenizer's special tokens, those that a template alone writes among them."""
+    """Return the ids of a tokenizer's special tokens, including those that only a template writes."""
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Bound the time and memory of a template, which is a program that came with a model.
+    """Limit the time and memory of a template, which is a program that came with a model.
 
-    The limit on address space holds for the whole process while the block runs. It is far above what it has,
-    so that other threads do not meet it."""
+    The limit on address space applies to the whole process while the block runs. It is far above the current
+    size, so that other threads do not reach it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = status_bytes("VmSize") + _RENDER_BYTES
     # Only ever lower: a limit that somebody else has set is kept.

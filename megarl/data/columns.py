@@ -1,4 +1,4 @@
-"""Columns found by their usual names, where a data source does not say which fields hold what."""
+"""Columns found by their common names, if a data source does not name its fields."""
 
 from __future__ import annotations
 
@@ -77,11 +77,10 @@ _WANTED = {
 
 
 def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:
-    """Put the keys of the fields into a source that does not name them all, found in its first record; given
-    keys stay.
+    """Fill in a source's missing field keys from its first record; keys that the source sets are kept.
 
     Raises:
-        DataError: no columns have the usual names, or they can be read in several ways; says what to write.
+        DataError: no columns have common names, or they can be read in several ways; says what to write.
     """
     if _is_complete(source, kind):
         _warn_of_unread(source)
@@ -132,7 +131,7 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
 
 
 def _warn_of_unread(source: DataSource) -> None:
-    """Warn of tools and a system message that the first record of a file has and no key names."""
+    """Warn of tools and a system message in a file's first record that no key names."""
     if "path" not in source or set_module(source) is not None:
         return
     none: Row = ("", {})
@@ -168,7 +167,7 @@ def _in_words(value: str | Sequence[str]) -> str:
 
 
 def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterator[Reading]:
-    """Yield all ways to read a record that agree with the keys that the source gives."""
+    """Yield all ways to read a record that agree with the source's own keys."""
     own_prompt, own_answer = source.get("prompt_key"), source.get("answer_key")
     prompts = list(_prompts(row, kind)) if own_prompt is None else [own_prompt]
     if kind is Kind.PAIRS:
@@ -272,13 +271,13 @@ def _names_function(metadata: Any) -> bool:
 
 
 def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the names of fields that a record has, without those that hold null, unless all of them do."""
+    """Return the names of fields that a record has, without those that are null unless all of them are."""
     found = [name for name in names if name in row]
     return [name for name in found if row[name] is not None] or found
 
 
 def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
-    """Return what a reading leaves out of the prompt, or None."""
+    """Return a description of what a reading leaves out of the prompt, or None."""
     keys = fields_of_key(reading.get("prompt_key") or reading.get("messages_key") or reading["chosen_key"])
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
 
@@ -286,7 +285,7 @@ def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, orig
 def _beside(
     row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of what goes with a record: its system message, its tools, and the fields of verl's
+    """Yield the keys of a record's companions: its system message, its tools, and the fields of verl's
     rewards."""
     if source.get("system_key") is None:
         # 0 for a field that is missing, so that it differs from one that holds null.
@@ -308,7 +307,7 @@ def _beside(
 
 
 def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
-    """Return True if the system message of a record has a list of tools as text."""
+    """Return whether the system message of a record contains a list of tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     systems: list[Any] = [row.get(name) for name in _SYSTEMS]
     # the reader of the record reports what is wrong with it
@@ -328,7 +327,7 @@ def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
 
 
 def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: Kind) -> bool:
-    """Return True if the reference answers are GSM8K's solutions, of which only the text after ``####`` is
+    """Return whether the reference answers are GSM8K's solutions, of which only the text after ``####`` is
     compared."""
     own = any(source.get(key) is not None for key in FIELD_KEYS)
     is_reading = found == {"prompt_key": "question", "answer_key": "answer"} and kind is Kind.REFERENCES
@@ -336,7 +335,7 @@ def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: 
 
 
 def _roles(value: Any) -> list[str | None]:
-    """Return the roles of stored messages; none for any other value."""
+    """Return the roles of stored messages; empty for any other value."""
     try:
         found = as_messages(value, "", "")
     except RecordError:

@@ -1,18 +1,21 @@
-"""Token ids of whole conversations, and which of them the assistant says.
+"""Token ids of whole conversations, and the spans of them that the assistant says.
 
-The ids are those of one tokenization of what the chat template writes for the whole conversation, so that
-nothing is trained on that the template would write otherwise. The assistant's turns are found in that text as
-spans of characters:
+The ids come from one tokenization of the chat template's text for the whole conversation, so nothing is
+trained
+on that the template would write differently. The assistant's turns are found in that text as spans of
+characters:
 
-* A turn begins where the text ends that the template writes for the turns before it, as when a response is
-  generated. A template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn
-  otherwise). Then the turn begins after what the template writes between the previous message and a generated
+* A turn begins where the template's text for the preceding turns ends, as when a response is generated. A
+  template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn differently).
+  Then the turn begins after the text that the template writes between the previous message and a generated
   response.
-* It goes up to the token by which the template ends the turn. Where that is no token that generation stops
-  at, such as Harmony's ``<|end|>``, it is not learned.
+* It includes the token with which the template ends the turn. If generation does not stop at that token, such
+  as Harmony's ``<|end|>``, the token is not learned.
 
-What a message brings to the text is found by rendering the conversation once more with a mark in its place:
-what comes behind the mark is what comes behind the message."""
+A message's part of the text is found by rendering the conversation once more with a mark in its place: the
+text
+after the mark is the text after the message.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,7 @@ class EncodedConversation:
     Attributes:
         ids: its tokens.
         targets: spans [start, end) of the tokens that the assistant says: disjoint, in order.
-        dropped_reasoning: turns whose reasoning the template leaves out, because the user speaks again after
-            them.
+        dropped_reasoning: turns whose reasoning the template leaves out, because a later user's turn follows.
     """
 
     ids: list[int]
@@ -57,13 +59,13 @@ class EncodedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ConversationEncoder:
-    """Encodes conversations by a chat template.
+    """Encodes conversations with a chat template.
 
     Attributes:
         tokenizer: from ``get_tokenizer``.
         template: of the tokenizer.
         stop_tokens: ids that end a response when it is generated.
-        leading_tokens: put before every text.
+        leading_tokens: tokens before every text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -76,16 +78,16 @@ class ConversationEncoder:
     ) -> EncodedConversation:
         """Return the tokens of a conversation and the spans that the assistant says.
 
-        Where the template has ``{% generation %}`` marks, these say what is learned.
+        If the template has ``{% generation %}`` marks, they define the targets.
 
         Args:
             messages: of any roles; the last one is the assistant's.
-            tools: that the template receives.
+            tools: given to the template.
             origin: names the record in errors.
 
         Raises:
-            RecordError: the template cannot be applied, leaves out what a turn says, or where turns lie
-                cannot be told.
+            RecordError: the template cannot be applied, leaves out what a turn says, or the positions of
+                turns are ambiguous.
         """
         spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.marks_turns:
@@ -111,8 +113,7 @@ class ConversationEncoder:
         return EncodedConversation([*self.leading_tokens, *ids], targets, dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
-        """Have the last turn end by a token at which generation stops, where the template writes none after
-        it."""
+        """End the last turn with a token at which generation stops, if the template writes none after it."""
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
@@ -134,7 +135,7 @@ class ConversationEncoder:
     def _tokens_of_turn(
         self, whole: _Whole, text: _TokenizedText, place: int, start: int
     ) -> tuple[int, int, int]:
-        """Return first and last but one token of a turn, and where its text ends."""
+        """Return the first token of a turn, the token after its last one, and where its text ends."""
         first = text.first_token_saying(whole.text, start)
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
@@ -193,8 +194,8 @@ class ConversationEncoder:
 
 
 def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bool:
-    """Return whether each text is what one of the assistant's turns says; a template may mark some of them
-    alone."""
+    """Return whether each text is the content of one of the assistant's turns; a template may mark only some
+    of them."""
     left = iter(turns)
     return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
 
@@ -229,7 +230,7 @@ class _TokenizedText:
 
     Attributes:
         ids: token ids.
-        starts, ends: first and last but one character that each token stands for.
+        starts, ends: first character of each token, and the one after its last.
     """
 
     ids: Sequence[int]
@@ -250,8 +251,8 @@ class _TokenizedText:
 
     @classmethod
     def _by_prefixes(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
-        """Do the same as ``of`` by a tokenizer without offsets: the characters of each token are counted by
-        decoding.
+        """Tokenize as ``of`` does with a tokenizer without offsets: the characters of each token are counted
+        by decoding.
 
         Raises:
             RecordError: the tokens do not decode to the text.
@@ -269,26 +270,27 @@ class _TokenizedText:
         return cls(ids, [0, *ends[:-1]], ends)
 
     def first_token_from(self, character: int) -> int:
-        """Return the first token that begins at a character or after it."""
+        """Return the first token that begins at or after a character."""
         return bisect.bisect_left(self.starts, character)
 
     def first_token_saying(self, text: str, character: int) -> int:
-        """Return the first token that stands for something visible of what begins at a character.
+        """Return the first token that stands for a visible character of the text from ``character`` on.
 
-        Where a prompt ends in a space (``Assistant: ``), that space and the first word of the response are
-        often one token."""
+        If a prompt ends in a space (``Assistant: ``), that space and the first word of the response are often
+        one token.
+        """
         token = self.first_token_from(character)
         while token and text[character : self.ends[token - 1]].strip():
             token -= 1
         return token
 
     def last_token_up_to(self, character: int) -> int:
-        """Return the place after the last token that ends at a character or before it."""
+        """Return the position after the last token that ends at or before a character."""
         return bisect.bisect_right(self.ends, character)
 
 
 class _Whole:
-    """The text of a whole conversation, and where its messages lie in it."""
+    """The text of a whole conversation, and the positions of its messages in it."""
 
     def __init__(
         self,
@@ -313,11 +315,11 @@ class _Whole:
         return mark
 
     def start_of_turn(self, place: int) -> int:
-        """Return where the assistant's turn begins, after all that the template writes before a generated
-        response.
+        """Return where the assistant's turn begins, after everything that the template writes before a
+        generated response.
 
         Raises:
-            RecordError: that cannot be told.
+            RecordError: the position is ambiguous.
         """
         prompt = self._render(self.messages[:place], for_generation=True)
         # The usual case: the turns before are written as they were when this one was generated.
@@ -338,14 +340,14 @@ class _Whole:
         return after + shared
 
     def _end_of_header(self, place: int, after: int, expected: str, found: str) -> int:
-        """Return where all that the template adds for a generated response ends, if it is written once after
-        the message before.
+        """Return where the text that the template adds before a generated response ends, if it occurs once
+        after the preceding message.
 
-        Templates may end the message before it otherwise where others follow (Hermes: a line feed after the
+        A template may end the preceding message differently if others follow (Hermes: a line feed after the
         results of tools).
 
         Raises:
-            RecordError: it is not written so; says what was expected and what was found.
+            RecordError: it does not; with the expected and the found text.
         """
         plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
         # Rendered with and without the generation prompt: the difference is what the template adds for a
@@ -372,7 +374,8 @@ class _Whole:
         return after + between.index(header) + len(header)
 
     def end_of_said(self, place: int, start: int) -> int:
-        """Return a character behind all that an assistant's message says, before the end of its turn.
+        """Return a character after everything that an assistant's message says, but before the end of its
+        turn.
 
         Raises:
             RecordError: the template does not write the message.
@@ -391,7 +394,7 @@ class _Whole:
         return found
 
     def start_of_content(self, place: int) -> int:
-        """Return where the content of a message begins; the end of the text where there is no such
+        """Return where the content of a message begins, or the end of the text if there is no such
         message."""
         if place >= len(self.messages):
             return len(self.text)
@@ -404,7 +407,7 @@ class _Whole:
         return len(around[0])
 
     def end_of_turn(self, place: int, said: int) -> int:
-        """Return where a turn that no token ends is over."""
+        """Return where a turn ends that no token ends."""
         if place == len(self.messages) - 1:
             return len(self.text)
         alone = self._render(self.messages[: place + 1])
@@ -420,17 +423,17 @@ class _Whole:
         )
 
     def _only_place_of(self, place: int) -> int | None:
-        """Return where a message's content begins if it is in the text once, so that no further rendering is
-        needed; else None.
+        """Return where a message's content begins if it occurs once in the text, so that no further rendering
+        is needed; else None.
 
-        White space around it might be the template's, and a short content may be in the text by chance.
+        White space around it might be the template's, and a short content may occur in the text by chance.
         """
         content = self.messages[place].get("content") or ""
         is_telling = len(content) >= _TELLING and content == content.strip()
         return self.text.find(content) if is_telling and self.text.count(content) == 1 else None
 
     def _end_of_calls(self, place: int) -> int | None:
-        """Return where the text of tool calls that a changed last argument leaves as it is begins."""
+        """Return the start of the text of tool calls that stays the same when the last argument changes."""
         *calls, last = self.messages[place]["tool_calls"]
         marked = self._text_with(
             place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]}
@@ -442,8 +445,8 @@ class _Whole:
         return len(self.text) - shared
 
     def _around_mark(self, place: int) -> tuple[str, str] | None:
-        """Return what the template writes before and behind a mark in place of a message's content; None
-        where it leaves it out."""
+        """Return the text that the template writes before and after a mark that replaces a message's content;
+        None if the template leaves the mark out."""
         if place not in self._around_marks:
             before, mark, behind = self._text_with(place, self._with_mark(place)).rpartition(self._mark)
             self._around_marks[place] = (before, behind) if mark else None
@@ -470,17 +473,17 @@ def _fault(origin: str, place: int, turns: int, what: str) -> RecordError:
 
 
 def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str, origin: str) -> bool:
-    """Return whether the reasoning of a turn is in its text, or there is none.
+    """Return whether the reasoning of a turn, if any, is in its text.
 
     Args:
         messages: of the conversation.
-        place: of the assistant's message.
-        text: what the chat template writes for it.
+        place: position of the assistant's message.
+        text: the chat template's text for it.
         origin: names the record in errors.
 
     Raises:
-        RecordError: the template left out what is to be learned: what the turn says, its tool calls, or
-            reasoning after which no user speaks. Templates leave earlier reasoning out on purpose.
+        RecordError: the template left out a part that is to be learned: the turn's content, its tool calls,
+            or reasoning that no user's turn follows. Templates leave earlier reasoning out on purpose.
     """
     message, written = messages[place], _joined(text)
     visible = visible_text(message)
@@ -508,21 +511,21 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
 
 
 def _is_prefill(shared: str, left_out: str) -> bool:
-    """Return whether a turn differs from a generated one by an opened block of reasoning alone.
+    """Return whether a turn differs from a generated one only by an opened block of reasoning.
 
-    Templates of models that think begin a response for them (``<think>``), and leave that out of turns
-    without reasoning.
+    Templates of reasoning models begin a response for them (``<think>``), and leave that out of turns without
+    reasoning.
 
     Args:
-        shared: what both begin with.
-        left_out: what a generated one alone goes on with.
+        shared: common beginning of both.
+        left_out: continuation of only the generated one.
     """
     is_inside_block = "<think>" in shared.rpartition("</think>")[2] and "</think>" in left_out
     return not is_inside_block and _REASONING_MARK.match(left_out) is not None
 
 
 def _shared_length(first: str, second: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     # Bisection compares slices as a whole: a loop over characters takes seconds for long conversations.
     alike, bound = 0, min(len(first), len(second))
     while alike < bound:
@@ -540,7 +543,8 @@ def visible_text(message: ChatMessage) -> str:
 
 
 def reasoning_of(message: ChatMessage) -> str:
-    """Return the reasoning of a message, a field of its own or a block ``<think>`` of its content."""
+    """Return the reasoning of a message, from a field of its own or from a ``<think>`` block in its
+    content."""
     for name in _REASONING_FIELDS:
         if isinstance(message.get(name), str):
             return str(message[name])
@@ -556,7 +560,7 @@ def with_arguments(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dic
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a tool call, read where they are JSON text."""
+    """Return the arguments of a tool call, parsed if they are JSON text."""
     function = call["function"] if isinstance(call.get("function"), Mapping) else call
     arguments = function.get("arguments")
     return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -583,12 +587,12 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_written(value: str, written: str) -> bool:
-    """Return whether a text stands in another one as it is, or with the escapes of JSON."""
+    """Return whether a text occurs in another one, unchanged or with the escapes of JSON."""
     # Capitalised: Jinja prints true and false as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 
 
 def _joined(text: str) -> str:
-    """Return a text without white space, which templates trim and indent."""
+    """Return a text without white space, which templates strip and indent."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""Tokenized data sets: prompts to answer (reinforcement learning) and prompts with answers (supervised
+"""Tokenized data sets: prompts (reinforcement learning), and prompts with answers (supervised
 fine-tuning)."""
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Example:
     """One tokenized record.
 
     Attributes:
-        index: place of its record in the data set, counted from 0.
+        index: position of its record in the data set, counted from 0.
         prompt_ids: tokens up to where the answer starts.
-        answer_ids: the reference answer's tokens with the end-of-sequence token; of a conversation in SFT all
-            tokens from the first that the assistant says, of a preference all tokens of its last turn and
-            what follows. The end-of-sequence token alone of an answer of over 262,144 characters that is no
-            part of the model's input.
+        answer_ids: the reference answer's tokens with the end-of-sequence token. For a conversation in SFT,
+            all tokens from the first one that the assistant says; for a preference, all tokens of its last
+            turn and those that follow. Only the end-of-sequence token if the answer has over 262,144
+            characters and is not part of the model's input.
         answer: the reference answer as text.
-        targets: [start, end) of the spans of prompt and answer that are learned; None for the whole answer.
-        env_name: the environment that its source names.
-        fields: further fields of the record, by the keys that the source gives (``extra_keys``).
+        targets: spans [start, end) of prompt and answer that are learned; None for the whole answer.
+        env_name: environment named by its source.
+        fields: further fields of the record, by the source's keys (``extra_keys``).
         is_chat: its prompt is stored as messages.
     """
 
@@ -100,10 +100,10 @@ class SourceRange:
 
     Attributes:
         name: of the source, for messages.
-        start, end: its examples have the places [start, end); repeats are counted.
-        weight: its share of what is drawn, in proportion to the other weights; None where each example comes
-            once an epoch.
-        env_name: the environment that the source names.
+        start, end: its examples are at the positions [start, end); repeats are counted.
+        weight: its share of the sampled examples, relative to the other weights; None if each example appears
+            once per epoch.
+        env_name: environment named by the source.
     """
 
     name: str
@@ -118,12 +118,11 @@ _TOKENS_AT_ONCE = 2**22
 
 
 class Examples(Sequence[Example]):
-    """The examples of tables one after another, each made when it is asked for.
+    """The examples of several tables, concatenated; an example is created when it is read.
 
     Args:
-        parts: tables, each with how often its rows come and the environment of its source.
-        of_record: consecutive examples that one record makes: 1, or 2 for the better and the worse answer of
-            a pair.
+        parts: tables, each with the number of repeats of its rows and the environment of its source.
+        of_record: consecutive examples per record: 1, or 2 for the better and the worse answer of a pair.
     """
 
     def __init__(self, parts: Sequence[tuple[Table, int, str | None]], of_record: int = 1) -> None:
@@ -158,18 +157,18 @@ class Examples(Sequence[Example]):
         )
 
     def origin(self, place: int) -> tuple[int, int]:
-        """Number of the source that an example comes from, and its place among the examples of that source,
-        each counted once."""
+        """Return the number of the source that an example comes from, and its position among the examples of
+        that source, without repeats."""
         part = bisect.bisect_right(self._ends, place)
         return part, (place - (self._ends[part - 1] if part else 0)) % len(self._parts[part][0])
 
     def by_source(self) -> list[Examples]:
-        """The examples of each source by themselves, each once however often it comes."""
+        """Return the examples of each source separately, without repeats."""
         return [Examples([(table, 1, env_name)], self._of_record) for table, _, env_name in self._parts]
 
     def digest(self, first: int, last: int) -> str:
-        """Hexadecimal digest of the tokens of the examples [first, last) of a single source and of what is
-        learned of them."""
+        """Return the hexadecimal digest of the tokens of the examples [first, last) of a single source and of
+        their targets."""
         [(table, _, _)] = self._parts
         digest = hashlib.blake2b(digest_size=16)
         for name in ("prompt", "answer", "targets"):
@@ -181,7 +180,7 @@ class Examples(Sequence[Example]):
         return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
-        """Tokens of each example, [examples] int64."""
+        """Return the number of tokens of each example, [examples] int64."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         lengths = [sum(table.columns[name].lengths for name in columns) for table, _, _ in self._parts]
         return np.concatenate(
@@ -189,13 +188,12 @@ class Examples(Sequence[Example]):
         )
 
     def largest_token(self, with_answers: bool) -> int:
-        """The largest token id; -1 where there are no tokens."""
+        """Return the largest token id; -1 if there are no tokens."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         return max(table.meta["largest"][name] for table, _, _ in self._parts for name in columns)
 
     def first_with(self, tokens: Collection[int], with_answers: bool) -> tuple[Example, int] | None:
-        """Return the first example that has one of the tokens, and that token; None where no example has
-        one."""
+        """Return the first example that contains one of the tokens, and that token; None if there is none."""
         first = 0
         for table, repeat, _ in self._parts:
             found = [
@@ -210,7 +208,7 @@ class Examples(Sequence[Example]):
 
 
 def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | None:
-    """The first row of a column that has one of the tokens, and that token."""
+    """Return the first row of a column that contains one of the tokens, and that token."""
     for start in range(0, len(column.values), _TOKENS_AT_ONCE):
         values = column.values[start : start + _TOKENS_AT_ONCE]
         places = np.flatnonzero(np.isin(values, list(tokens)))
@@ -227,8 +225,8 @@ class Dataset:
     Attributes:
         examples: of all records.
         fingerprint: digest of the records.
-        sources: where the records come from, in their order.
-        of_record: how many consecutive examples a record has: 1, or 2 for the two answers of a pair.
+        sources: the sources of the records, in their order.
+        of_record: consecutive examples per record: 1, or 2 for the two answers of a pair.
     """
 
     examples: Examples
@@ -240,11 +238,11 @@ class Dataset:
         return len(self.examples) // self.of_record
 
     def select(self, indices: Iterable[int]) -> list[Example]:
-        """The examples of the records at these places, in this order."""
+        """Return the examples of the records at these positions, in this order."""
         return [self.examples[place] for place in self.places(indices)]
 
     def places(self, indices: Iterable[int]) -> list[int]:
-        """The places of these examples among all."""
+        """Return the positions of these records' examples among all examples."""
         return [index * self.of_record + answer for index in indices for answer in range(self.of_record)]
 
 
@@ -253,22 +251,22 @@ class Reading:
     """Settings by which the records of a run become examples.
 
     Attributes:
-        config: the ``data`` section: templates, ``max_input_seq_length`` and what becomes of longer records.
+        config: the ``data`` section: templates, ``max_input_seq_length`` and the treatment of longer records.
         tokenizer: from ``get_tokenizer``.
         with_answers: True when the answer is part of the model's input, and so counts towards
             ``max_input_seq_length``.
-        fault_of_answer: says why a reference answer is of no use, or a doubt about one that is, or None;
-            called with the answer and, with ``names_environments``, with the name of the environment that the
-            record meets or None.
-        judge: of the types of JSON; what ``fault_of_answer`` depends on, so that answers need not be asked
-            for again at the next start.
+        fault_of_answer: returns why a reference answer is unusable, a doubt about a usable one, or None;
+            called with the answer and, with ``names_environments``, with the name of the record's environment
+            or None.
+        judge: everything that ``fault_of_answer`` depends on, as JSON types, so that answers need not be
+            checked again at the next start.
         template_kwargs: values that the chat template reads.
         names_environments: the run's environments have names.
         pairs: records are a better and a worse answer to a prompt.
         stop_tokens: ids that end a generated response.
-        template_date: what the clock of a chat template shows.
-        tools: by the name of each environment that has some (None where it has no name), what the chat
-            template receives.
+        template_date: date of a chat template's clock.
+        tools: by the name of each environment with tools (None if it has no name), the tools given to the
+            chat template.
     """
 
     config: DataConfig
@@ -293,7 +291,7 @@ class Reading:
 
     @property
     def skips_bad_records(self) -> bool:
-        """True if a record that cannot be used is skipped, instead of refusing the whole source."""
+        """Whether an unusable record is skipped, instead of refusing the whole source."""
         return self.config.get("on_bad_record") == "skip"
 
     @property
@@ -303,15 +301,15 @@ class Reading:
 
     @property
     def of_record(self) -> int:
-        """Examples that a record makes."""
+        """Number of examples per record."""
         return 2 if self.pairs else 1
 
     def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | Doubt | None] | None:
-        """Return what says the fault of an answer to a record with further fields, of a source that names an
-        environment; None for none.
+        """Return the function that finds the fault of an answer to a record with further fields, for a source
+        that names an environment; None if there is none.
 
-        A record's own field ``env_name`` or ``task_name`` says which environment it meets where its source
-        does not."""
+        A record's own field ``env_name`` or ``task_name`` names its environment if its source does not.
+        """
         if self.fault_of_answer is None:
             return None
         # Thousands of records share an answer (0, A, yes), and asking may go through a process.
@@ -324,12 +322,12 @@ class Reading:
 
 
 def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
-    """Read and tokenize data sources, or take what an earlier start has left of them.
+    """Read and tokenize data sources, or reuse the tables of an earlier start.
 
     A source that does not name the fields of its records gets the keys of the columns that were found.
 
     Raises:
-        DataError: a record is broken, empty or too long, or its answer is of no use; the message says which.
+        DataError: a record is broken, empty or too long, or its answer is unusable; the message names it.
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
     # All before any is tokenized: a source without known columns is refused within seconds.
@@ -356,8 +354,8 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
 
 
 def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
-    """Return the digest of all sources; of a single source, not repeated, its own, so that runs of older
-    versions can resume."""
+    """Return the digest of all sources. A single source without repeats has its own digest, so that runs of
+    older versions can resume."""
     if len(parts) == 1 and parts[0][1] == 1:
         return parts[0][0]
     return _digest(parts)
@@ -383,14 +381,14 @@ def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
 
 
 def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: str | None) -> str:
-    """Return the warnings about a table's reference answers, from its marker file where there is one.
+    """Return the warnings about a table's reference answers, from its marker file if there is one.
 
     Args:
-        table, source, reading: the table, and what it was made of.
+        table, source, reading: the table, and its inputs.
         doubts: of answers that have just been checked.
 
     Raises:
-        DataError: they have to be checked, and some are of no use.
+        DataError: answers had to be checked, and some are unusable.
     """
     # a mark says that the answers have been checked, and can be used
     mark = (
@@ -415,7 +413,7 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Directory of the tables that are kept for the next start."""
+    """Return the directory of the tables that are kept for the next start."""
     own = config.get("cache_dir")
     if own is not None:
         return Path(own).expanduser()
@@ -423,7 +421,7 @@ def cache_directory(config: DataConfig) -> Path:
 
 
 def bound_cache(config: DataConfig) -> None:
-    """Remove what was not used for the longest from the cache, where it has grown too large."""
+    """Remove the least recently used tables from the cache if it is too large."""
     most = config.get("cache_gib", DEFAULT_CACHE_GIB)
     if most is None:
         return
@@ -435,8 +433,8 @@ def bound_cache(config: DataConfig) -> None:
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
-    """Digest of all that the tokens and what was refused depend on: tokenizer, templates, limits, and the
-    stored bytes of the source."""
+    """Return a digest of everything that the tokens and the refusals depend on: tokenizer, templates, limits,
+    and the stored bytes of the source."""
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {
         "set": set_module(source)
     }
@@ -503,13 +501,13 @@ class _Offenders:
 
 
 class _Tokenization:
-    """Makes the table of a source, chunk by chunk, and refuses what is empty, too long or of no use once all
-    of it has been seen.
+    """Builds the table of a source, chunk by chunk, and refuses empty, too long or unusable records once all
+    have been read.
 
     Args:
-        source, reading, encoder: what is read, and how.
+        source, reading, encoder: the source, and how it is read.
         directory: of the table.
-        digest: of the source's bytes; a source that has others in the end was written meanwhile, and is
+        digest: of the source's bytes; a source whose bytes differ at the end was written meanwhile, and is
             refused.
         shown: counts the records.
     """
@@ -554,7 +552,7 @@ class _Tokenization:
         self._writes_prompts = True
 
     def run(self) -> Table:
-        """The table; on a refusal nothing of it is left."""
+        """Return the table; a refusal leaves nothing of it."""
         try:
             self._read()
             return self._writer.finish(
@@ -581,7 +579,7 @@ class _Tokenization:
         """Tokenize all records.
 
         Raises:
-            DataError: some are of no use, or somebody wrote into the source meanwhile.
+            DataError: some are unusable, or another process wrote into the source meanwhile.
         """
         try:
             for chunk in _chunks(self._records(), self._reading.of_record):
@@ -601,7 +599,7 @@ class _Tokenization:
             raise changed_while_read(path, "its content is another one than when it was begun")
 
     def _records(self) -> Iterator[Record]:
-        """The records of the source; a pair is two, one with either answer."""
+        """Yield the records of the source; a pair gives two, one with either answer."""
         on_bad = self._leave_out if self._skips else refuse
         if not self._reading.pairs:
             return read_records(self._source, on_bad)
@@ -636,7 +634,7 @@ class _Tokenization:
     def _add_record(
         self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]
     ) -> None:
-        """Add what a record made, one example or those of both answers of a pair, or nothing of it."""
+        """Add the example of a record, the two examples of a pair, or nothing if the record is unusable."""
         place, self._seen = self._seen, self._seen + 1
         record, text, (prompt, _, targets) = made[0]
         where = f"index {place} ({record.origin})"
@@ -676,7 +674,7 @@ class _Tokenization:
     def _fault_of(
         self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int, where: str
     ) -> tuple[_Offenders, str | None]:
-        """Return why a record is of no use, None where it is not, and where such records are counted."""
+        """Return the counter for such records, and why a record is unusable, or None if it is usable."""
         record, _, (prompt, _, _) = made[0]
         if not length or not prompt:
             return self._empty, "0 tokens"
@@ -689,7 +687,7 @@ class _Tokenization:
         return self._useless, None if said is None else f"{record.answer[:80]!r}: {said}"
 
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
-        """Text of the prompt of each record, and its tokens."""
+        """Return the text of each record's prompt, and its tokens."""
         of_record, with_answers = self._reading.of_record, self._reading.with_answers
         # Of a prompt with an answer, and of answers to be compared, the last turn alone is learned, whatever
         # turns the prompt has.
@@ -712,14 +710,15 @@ class _Tokenization:
         )
 
     def _beginning(self, text: str, place: int) -> str:
-        """The text of a record, or a beginning that is too long already."""
+        """Return the text of a record, or a beginning that exceeds the limit already."""
         beginning = self._encoder.beginning(text, self._limit)
         if len(beginning) < len(text):
             self._cut.add(place)
         return beginning
 
     def _beginning_of_turns(self, record: Record, place: int) -> list[int] | None:
-        """Tokens of the beginning of a conversation that is too long already; None of another one."""
+        """Return the tokens of the beginning of a conversation if that exceeds the limit already;
+        else None."""
         if _characters(record) <= long_text(self._limit):
             return None
         beginning = self._beginning(self._encoder.whole_text(record), place)
@@ -740,8 +739,8 @@ class _Tokenization:
         return None
 
     def _conversation(self, record: Record, place: int, learned: int | None) -> _Tokens:
-        """Tokens of a conversation of which the last ``learned`` turns of the assistant are learned, None for
-        all."""
+        """Return the tokens of a conversation whose last ``learned`` turns of the assistant are learned; None
+        for all turns."""
         beginning = self._beginning_of_turns(record, place)
         if beginning is not None:
             return beginning, [], []
@@ -776,8 +775,8 @@ class _Tokenization:
             self._unwritten.add(f"{where}: a turn of {role!r}")
 
     def _refuse(self) -> None:
-        """Refuse records without tokens and records longer than the limit; none is dropped or cut in
-        silence."""
+        """Refuse records without tokens and records longer than the limit; none is dropped or truncated
+        silently."""
         _refuse_useless(self._useless, self._seen, self._source)
         what = (
             "pairs"
@@ -826,7 +825,7 @@ class _Tokenization:
             )
 
     def _longest_in_words(self) -> str:
-        """Tokens of the longest record, as far as it was looked at."""
+        """Return the length of the longest record in words, as far as it was read."""
         return f"{'more than ' if self._cut else ''}{self._longest}"
 
     def _notes(self) -> list[str]:
@@ -886,8 +885,8 @@ class _Tokenization:
 
 
 def _weights(record: Record) -> list[bool]:
-    """Return whether each turn of the assistant in a conversation is learned: one whose message has a weight
-    of 0, as OpenAI's files have it, is not.
+    """Return whether each turn of the assistant in a conversation is learned. A turn whose message has the
+    weight 0, as in OpenAI's files, is not.
 
     Raises:
         RecordError: a weight is neither 0 nor 1, or all are 0.
@@ -914,11 +913,11 @@ def _weights(record: Record) -> list[bool]:
 
 
 def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tuple[int, int]]:
-    """The spans of the turns that are learned.
+    """Return the spans of the turns that are learned.
 
     Raises:
-        RecordError: the chat template marks other spans than the turns, so that nobody knows which of them
-            has a weight of 0.
+        RecordError: the chat template marks spans that are not the turns, so that it is unknown which of them
+            has the weight 0.
     """
     weights = _weights(record)
     if all(weights):
@@ -934,8 +933,8 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
 
 
 def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
-    """Records that are neither too many nor have too much text; each ``together`` of them, such as both of a
-    pair, are in one chunk."""
+    """Yield chunks with a limited number of records and characters; ``together`` consecutive records, such as
+    both of a pair, stay in one chunk."""
     chunk, characters = list[Record](), 0
     for record in records:
         chunk.append(record)
@@ -958,7 +957,7 @@ def _judged(
     find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None,
     source: DataSource,
 ) -> str:
-    """Judge the answers of a table, and return the doubts about them."""
+    """Check the answers of a table, and return the doubts about them."""
     useless, doubtful = _Offenders(), _Offenders()
     for example in examples:
         said = None if find is None else find(example.answer, example.fields)
@@ -997,8 +996,8 @@ def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds what the tokenizer reads as a control token in the text of a prompt, which can end a turn, or
-    begin another."""
+    """Return a pattern of the texts that the tokenizer reads as control tokens; in a prompt they could end a
+    turn, or begin another."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""})
     return re.compile("|".join(map(re.escape, names))) if names else None

@@ -1,5 +1,6 @@
-"""Messages in the forms of other tools (ShareGPT, HH text, JSON text, content parts, function calls) as
-``role`` and ``content``."""
+"""Messages in the formats of other tools (ShareGPT, HH text, JSON text, content parts, function calls),
+converted
+to ``role`` and ``content``."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def as_messages(value: Any, key: str, origin: str) -> Any:
 
     Args:
         value: a list of messages, its JSON text, or a transcript with ``Human:`` and ``Assistant:`` (HH).
-        key: the field that holds it.
+        key: field of the messages.
         origin: of the record.
 
     Raises:
@@ -49,8 +50,9 @@ def as_messages(value: Any, key: str, origin: str) -> Any:
 def as_prompt(value: Any, key: str, origin: str) -> Any:
     """Return the messages of a prompt, or its text.
 
-    A text is taken for messages only where it cannot be meant as text: JSON of messages, or HH's transcript
-    that stops where the assistant is to speak."""
+    A text is parsed as messages only if it cannot be meant as text: JSON of messages, or an HH transcript
+    that ends where the assistant is to speak.
+    """
     if not isinstance(value, str):
         return as_messages(value, key, origin)
     found = messages_in_json(value)
@@ -60,7 +62,7 @@ def as_prompt(value: Any, key: str, origin: str) -> Any:
 
 
 def messages_in_json(text: str) -> list[Any] | None:
-    """Return the messages that a text holds as a JSON list, or None for any other text."""
+    """Return the messages in a text that is a JSON list, or None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -71,7 +73,7 @@ def messages_in_json(text: str) -> list[Any] | None:
 
 
 def are_messages(value: Any) -> bool:
-    """Return True if a value is a list of objects that each name a role."""
+    """Return whether a value is a list of objects that each name a role."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -80,7 +82,8 @@ def are_messages(value: Any) -> bool:
 
 
 def role_of(message: Mapping[str, Any]) -> str | None:
-    """Return the role of a stored message by the field's usual name for it, or None if it has no role."""
+    """Return the role of a stored message, from the field with a common name for it; None if it has
+    no role."""
     given = message.get("role") if message.get("role") is not None else message.get("from")
     if not isinstance(given, str):
         return None
@@ -89,7 +92,7 @@ def role_of(message: Mapping[str, Any]) -> str | None:
 
 
 def advice_for_text(text: str) -> str:
-    """Return what to write in place of a text in which no messages were found."""
+    """Return what to write instead of a text in which no messages were found."""
     if _PYTHON_LIST.match(text):
         return "the text is Python's print of a list, not JSON: write json.dumps(messages)"
     return (
@@ -111,7 +114,7 @@ def _messages_in_transcript(text: str) -> list[dict[str, str]] | None:
 def _message(
     given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]
 ) -> dict[str, Any]:
-    """Return one message; ``pending`` holds the ids of converted calls that no message has answered yet."""
+    """Return one message; ``pending`` holds the ids of converted calls without a result so far."""
     where = f"{origin}: {key}[{place}]"
     message = dict(given)
     role = role_of(message)

@@ -1,14 +1,15 @@
-"""Token ids of what an environment says, to go behind what the policy sampled: nothing sampled is encoded
+"""Token ids of an environment's messages, appended to what the policy sampled: no sampled token is encoded
 again.
 
-The suffix of an observation is what the chat template writes behind a turn of the assistant: a short
-conversation is rendered with a mark in the assistant's turn, the observation behind it, and up to where the
-assistant speaks next; what stands behind the mark is tokenized. Sampled tokens mostly end with the token that
-ends the turn, which the suffix then does not repeat.
+The suffix of an observation is the text that the chat template writes after a turn of the assistant. A short
+conversation is rendered with a mark in the assistant's turn, the observation after it, and up to where the
+assistant speaks next; the text after the mark is tokenized. Sampled tokens usually end with the token that
+ends
+the turn, which the suffix then does not repeat.
 
-Some templates write an earlier response otherwise once a user's turn follows it: they leave its reasoning
-out. What the model is shown then does not begin with what was sampled, and ``History`` gives the prompt that
-it is shown instead."""
+Some templates render an earlier response differently once a user's turn follows it: they leave its reasoning
+out. The model's next prompt then does not begin with the sampled tokens, and ``History`` returns that prompt.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ class _Frame:
     """Text and tokens that a template writes around a content.
 
     Attributes:
-        head: tokens of what stands up to the mark before the content, without it.
+        head: tokens up to, but without, the mark before the content.
         before: text from that mark to the content.
-        behind: text from the content to the mark behind it.
+        behind: text from the content to the mark after it.
         tail: tokens from that mark on.
     """
 
@@ -58,20 +59,20 @@ class _Frame:
     tail: list[int]
 
     def around(self, content: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the tokens of a content with the frame."""
+        """Return the tokens of a content inside the frame."""
         return [*self.head, *encode(f"{self.before}{content}{self.behind}"), *self.tail]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservationEncoder:
-    """Encodes observations by a chat template.
+    """Encodes observations with a chat template.
 
     Attributes:
         tokenizer: from ``get_tokenizer``.
-        template: of it, with the run's values.
+        template: of the tokenizer, with the run's values.
         stop_token_ids: tokens that end a sampled response.
-        rewritten: what the template makes of an earlier response once a user's turn follows, where that is
-            not the response itself: it may leave reasoning out. None where both are the same.
+        rewritten: the template's rendering of an earlier response once a user's turn follows, if it differs
+            from the response itself, for example without reasoning; None if both are equal.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,14 +93,14 @@ class ObservationEncoder:
         object.__setattr__(self, "rewritten", self._find_rewritten())
 
     def encode(self, messages: Sequence[ChatMessage], last: int | None) -> list[int]:
-        """Return the tokens that go behind a response, up to where the next one begins.
+        """Return the tokens between a response and the beginning of the next one.
 
         Args:
-            messages: what the environment says, with ``role`` and ``content``.
-            last: token that the response ends with; None for one without tokens.
+            messages: the environment's messages, with ``role`` and ``content``.
+            last: last token of the response; None for a response without tokens.
 
         Raises:
-            RecordError: the template cannot write such messages behind a response.
+            RecordError: the template cannot write such messages after a response.
         """
         if self.template.is_passthrough:
             return self.tokens("".join(_text(message) for message in messages))
@@ -114,7 +115,7 @@ class ObservationEncoder:
         """Refuse a template that silently leaves out messages of a role after a response.
 
         Raises:
-            RecordError: it does, or cannot write it.
+            RecordError: it does, or cannot write them.
         """
         if role in self._written_roles or self.template.is_passthrough:
             return
@@ -140,13 +141,13 @@ class ObservationEncoder:
 
     @property
     def is_harmony(self) -> bool:
-        """Return whether a response is messages of several channels, which the template writes from
+        """Whether a response consists of messages of several channels, which the template writes from
         fields."""
         return "<|channel|>" in self.template.text
 
     def history(self, prompt: Sequence[int]) -> History | None:
-        """Return a conversation that begins with a prompt; None where the template keeps earlier responses as
-        they are."""
+        """Return the history of a conversation that begins with a prompt; None if the template keeps earlier
+        responses unchanged."""
         return None if self.rewritten is None else History(self, prompt)
 
     def _find_rewritten(self) -> str | None:
@@ -184,11 +185,12 @@ class ObservationEncoder:
         return None
 
     def _framed(self, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the tokens behind a response without rendering them, where the template writes this kind of
-        message around its content.
+        """Return the tokens after a response without rendering, if the template writes a fixed frame around
+        the content of this kind of message.
 
-        Rendering takes ten times as long as all else that a turn costs. Contents that a template might look
-        into are rendered."""
+        Rendering takes ten times as long as the rest of a turn. Contents that a template might inspect are
+        rendered.
+        """
         if len(messages) != 1:
             return None
         message = messages[0]
@@ -228,8 +230,8 @@ class ObservationEncoder:
         return cut if is_right else _Frame([], before, behind, [])
 
     def _cut_frame(self, before: str, behind: str) -> _Frame:
-        """Return a frame that is encoded once up to the last mark before the content, and from the first mark
-        behind it."""
+        """Return a frame, encoded once up to the last mark before the content and from the first mark after
+        it."""
         marks = self._marks
         last = max((match for match in marks.finditer(before)), key=lambda match: match.start(), default=None)
         first = marks.search(behind)
@@ -239,10 +241,11 @@ class ObservationEncoder:
         return _Frame(head, before[start:], behind[:end], self.tokens(behind[end:]))
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the text behind a response that the messages follow.
+        """Return the text that the template writes for messages after a response.
 
-        What a tool says follows a call, where the template can write one: some templates refuse it behind
-        anything else."""
+        A tool's message follows a call if the template can write one: some templates refuse it after anything
+        else.
+        """
         names = [
             (str(message.get("name")), str(message.get("tool_call_id")))
             for message in messages
@@ -271,10 +274,11 @@ class ObservationEncoder:
         )
 
     def _behind_turn(self, ids: list[int], last: int | None) -> list[int]:
-        """Return a suffix without the end of the turn that was sampled, and with the one that was not.
+        """Return a suffix without the end of the turn if that was sampled, and with it if it was not.
 
-        Between the mark and the end of the turn stands what closes a call, which the response has written
-        itself."""
+        The text between the mark and the end of the turn closes a call, which the response has written
+        itself.
+        """
         if last in self.stop_token_ids and last in ids:
             return ids[ids.index(last) + 1 :]
         end = next((place for place, token in enumerate(ids) if token in self._special), 0)
@@ -287,7 +291,8 @@ class ObservationEncoder:
         return ids[end + is_other_end :]
 
     def added_places(self, text: str) -> list[int]:
-        """Return where tokens begin in a text that a tokenizer takes whole, whatever stands around them."""
+        """Return where added tokens begin that a tokenizer recognises as a whole, independently of their
+        surroundings."""
         names = sorted(
             (str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True
         )
@@ -301,15 +306,15 @@ class ObservationEncoder:
 
 
 class History:
-    """A conversation under a template that writes earlier responses otherwise, followed from turn to turn.
+    """A conversation under a template that renders earlier responses differently, followed from turn to turn.
 
-    The conversation's own prompt stays what it is, token by token, but for what the template writes at its
-    end for the response alone, such as the mark that opens reasoning. What follows is what the template
-    writes behind a short prompt in its place.
+    The conversation's own prompt stays the same, token by token, except for the text that the template writes
+    at its end for the response alone, such as the mark that opens reasoning. The rest is what the template
+    writes after a short prompt that replaces it.
 
     Args:
         encoder: with the template.
-        prompt: tokens that the conversation begins with.
+        prompt: first tokens of the conversation.
     """
 
     def __init__(self, encoder: ObservationEncoder, prompt: Sequence[int]) -> None:
@@ -320,15 +325,15 @@ class History:
         self._is_apart = False
 
     def follow(self, said: Sequence[int], messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the prompt that the model is shown once messages follow a response.
+        """Return the model's prompt after messages follow a response.
 
         Args:
             said: tokens of the response.
-            messages: what the environment says.
+            messages: the environment's messages.
 
         Returns:
-            None where it begins with all that was sampled since the last prompt, so that the messages only go
-            behind that.
+            None if the prompt begins with everything that was sampled since the last prompt, so that the
+            messages are only appended.
         """
         tokenizer = self._encoder.tokenizer
         # The template writes the end of the turn itself.
@@ -366,11 +371,12 @@ class History:
 
 
 def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the added tokens that part a text before anything else looks at it: tokens of what
-    stands on one side do not depend on the other side.
+    """Return a pattern of the added tokens that split a text before any other processing: the tokens on one
+    side do not depend on the other side.
 
-    Not those that take the spaces around them, that are looked for in the normalized text or between words,
-    nor those that share characters with the begin or end of another one."""
+    Left out are those that absorb the spaces around them, that are searched in the normalized text or between
+    words, and that share characters with the begin or end of another one.
+    """
     added = list(tokenizer.added_tokens_decoder.values())
     names = [str(token) for token in added]
     found = [
@@ -383,7 +389,7 @@ def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether a text may have two tokens at places that share characters."""
+    """Return whether a text may contain two tokens at positions that share characters."""
     shared = range(1, min(len(one), len(other)) + 1)
     return one in other or any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in shared)
 
@@ -394,8 +400,8 @@ _CALL = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?=<\||\Z)", re
 
 
 def _harmony_turn(text: str) -> ChatMessage:
-    """Return a response of channels as the template takes it: the final message, or the call, and the
-    reasoning before it."""
+    """Return a response of several channels as the template expects it: the final message, or the call, and
+    the reasoning before it."""
     final, call, analysis = _FINAL.findall(text), _CALL.search(text), _ANALYSIS.findall(text)
     thinking = {"thinking": analysis[-1]} if analysis else {}
     if final or call is None:

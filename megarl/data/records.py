@@ -1,5 +1,5 @@
-"""Prompt and answer records, and pairs of them: what the fields of a row say, and refusing what is no
-record."""
+"""Records of prompt and answer, and pairs of them: how the fields of a row are read, and which rows are
+refused."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ _FIELDS_WITH_TESTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A warning about a reference answer that can be used. Records with one are counted, and none is
-    refused."""
+    """A warning about a usable reference answer. Records with one are counted, but not refused."""
 
     why: str
 
@@ -69,14 +68,14 @@ class Record:
 
     Attributes:
         prompt: plain text, or chat messages with ``role`` and ``content``.
-        answer: what the model should say, or what a reward compares with.
-        origin: where it stands, for messages: ``train.jsonl line 7``.
-        last: the last turn of a conversation, the assistant's, as it is stored; None where the answer is no
+        answer: the answer to learn, or the reference that a reward compares with.
+        origin: location for messages: ``train.jsonl line 7``.
+        last: the last turn of a conversation, the assistant's, as it is stored; None if the answer is not a
             turn.
-        tools: that the chat template receives.
+        tools: given to the chat template.
         has_system: it is a conversation with a system message of its own.
-        system: the system message that its row has in a field by itself; empty for none.
-        fields: further fields, by the keys that the source gives; of the types of JSON.
+        system: the system message from a field of its row; empty for none.
+        fields: further fields, by the source's keys, as JSON types.
     """
 
     prompt: str | tuple[ChatMessage, ...]
@@ -90,31 +89,32 @@ class Record:
 
 
 OnBadRecord = Callable[[RecordError], None]
-"""Called with a record that cannot be used; raises the error where such records are not skipped."""
+"""A function that is called with the error of an unusable record; it raises that error unless such records
+are skipped."""
 
 
 def refuse(error: RecordError) -> None:
-    """Refuse a record that cannot be used."""
+    """Raise the error of an unusable record."""
     raise error
 
 
 def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[Record]:
-    """The records of a source in their stored order, at most ``max_samples``, each read when it is asked for.
+    """Yield the records of a source in their stored order, at most ``max_samples``, reading each when it is
+    requested.
 
     Args:
-        source: that is read.
+        source: the source to read.
         on_bad: called for each broken record.
 
     Raises:
-        DataError: nothing is there, nothing is in it, or a record is broken; the message names the file and
+        DataError: the source does not exist, is empty, or a record is broken; the message names the file and
             the line (or the row).
     """
     return _some_of(_all_records(source, named_set(source), on_bad), source, on_bad, "records")
 
 
 def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, what: str) -> Iterator[Found]:
-    """Yield what is found, at most ``max_samples``; nothing at all is an error, unless all of it was left
-    out."""
+    """Yield at most ``max_samples`` records. A source without any is an error, unless all were skipped."""
     one = None
     for one in itertools.islice(found, source.get("max_samples")):
         yield one
@@ -126,8 +126,8 @@ def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, wh
 
 
 def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
-    """The records of all rows; of a set that is stored several times each once, with the fields of its first
-    row."""
+    """Yield the records of all rows. Of a set that stores records several times, each is yielded once, with
+    the fields of its first row."""
     seen = set[bytes]()
     for origin, row in rows_of(source):
         try:
@@ -150,8 +150,8 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
 
 
 def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[tuple[Record, Record]]:
-    """The prompt of each row with its better and with its worse answer, in stored order, at most
-    ``max_samples`` of them.
+    """Yield the prompt of each row with its better and with its worse answer, in stored order, at most
+    ``max_samples`` pairs.
 
     Args:
         source: its rows have a text or messages for the prompt and for each answer, or two conversations that
@@ -159,8 +159,8 @@ def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterat
         on_bad: called for each broken row.
 
     Raises:
-        DataError: nothing is there, or a row is broken or has answers to different prompts; the message names
-            the file and the line.
+        DataError: the source does not exist, or a row is broken or has answers to different prompts; the
+            message names the file and the line.
     """
     return _some_of(_all_pairs(source, on_bad), source, on_bad, "pairs")
 
@@ -174,7 +174,7 @@ def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record
 
 
 def _without_weights(prompt: str | Sequence[Any]) -> Any:
-    """A prompt without what SFT alone reads of its messages."""
+    """Return a prompt without the message fields that only SFT reads."""
     if isinstance(prompt, str):
         return prompt
     turns = list[Any]()
@@ -205,8 +205,8 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
-    """Return a record with the system message of its row, where the source names a field for it and the field
-    is not empty."""
+    """Return a record with the system message of its row, if the source names a field for it that is not
+    empty."""
     key = source.get("system_key")
     value = None if key is None else value_of(row, key, record.origin)
     if key is None or value is None or value == "":
@@ -224,7 +224,7 @@ def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> 
 
 
 def require_object(row: Any, form: str, origin: str) -> None:
-    """Refuse a row that is no object: a line that could not be read comes as its error."""
+    """Refuse a row that is not an object; a line that could not be read arrives as its error."""
     if isinstance(row, RecordError):
         raise row
     if not isinstance(row, Mapping):
@@ -233,7 +233,7 @@ def require_object(row: Any, form: str, origin: str) -> None:
 
 
 def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origin: str) -> Record:
-    """The prompt of a row with one of its answers."""
+    """Return the prompt of a row with one of its answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
     before: str | tuple[ChatMessage, ...] = (
@@ -262,7 +262,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
 
 
 def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
-    """Return whether a conversation holds the prompt that its row has beside it, as sets of preferences often
+    """Return whether a conversation begins with the prompt that its row stores too, as preference sets often
     do."""
     if not asked or len(value) <= len(asked):
         return False
@@ -274,14 +274,14 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
 
 
 class Fingerprint:
-    """Digest of all prompts and answers in order. A resumed run compares it, so that it never goes on with
+    """Digest of all prompts and answers in order. A resumed run compares it, so that it never continues with
     other data."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add(self, record: Record) -> None:
-        """Go on with the next record."""
+        """Add the next record."""
         # Only what a record has is added: the digests of plain records stay those of older checkpoints.
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
@@ -294,7 +294,7 @@ class Fingerprint:
         self._digest.update(b"\n")
 
     def hexdigest(self) -> str:
-        """Hexadecimal."""
+        """Return the digest in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -328,8 +328,8 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
 def _prompt_in(
     row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool
 ) -> str | tuple[ChatMessage, ...]:
-    """Return the prompt of a row; the texts of several fields with a blank line between them, without later
-    ones that are empty."""
+    """Return the prompt of a row. The texts of several fields are joined by blank lines, without later empty
+    ones."""
     first, *others = fields_of_key(key)
     if not others:
         return prompt_of(value_of(row, first, origin), first, origin, is_padded)
@@ -340,8 +340,8 @@ def _prompt_in(
 
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
-    """Return the reference answer of a row; that of several fields is the JSON of an object with their last
-    names."""
+    """Return the reference answer of a row. That of several fields is a JSON object with the last parts of
+    their names as keys."""
     if isinstance(key, str):
         return answer_of(value_of(row, key, origin), key, origin)
     found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in key}
@@ -355,7 +355,8 @@ def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str
 
 
 def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
-    """The value of a row at a key, which may go into objects and lists. Errors as of ``value_at``."""
+    """Return the value of a row at a key, which may lead into objects and lists. Errors as in
+    ``value_at``."""
     return value_at(row, key, _steps(key), origin)
 
 
@@ -365,7 +366,8 @@ def _steps(key: str) -> tuple[str | int, ...]:
 
 
 def text_of(value: Any, key: str, origin: str) -> str:
-    """A text, or a number as text: a whole number without a fraction, any other as short as it reads back."""
+    """Return a text, or a number as text: a whole number without a fraction, any other as the shortest text
+    that reads back as the same number."""
     if isinstance(value, str):
         _refuse_half_characters([value], key, origin)
         return value
@@ -390,8 +392,8 @@ def text_of(value: Any, key: str, origin: str) -> str:
 
 
 def answer_of(value: Any, key: str, origin: str) -> str:
-    """Return a reference answer as text: a text, a number, the one message of an assistant, or tests as the
-    JSON that ``code`` reads.
+    """Return a reference answer as text, from a text, a number, the only message of an assistant, or tests as
+    the JSON that ``code`` reads.
 
     Raises:
         RecordError: it is none of them.
@@ -413,7 +415,7 @@ def _text_of_turn(messages: Sequence[ChatMessage], key: str, origin: str) -> str
 
 
 def _are_tests(value: Any) -> bool:
-    """Return True if a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of
+    """Return whether a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of
     them (LiveCodeBench)."""
     if isinstance(value, Mapping):
         return {"inputs", "outputs"} <= value.keys() or not _FIELDS_WITH_TESTS.isdisjoint(value)
@@ -425,12 +427,12 @@ def _are_tests(value: Any) -> bool:
 
 
 def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
-    """The text of a prompt, or the contents of its messages."""
+    """Return the text of a prompt, or the contents of its messages."""
     return [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
 
 
 def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -> None:
-    """Refuse a surrogate without the other half, which JSON can write and no tokenizer reads."""
+    """Refuse a lone surrogate, which JSON can write and no tokenizer reads."""
     for text in [texts] if isinstance(texts, str) else texts:
         try:
             text.encode()
@@ -444,7 +446,7 @@ def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -
 
 
 def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str | tuple[ChatMessage, ...]:
-    """A text, a number as text, or messages of any roles; ``is_padded`` as of ``conversation``.
+    """Return a text, a number as text, or messages of any roles; ``is_padded`` as in ``conversation``.
 
     Raises:
         DataError: it is none of them; names the key.
@@ -488,19 +490,19 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
 
 
 def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> tuple[ChatMessage, ...]:
-    """Messages whose roles follow one another; fields that hold null, which columns of a table have
-    everywhere, are left out.
+    """Return messages whose roles are in a valid order, without fields that are null, which columns of a
+    table have everywhere.
 
     Args:
         value: of the record.
-        key: that names it.
+        key: field of the value.
         origin: of the record, for messages.
-        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null where a call
-            has none.
+        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null if a call has
+            none.
 
     Raises:
-        DataError: it is no list of messages, a message has nothing to say, or a role is out of order; names
-            the message.
+        DataError: it is not a list of messages, a message is empty, or a role is out of order; names the
+            message.
     """
     value = as_messages(value, key, origin)
     if not isinstance(value, list) or not value:
@@ -539,8 +541,8 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
 
 
 def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
-    """Return a message without fields that hold null, but for its content; one of a table also without those
-    of its tool calls."""
+    """Return a message without fields that are null, except its content; a message of a table also without
+    those of its tool calls."""
     kept = {name: each for name, each in message.items() if each is not None or name == "content"}
     if is_padded and "tool_calls" in kept:
         kept["tool_calls"] = without_padding(kept["tool_calls"])
@@ -548,17 +550,18 @@ def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
 
 
 def without_padding(value: Any) -> Any:
-    """Return a value of a table without the keys that hold null.
+    """Return a value of a table without the keys that are null.
 
-    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` beside ``{"zone": "UTC"}``
-    come back as ``{"city": "Rome", "zone": None}``."""
+    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` next to ``{"zone": "UTC"}``
+    are read as ``{"city": "Rome", "zone": None}``.
+    """
     if isinstance(value, Mapping):
         return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
     return [without_padding(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:
-    """The further fields of a record."""
+    """Return the further fields of a record."""
     found = {key: value_of(row, key, origin) for key in source.get("extra_keys", [])}
     for key, value in found.items():
         try:
@@ -572,7 +575,7 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
 
 
 def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a record; none where its field is null or empty."""
+    """Return the tools of a record; empty if its field is null or empty."""
     key = source.get("tools_key")
     if key is None:
         return ()
@@ -598,8 +601,8 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
 
 
 def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool in OpenAI's form, which templates expect: a bare function (``functions``, ShareGPT's
-    ``tools``) is put into one."""
+    """Return a tool in OpenAI's format, which templates expect: a bare function (``functions``, ShareGPT's
+    ``tools``) is wrapped into one."""
     is_bare = (
         isinstance(given.get("name"), str)
         and "parameters" in given

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
 
 Row = tuple[str, Any]
-"""Where a row stands, for messages (``train.jsonl line 7``), and what it is: a record only where it is an
-object, an error where a line could not be read."""
+"""Location of a row, for messages (``train.jsonl line 7``), and its value: an object is a record, an error
+stands for a line that could not be read."""
 
 _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
-"""Characters that a line of a data file may have: more than the four million tokens of any context are."""
+"""Maximum characters of a line in a data file, more than the four million tokens of any context have."""
 _NAMING = "such as prompt_key, answer_key or messages_key"
 _NAMING_FIELDS = frozenset({*FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -41,14 +41,14 @@ class NamedSet:
 
     Attributes:
         hub: its id.
-        prompt_key: field that holds the prompt; may go into objects and lists.
-        answer_key: field that holds the answer, likewise.
-        split: that is taken where the source says nothing.
-        subsets: that are read one after another where the source says nothing.
-        answer: makes the reference of the answer's text; raises ValueError for one that is not of the
-            published form.
-        once: rows with the prompt and the answer of an earlier one are left out: the set is published with
-            copies of each problem.
+        prompt_key: field of the prompt; may lead into objects and lists.
+        answer_key: field of the answer, likewise.
+        split: default split.
+        subsets: subsets that are read one after another by default.
+        answer: converts the answer's text to the reference; raises ValueError for an answer that does not
+            have the published form.
+        once: leave out rows with the prompt and the answer of an earlier row, because the set is published
+            with copies of each problem.
     """
 
     hub: str
@@ -61,7 +61,7 @@ class NamedSet:
 
 
 def named_set(source: DataSource) -> NamedSet | None:
-    """The set that a source names; None for one that says by keys what its fields hold."""
+    """Return the set that a source names; None for a source with field keys of its own."""
     module = set_module(source)
     if module is None:
         return None
@@ -74,11 +74,11 @@ def source_name(source: DataSource) -> str:
 
 
 def rows_of(source: DataSource) -> Iterator[Row]:
-    """All rows of a source in their stored order.
+    """Yield all rows of a source in their stored order.
 
     Raises:
-        DataError: there is nothing, or it cannot be read; the message names the file and the line (or the
-            row).
+        DataError: the source does not exist, or cannot be read; the message names the file and the line (or
+            the row).
     """
     path = source.get("path")
     if path is None or Path(path).is_dir():
@@ -93,7 +93,7 @@ def rows_of(source: DataSource) -> Iterator[Row]:
 
 
 def number_of_rows(source: DataSource) -> int:
-    """Return how many rows a source has, at most: of lines, blank ones are counted too.
+    """Return the maximum number of rows of a source; blank lines are counted too.
 
     Raises:
         DataError: as ``rows_of``.
@@ -111,14 +111,13 @@ def number_of_rows(source: DataSource) -> int:
 
 
 def is_table(source: DataSource) -> bool:
-    """Return True if the rows of a source come from Arrow, which gives every row the keys of all rows."""
+    """Return whether the rows of a source come from Arrow, which gives every row the keys of all rows."""
     path = source.get("path")
     return path is None or Path(path).is_dir() or Path(path).suffix.lower() == ".parquet"
 
 
 def content_digest(source: DataSource) -> str:
-    """Hexadecimal digest of the stored bytes that the rows of a source come from, read at the speed of the
-    disk.
+    """Return the hexadecimal digest of the stored bytes of a source, read at the speed of the disk.
 
     Raises:
         DataError: as ``rows_of``.
@@ -167,7 +166,7 @@ def _file(path: str) -> Path:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    """(origin, JSON value) of every line that is not blank."""
+    """Yield (origin, JSON value) of every line that is not blank."""
     number = 0
     try:
         # -sig: programs on Windows begin files with a byte order mark, which is no JSON.
@@ -206,7 +205,7 @@ def _require_size(path: Path, descriptor: int, size: int) -> None:
 
 
 def changed_while_read(path: str | Path, how: str) -> DataError:
-    """Return the error for a file that was written while it was read, so that its records belong to no one
+    """Return the error for a file that was written while it was read, so that its records belong to no single
     version."""
     return DataError(
         f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of "
@@ -215,8 +214,8 @@ def changed_while_read(path: str | Path, how: str) -> DataError:
 
 
 def _parse(line: str, origin: str) -> Any:
-    """Return the value of a line of JSON, or the error that its reader is to raise: the lines after it can
-    still be read."""
+    """Return the value of a line of JSON, or the error for its reader to raise: the lines after it can still
+    be read."""
     try:
         value = json.loads(line)
         # what is parsed may still be too deep to be written or shown
@@ -257,7 +256,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file with a header; every cell stays the text that it is, so that 007 is no
+    """Yield the rows of a CSV file with a header. Every cell stays text, so that 007 does not become a
     number."""
     import pyarrow
     from pyarrow import csv
@@ -299,8 +298,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _loaded(source: DataSource) -> list[tuple[str, Any]]:
-    """The parts of a data set by name, of a local folder of data files, or of one written by
-    ``save_to_disk``, each with its name."""
+    """Return the parts, with names, of a data set by name, of a local folder of data files, or of one written
+    by ``save_to_disk``."""
     known = named_set(source)
     place = source.get("path") or (known.hub if known is not None else source["name"])
     split = source.get("split") or (known.split if known is not None else "train")
@@ -322,8 +321,9 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
 def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, hub: str | None) -> None:
     """Refuse JSON files of a directory, or of the hub, if the library changes a field that is read.
 
-    Of a field with texts in some records and numbers in others it makes the number 8 of the text 08, and 1000
-    of 1e3; of one whose texts all look like dates it makes dates."""
+    In a field with texts in some records and numbers in others, it turns the text 08 into the number 8, and
+    1e3 into 1000; a field whose texts all look like dates becomes dates.
+    """
     if loaded.info.builder_name != "json":
         return
     keys: list[Any] = [value for key, value in source.items() if key in _NAMING_FIELDS and value is not None]
@@ -383,10 +383,10 @@ def _was_saved_to_disk(path: Path) -> bool:
 
 
 def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], origin: str) -> Any:
-    """The value of a row at a key; a field that is called as the whole key comes first.
+    """Return the value of a row at a key; a field with the whole key as its name comes first.
 
     Raises:
-        RecordError: there is none; says how far the way goes and what is there.
+        RecordError: there is no such value; says how far the path leads and what is there.
     """
     if key in row:
         return row[key]

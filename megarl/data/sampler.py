@@ -1,5 +1,6 @@
-"""The order in which records are used: a pure function of seed and epoch, and a small state that can be saved
-and resumed."""
+"""The order in which records are used: a pure function of seed and epoch, with a small state that can be
+saved and
+resumed."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from megarl.errors import DataError, UnusableCheckpointError
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array[int]:
-    """A permutation of ``range(size)`` that depends on the arguments alone, not on the Python or library
-    version.
+    """Return a permutation of ``range(size)`` that depends only on the arguments, not on the Python or
+    library version.
 
-    Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. In eight
-    bytes a record: a list of as many numbers takes five times that."""
+    It is Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. It
+    takes eight bytes per record; a list would take five times that.
+    """
     order = array("q", range(size))
     if shuffle:
         # A text is seeded by its digest, so that no two pairs share an order, as sums of both would. Not
@@ -33,10 +35,10 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array
 
 
 class Sampler(ABC):
-    """Hands out record indices, and can be saved and resumed at any of them.
+    """Returns record indices, and can be saved and resumed at any of them.
 
     Attributes:
-        identity: what the order is made from, of the types of JSON.
+        identity: everything that determines the order, as JSON types.
     """
 
     identity: Mapping[str, Any]
@@ -44,16 +46,16 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Number of passes over all records that have been handed out."""
+        """Number of completed passes over all records."""
 
     @property
     @abstractmethod
     def taken(self) -> int:
-        """Indices that have been handed out: the ordinal, from 0, of the next one."""
+        """Number of indices returned so far, which is the ordinal, from 0, of the next one."""
 
     @abstractmethod
     def take(self, count: int) -> list[int]:
-        """The next ``count`` indices."""
+        """Return the next ``count`` indices."""
 
     @abstractmethod
     def _place(self) -> dict[str, Any]:
@@ -68,18 +70,18 @@ class Sampler(ABC):
         return {**self.identity, **self._place()}
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return what differs in a state of other data or another order: name to (value here, value there);
-        empty where it is of these."""
+        """Return the differences from a state of other data or another order: name to (value here, value
+        there); empty if there are none."""
         return {
             key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the place that ``state()`` described.
+        """Go to the position that ``state()`` described.
 
         Raises:
-            UnusableCheckpointError: the state is of other data, weights, another seed or another shuffling,
-                or is broken.
+            UnusableCheckpointError: the state belongs to other data, weights, seed or shuffling, or is
+                broken.
         """
         for key, (here, there) in self.differs_in(state).items():
             raise UnusableCheckpointError(
@@ -93,10 +95,11 @@ class Sampler(ABC):
 
 
 class ResumableSampler(Sampler):
-    """Hands out record indices epoch after epoch; every record once an epoch.
+    """Returns record indices epoch after epoch; every record once per epoch.
 
-    A batch may run over the end of an epoch. The state is small JSON; after ``load_state`` the next index is
-    exactly the one that would have come next."""
+    A batch may extend over the end of an epoch. The state is small JSON; after ``load_state`` the next index
+    is exactly the one that would have been next.
+    """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
         """Args:
@@ -123,20 +126,20 @@ class ResumableSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished."""
+        """Number of finished epochs."""
         return self._epoch
 
     @property
     def taken(self) -> int:
-        """Indices that have been handed out."""
+        """Number of indices returned so far."""
         return self._epoch * self.size + self._position
 
     def go_to(self, taken: int) -> None:
-        """Go to the position at which ``taken`` indices have been handed out."""
+        """Go to the position after ``taken`` indices."""
         self._go_to(*divmod(taken, self.size))
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` indices."""
+        """Return the next ``count`` indices."""
         taken: list[int] = []
         while len(taken) < count:
             chunk = self._order[self._position : self._position + count - len(taken)]
@@ -172,14 +175,15 @@ class ResumableSampler(Sampler):
 
 
 class MixtureSampler(Sampler):
-    """Hands out indices of several sources by weight; within each source every record once an epoch of the
+    """Returns indices of several sources by weight; within each source every record once per epoch of the
     source.
 
-    After n indices a source with the share w of the weights has given more than w n - 1 and less than w n + 1
-    of them, for every n: of the sources that are behind, the one comes next that has to be served the soonest
-    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Computed in whole
-    numbers, and without random numbers: which source comes next depends on the weights alone. Sources one
-    after another have consecutive indices."""
+    After n indices a source with the share w of the weights has had more than w n - 1 and less than w n + 1
+    of them, for every n: of the sources that are behind, the one that is due the soonest comes next (R.
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Computed in whole numbers,
+    and without random numbers: only the weights decide which source comes next. Consecutive sources have
+    consecutive indices.
+    """
 
     def __init__(
         self,
@@ -228,19 +232,19 @@ class MixtureSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """Number of times that as many indices were handed out as all sources have records."""
+        """Number of times that as many indices were returned as all sources have records."""
         return self.taken // self._offsets[-1]
 
     @property
     def taken(self) -> int:
-        """Indices that have been handed out, of all sources."""
+        """Number of indices returned so far, of all sources."""
         return sum(self._taken())
 
     def _taken(self) -> list[int]:
         return [sampler.taken for sampler in self._samplers]
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` indices."""
+        """Return the next ``count`` indices."""
         taken = self._taken()
         number = sum(taken)
         chosen = []
@@ -253,11 +257,12 @@ class MixtureSampler(Sampler):
         return [self._offsets[source] + next(drawn[source]) for source in chosen]
 
     def _next(self, number: int, taken: Sequence[int]) -> int:
-        """The source of the index with this number, counted from 1.
+        """Return the source of the index with this number, counted from 1.
 
-        With k sources and the share w: behind are those with w n - taken >= 1 / (2k - 2), due first is the
-        one with the least (1 - 1 / (2k - 2) - (w n - taken)) / w. Both sides are multiplied by the sum of
-        weights and by 2k - 2."""
+        With k sources and the share w, sources with w n - taken >= 1 / (2k - 2) are behind, and the one with
+        the least (1 - 1 / (2k - 2) - (w n - taken)) / w is due first. Both sides are multiplied by the sum of
+        weights and by 2k - 2.
+        """
         if len(taken) == 1:
             return 0
         spread = 2 * len(taken) - 2

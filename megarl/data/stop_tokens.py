@@ -1,4 +1,4 @@
-"""The tokens that end a response: what a model's files say, each of them in a place of its own."""
+"""The tokens that end a response, collected from the different files of a model that name them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FILES = ("generation_config.json", "config.json")
 
 
 def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> dict[int, list[str]]:
-    """Return the token ids that end a response, each with the places that name it.
+    """Return the token ids that end a response, each with the files that name it.
 
     A model is trained to stop at any of them, and its files disagree: the tokenizer has one end of sequence,
     ``generation_config.json`` a list (Llama 3 ends turns by ``<|eot_id|>``, Gemma by ``<end_of_turn>``), and
-    a base model's files do not know the token by which a chat template ends turns.
+    a base model's files do not name the token by which a chat template ends turns.
 
     Args:
         tokenizer: of the model; its end of sequence comes first.
-        model_name: Hugging Face id or directory of the model; None where only the tokenizer is known.
+        model_name: Hugging Face id or directory of the model; None if only the tokenizer is known.
     """
     found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}
     for name in _FILES if model_name else ():
@@ -47,11 +47,10 @@ def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | N
 
 
 def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> Any:
-    """Return the generation configuration that an exported model is to have; None for a model that needs
-    none.
+    """Return the generation configuration for an exported model; None for a model that needs none.
 
-    It is the model's own. Where its chat template ends turns by a token that no file names, as of a base
-    model that was trained on conversations, that token is added: what serves the model would not stop there.
+    It is the model's own. If its chat template ends turns by a token that no file names, as for a base model
+    trained on conversations, that token is added: a server of the model would otherwise not stop there.
 
     Args:
         tokenizer: of the model.
@@ -80,7 +79,7 @@ def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _content(model_name: str, file: str) -> Mapping[str, Any]:
-    """Return what a JSON file of a model holds; nothing where it is not there or cannot be read."""
+    """Return the contents of a JSON file of a model; empty if it does not exist or cannot be read."""
     directory = Path(model_name).expanduser()
     try:
         path = directory / file if directory.is_dir() else _cached(model_name, file)
@@ -92,8 +91,8 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
 
 
 def _cached(model_name: str, file: str) -> str | None:
-    """Return where a file of a model of the hub is on this disk, fetched where it can be; None for a model
-    without one."""
+    """Return the path of a hub model's file on this disk, fetched if possible; None for a model without that
+    file."""
     from transformers.utils import cached_file
 
     # A private option of transformers: without it a file that a model does not have is an error.

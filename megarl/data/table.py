@@ -1,5 +1,5 @@
-"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the next
-start."""
+"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the
+next start."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ABANDONED_S = 86400.0
 
 
 class StoredValues:
-    """The numbers in a file, each read when it is asked for.
+    """The numbers in a file, each read when it is requested.
 
-    The file is not mapped into memory: one that somebody cuts off would end the process at the next look,
-    without a word.
+    The file is not mapped into memory: if another process truncated it, the next access would kill this
+    process without a message.
 
     Args:
         path: of the file.
@@ -58,8 +58,8 @@ class StoredValues:
         return self._count
 
     def require(self, owner: int, digest: str) -> None:
-        """Raise ValueError where another user has written the file, or may, or where it has other bytes than
-        were written."""
+        """Raise ValueError if another user has written the file, or may, or if its bytes differ from those
+        that were written."""
         _require_owner(self._path, os.fstat(self._descriptor), owner)
         with os.fdopen(os.dup(self._descriptor), "rb") as stream:
             stream.seek(0)
@@ -67,10 +67,10 @@ class StoredValues:
                 raise ValueError(f"{self._path.name} has other bytes than were written")
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """The numbers at places that follow one another.
+        """Return the numbers at consecutive positions.
 
         Raises:
-            DataError: the file has become shorter, or cannot be read any more.
+            DataError: the file has become shorter, or can no longer be read.
         """
         start, stop, step = places.indices(self._count)
         assert step == 1
@@ -98,7 +98,7 @@ _FIX = "Fix: start the run again, which makes these tokens anew; see who writes 
 
 
 def _read_all(descriptor: int, count: int, place: int) -> bytes:
-    """Bytes of a file, fewer only where it ends; the kernel gives at most 2 GiB at once."""
+    """Return bytes of a file, fewer only at its end; the kernel returns at most 2 GiB at once."""
     parts, missing = list[bytes](), count
     while missing and (part := os.pread(descriptor, missing, place + count - missing)):
         parts.append(part)
@@ -111,7 +111,7 @@ class Column:
     """One field of all rows.
 
     Attributes:
-        values: of all rows one after another, 1-dimensional.
+        values: of all rows, concatenated, 1-dimensional.
         starts: [rows + 1] int64; row r is ``values[starts[r]:starts[r + 1]]``.
     """
 
@@ -124,18 +124,18 @@ class Column:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[rows] int64."""
+        """Length of each row, [rows] int64."""
         return np.diff(self.starts[:])
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Table:
-    """Rows that have been written. One that is stored in a directory is not removed by ``bound_tables`` as
-    long as there is this object.
+    """Rows that have been written. While this object exists, ``bound_tables`` does not remove a table stored
+    in a directory.
 
     Attributes:
         columns: by name; all have as many rows.
-        meta: further facts about them, of the types of JSON.
+        meta: further facts about them, as JSON types.
         directory: where they are stored; None for memory.
     """
 
@@ -152,9 +152,9 @@ class TableWriter:
 
     Args:
         dtypes: numpy's name of the type of each column.
-        directory: where the table is stored once it is too large for memory; until ``finish``, in one
-            beside it that is not taken for a table. None keeps everything in memory.
-        most_in_memory: bytes of values that are collected before they go to files.
+        directory: where the table is stored once it is too large for memory; until ``finish``, in a directory
+            next to it that no reader takes for a table. None keeps everything in memory.
+        most_in_memory: bytes of values that are collected before they are written to files.
     """
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None, most_in_memory: int) -> None:
@@ -166,7 +166,7 @@ class TableWriter:
         self._files: dict[str, BinaryIO] = {}
 
     def append(self, rows: Mapping[str, Sequence[Sequence[int] | bytes]]) -> None:
-        """Add as many rows to every column.
+        """Append the same number of rows to every column.
 
         Raises:
             OSError: they cannot be written.
@@ -181,7 +181,7 @@ class TableWriter:
             self._flush()
 
     def finish(self, meta: Mapping[str, Any]) -> Table:
-        """The table of all rows so far.
+        """Return the table of all rows so far.
 
         Raises:
             OSError: it cannot be written.
@@ -226,7 +226,7 @@ class TableWriter:
         return table
 
     def discard(self) -> None:
-        """Remove what was written and is not a finished table."""
+        """Remove the files of an unfinished table."""
         for file in self._files.values():
             file.close()
         if self._partial is not None:
@@ -251,8 +251,8 @@ class TableWriter:
 
 
 def read_table(directory: Path, owner: int | None = None) -> Table | None:
-    """A table that was written there, its values left on the disk; None where there is none, or one that
-    cannot be trusted: its files have other bytes than were written, or another user wrote them, or may.
+    """Return a stored table, with its values left on disk; None if there is none, or if it cannot be trusted
+    because its bytes differ from those that were written, or another user wrote its files, or may.
 
     Args:
         directory: of the table.
@@ -293,10 +293,10 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
 
 
 def _use(descriptor: int) -> None:
-    """Keep a table from being removed while its open file is, and note when that was.
+    """Keep a table from being removed while its file is open, and record the time of use.
 
     Raises:
-        BlockingIOError: it is just being removed.
+        BlockingIOError: it is being removed.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -311,11 +311,10 @@ def _use(descriptor: int) -> None:
 
 
 def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
-    """Remove tables in a directory, those first whose last use is the longest ago, until what is left takes
-    at most so many bytes.
+    """Remove the least recently used tables in a directory until the rest takes at most that many bytes.
 
-    One that some process uses stays, whatever it takes. What a killed run has left half written goes a day
-    later. Nothing else in the directory is touched.
+    A table in use stays, whatever its size. Unfinished tables of a killed run are removed a day later.
+    Nothing else in the directory is touched.
 
     Returns:
         The directories that were removed.
@@ -365,8 +364,7 @@ def _last_use_and_bytes(table: Path) -> tuple[float, int]:
 
 
 def _remove_unused(table: Path) -> bool:
-    """Return True if a table was removed; one in use is kept, and so is one whose use cannot be
-    determined."""
+    """Remove a table unless it is in use, or its use cannot be determined; return whether it was removed."""
     hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
     try:
         # NFS makes of this lock one of a range of bytes, which nobody has who may not write
@@ -401,7 +399,7 @@ def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:
 
 
 def _add_up(lengths: Path, starts: Path) -> None:
-    """Make the starts of rows from their lengths, block by block."""
+    """Compute the starts of rows from their lengths, block by block."""
     total = 0
     with lengths.open("rb") as source, starts.open("wb") as target:
         target.write(np.zeros(1, np.int64).tobytes())

@@ -1,4 +1,4 @@
-"""The tokenizer: how a record becomes token ids."""
+"""The tokenizer, and the encoding of records as token ids."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ Prompt = str | Sequence[ChatMessage]
 """Plain text, or chat messages."""
 
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
-"""Characters of the beginning by which a text is found to be too long."""
+"""Length of the beginning, in characters, from which a text is found to be too long."""
 
 # With what a tokenizer may drop or join: two spaces, a line, a tab.
 _ALL_KEPT = "a  b\n\tc"
 
 
 def long_text(limit: int) -> int:
-    """Characters above which the beginning of a text is looked at before the whole, where it may have
-    ``limit`` tokens."""
+    """Return the number of characters above which the beginning of a text is tokenized before the whole text,
+    with a limit of ``limit`` tokens."""
     return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
 def get_tokenizer(
     tokenizer_config: TokenizerConfig, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a padding token and a chat template.
+    """Return the tokenizer of a model, with a padding token and a chat template.
 
     Args:
         tokenizer_config: ``name`` (model name or directory) and, optionally, ``chat_template``: None joins
-            the messages and adds nothing, ``"default"`` (or leaving the key out) takes the tokenizer's own,
-            any other string is a Jinja template. A tokenizer that has no template of its own joins the
-            messages.
+            the messages and adds nothing, ``"default"`` (or an absent key) takes the tokenizer's own, any
+            other string is a Jinja template. A tokenizer without a template of its own joins the messages.
         trust_remote_code: run tokenizer code that comes with the model.
 
     Raises:
         ModelError: there is no tokenizer under that name, it has no end-of-sequence token, or the chat
-            template is none.
+            template is not one.
     """
     from transformers import AutoTokenizer
 
@@ -107,9 +106,10 @@ def _refuse_plain_text(template: str) -> None:
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer that keeps the spaces and lines of a text, if ``tokenizer.json`` does.
 
-    transformers 5 builds the class that ``tokenizer_config.json`` names around the vocabulary alone. Many of
-    DeepSeek's models name Llama's class, which looks for SentencePiece's mark of a space in a byte-level
-    vocabulary, finds none, and silently drops every space."""
+    transformers 5 builds the class named in ``tokenizer_config.json`` around the vocabulary alone. Many of
+    DeepSeek's models name Llama's class, which searches for SentencePiece's mark of a space in a byte-level
+    vocabulary, finds none, and silently drops every space.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not tokenizer.is_fast or _keeps_all(tokenizer):
@@ -136,11 +136,11 @@ def _keeps_all(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _refuse_special_files(name: str) -> None:
-    """Refuse a directory with a named pipe or the like in place of a file, which transformers would wait for
+    """Refuse a directory with a named pipe or similar instead of a file, which transformers would wait for
     without end.
 
     Raises:
-        ModelError: says which.
+        ModelError: names it.
     """
     directory = Path(name).expanduser()
     found = first_special(directory) if directory.is_dir() else None
@@ -152,7 +152,7 @@ def _refuse_special_files(name: str) -> None:
 
 
 class PromptEncoder:
-    """Turns a record into token ids: prompt template, system prompt, chat template, tokenizer."""
+    """Encodes a record as token ids: prompt template, system prompt, chat template, tokenizer."""
 
     def __init__(
         self,
@@ -166,14 +166,13 @@ class PromptEncoder:
     ) -> None:
         """Args:
             tokenizer: from ``get_tokenizer``.
-            prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are left as they
-                are.
-            system_prompt: put first as a system message, but not before a conversation that has one.
+            prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are not changed.
+            system_prompt: put first as a system message, except before a conversation that has one.
             template_kwargs: values that the chat template reads.
             stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of
                 sequence is always one.
-            date: what the clock of a chat template shows; None for the time of the call.
-            tools: that the chat template receives for a record without tools of its own.
+            date: date of a chat template's clock; None for the time of the call.
+            tools: given to the chat template for a record without tools of its own.
 
         Raises:
             DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.
@@ -197,8 +196,8 @@ class PromptEncoder:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything that the tokens depend on besides the records and the tokenizer's vocabulary; of the
-        types of JSON."""
+        """Everything that the tokens depend on besides the records and the tokenizer's vocabulary, as JSON
+        types."""
         stops = sorted(self._conversations.stop_tokens)
         tools = [list(self._tools)] if self._tools else []
         return [
@@ -211,10 +210,11 @@ class PromptEncoder:
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt up to where the answer starts.
+        """Return the token ids of a prompt up to where the answer starts.
 
         A chat template writes special tokens itself. A template that only joins messages does not, so the
-        tokenizer adds the begin-of-sequence token that it puts in front of a text."""
+        tokenizer adds the begin-of-sequence token that it puts before a text.
+        """
         return self.encode_records(
             [Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")]
         )[0]
@@ -228,14 +228,16 @@ class PromptEncoder:
         return self.encode_texts([self.text(record) for record in records])
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode the texts that ``text`` made of many records."""
+        """Encode the texts that ``text`` returned for many records."""
         return [self._leading_tokens + row for row in _tokens(self._tokenizer, texts)]
 
     def beginning(self, text: str, limit: int) -> str:
-        """A text, or of one that certainly has more than ``limit`` tokens only a beginning that has more.
+        """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has
+        more.
 
-        A tokenizer takes hundreds of bytes for each character. The beginning has twice as many tokens as the
-        limit, so that it does not matter what its end would be merged with."""
+        A tokenizer takes hundreds of bytes per character. The beginning has twice as many tokens as the
+        limit, so that a merge across its end does not matter.
+        """
         size = long_text(limit)
         while size < len(text):
             if len(_tokens(self._tokenizer, [text[:size]])[0]) > 2 * limit + _FEW_TOKENS:
@@ -244,18 +246,19 @@ class PromptEncoder:
         return text
 
     def as_conversation(self, record: Record) -> Record:
-        """Return a record whose answer is to be learned with the answer as the assistant's turn, where the
-        chat template writes those.
+        """Return a record whose answer is to be learned, with the answer as the assistant's turn if the chat
+        template writes such turns.
 
-        A text answers as the same row given as messages. A template of prompts alone, and one that joins the
-        messages, leaves the answer a text that follows the prompt."""
+        So an answer given as text is encoded like the same answer given as messages. With a template for
+        prompts only, or one that joins the messages, the answer stays a text that follows the prompt.
+        """
         if record.last is not None or not self._answers_are_turns:
             return record
         last = {"role": "assistant", "content": record.answer}
         return replace(record, prompt=tuple(self._asked(record)), last=last)
 
     def whole_text(self, record: Record) -> str:
-        """Return what the chat template makes of a whole conversation.
+        """Return the chat template's text of a whole conversation.
 
         Raises:
             DataError: it cannot be applied; names the record.
@@ -270,8 +273,8 @@ class PromptEncoder:
             record: with ``last``.
 
         Raises:
-            RecordError: the template cannot be applied, or where the turns lie cannot be told; names the
-                record.
+            RecordError: the template cannot be applied, or the positions of the turns are ambiguous; names
+                the record.
         """
         return self._conversations.encode(self._all_messages(record), record.tools, record.origin)
 
@@ -280,8 +283,8 @@ class PromptEncoder:
         return self._messages(record, (*record.prompt, record.last))
 
     def unwritten_role(self, record: Record, text: str) -> str | None:
-        """The role of a turn of the prompt, the system's or the user's, that is not in its ``text``; None
-        where all are there."""
+        """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
+        ``text``; None if all are there."""
         messages = self._prompt_messages(record)
         # calls and answers of tools may be written in another form, and reasoning be left out
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
@@ -317,15 +320,17 @@ class PromptEncoder:
 
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:
-    """Token ids of answers, each with the end-of-sequence token at its end."""
+    """Return the token ids of answers, each followed by the end-of-sequence token."""
     return [[*row, tokenizer.eos_token_id] for row in _tokens(tokenizer, answers)]
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Return what gives the token ids of one text, as the tokenizer does without special tokens of its own.
+    """Return a function that gives the token ids of one text, without the special tokens that the tokenizer
+    adds.
 
-    transformers takes longer for one short text than the tokenizers library, which is asked itself where
-    nothing stands between them."""
+    For one short text transformers takes longer than the tokenizers library, which is called directly if it
+    gives the same result.
+    """
     from transformers import PreTrainedTokenizerFast
 
     kind: Any = type(tokenizer)
@@ -355,7 +360,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
 
 
 def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The begin-of-sequence token, where the tokenizer puts it in front of every text."""
+    """Return the begin-of-sequence token if the tokenizer puts it before every text, else nothing."""
     bos = tokenizer.bos_token_id
     starts_with_it = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
     return [bos] if starts_with_it and bos != tokenizer.eos_token_id else []

@@ -1,4 +1,5 @@
-"""Columns that prompts and answers make no sense without, and that are not read: choices, pictures, labels,
+"""Columns that are not read although prompts and answers make no sense without them: choices, pictures,
+labels,
 values of templates."""
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _PLACE_OF_MEDIA = re.compile(r"<(?:image|video|audio)(?:[ _]?\d+)?>")
 
 
 def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: bool) -> str | None:
-    """Return what a record has in columns that the keys found in it do not read, and what to do; None for
-    nothing that matters.
+    """Return which columns of a record the inferred keys do not read, and what to do; None if that does not
+    matter.
 
-    Only keys that were found, not named: naming them says that the rest is not meant.
+    This applies only to inferred keys: a user who names keys has decided against the other columns.
 
     Args:
         row: the first record of a source.
@@ -58,7 +59,7 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
 
 
 def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> None:
-    """Refuse a record whose text has the place of a picture or a sound that a column holds.
+    """Refuse a record whose text has a placeholder for a picture or a sound that a column holds.
 
     Raises:
         RecordError: it has.
@@ -77,7 +78,7 @@ def _media_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _of_json(value: Any) -> Any:
-    """Return what a text holds as JSON; any other value as it is."""
+    """Return the value of a text that is JSON; any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -85,7 +86,7 @@ def _of_json(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, at any depth; letters that name choices (``label``, ``key``) are none."""
+    """Yield the texts in a value, at any depth, except letters that name choices (``label``, ``key``)."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

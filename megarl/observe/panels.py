@@ -247,7 +247,8 @@ PANELS = (
 
 @plain_text()
 def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
-    """Return, by title, the SVG of every panel that has something to show, and of the time by phase.
+    """Return the pictures of a report by title, as SVG: every panel that has something to show, the time by
+    phase and, for a single asynchronous run, the timeline of trainer and engines.
 
     Args:
         runs: one run, or several that are overlaid.

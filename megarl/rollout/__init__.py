@@ -1,2 +1,2 @@
-"""Rollouts: responses to prompts, what an environment says of them, and the samples that an algorithm trains
+"""Rollouts: responses to prompts, their scores from an environment, and the samples that an algorithm trains
 on."""

@@ -1,7 +1,7 @@
-"""Final answers that are found in a response and compared as text or as a decimal number: GSM8K, multiple
-choice, DAPO's rule, and a form.
+"""Final answers that are extracted from a response and compared as text or as a decimal number: GSM8K,
+multiple choice, DAPO's rule; also a check of a response's format.
 
-Values of mathematical expressions: ``megarl.rollout.mathematics``.
+``megarl.rollout.mathematics`` compares the values of mathematical expressions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SECOND_LETTER = re.compile(
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
 
 LONGEST_ENDING = 300
-"""Characters at the end of a response in which DAPO's rule looks for ``Answer:``."""
+"""Number of characters at the end of a response in which DAPO's rule searches for ``Answer:``."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _ARTICLES_AND_SPACES = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""))
@@ -76,22 +76,21 @@ _UNWRAPPED = tuple(
 
 
 def gsm8k(response: str, answer: str, method: str = "strict") -> float:
-    """1.0 when the response ends in the number of the reference, as a decimal number; commas and a dollar
-    sign do not count.
+    """Return 1.0 if the response's final number equals the reference's as a decimal number, else 0.0. Commas
+    and dollar signs are ignored.
 
     Args:
-        response: with ``#### 72``, of which the last counts. A number that goes on (``#### 3/4``) or has an
-            alternative (``#### 72 or 71``) is none.
-        answer: a whole solution with ``####``, as the data set has it, or a number.
-        method: ``flexible`` takes the last number of the response, wherever it stands.
+        response: text with ``#### 72``; the last one counts. A number that continues (``#### 3/4``) or has an
+            alternative (``#### 72 or 71``) is not a valid number.
+        answer: a whole solution with ``####``, as in the data set, or a number.
+        method: ``strict``, or ``flexible`` for the last number anywhere in the response.
     """
     found = _last_number(response, method)
     return float(found is not None and found == _reference_number(answer))
 
 
 def gsm8k_answer(response: str, method: str = "strict") -> str | None:
-    """The number that ``gsm8k`` compares, written one way whatever way the response writes it; None where
-    there is none."""
+    """Return the number that ``gsm8k`` compares, in a normalised notation; None if there is none."""
     found = _last_number(response, method)
     if found is None:
         return None
@@ -112,8 +111,8 @@ def _last_number(response: str, method: str) -> Decimal | None:
 
 
 def _marked_numbers(response: str) -> list[str | None]:
-    """Return what follows each ``####``; None for what begins like a number and is none, or names a second
-    number."""
+    """Return the number after each ``####``, or None if it is not a valid number or an alternative follows
+    it."""
     numbers: list[str | None] = []
     for found in _MARKED_NUMBER.finditer(response):
         # The pattern of a number also matches a comma after the number, so strip it.
@@ -124,7 +123,7 @@ def _marked_numbers(response: str) -> list[str | None]:
 
 
 def fault_of_gsm8k(answer: str) -> str | None:
-    """Why nothing can be compared with a reference of GSM8K; None where it can."""
+    """Return why nothing can be compared with a GSM8K reference, or None if the reference is usable."""
     return (
         None
         if _reference_number(answer) is not None
@@ -142,14 +141,14 @@ def _number(text: str) -> Decimal:
 
 
 def multichoice(response: str, answer: str) -> float:
-    """1.0 when the response chooses the letter of the reference.
+    r"""Return 1.0 if the response chooses the reference's letter, else 0.0.
 
-    The last of ``\\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option B`` counts, or
-    a response that is a letter and nothing else. The first word of a sentence (``Answer: A good one``) is no
-    choice, nor are several letters (``B and C``, ``B / C``, ``\\boxed{B} or \\boxed{C}``).
+    The choice is the last of ``\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option
+    B``, or a response that is just a letter. The first word of a sentence (``Answer: A good one``) is not a
+    choice, nor are several letters (``B and C``, ``B / C``, ``\boxed{B} or \boxed{C}``).
 
     Args:
-        response: the model's.
+        response: the model's response.
         answer: a capital letter, alone or in brackets.
     """
     chosen = chosen_letter(response)
@@ -157,7 +156,7 @@ def multichoice(response: str, answer: str) -> float:
 
 
 def chosen_letter(response: str) -> str | None:
-    """The letter that ``multichoice`` takes a response to choose; None where it chooses none."""
+    """Return the letter that ``multichoice`` considers chosen by a response, or None if there is none."""
     alone = _ONLY_A_LETTER.fullmatch(response)
     if alone is not None:
         return alone[1]
@@ -172,7 +171,7 @@ def chosen_letter(response: str) -> str | None:
 
 
 def fault_of_choice(answer: str) -> str | None:
-    """Why no choice can be compared with a reference; None where it can."""
+    """Return why no choice can be compared with a reference, or None if the reference is usable."""
     return None if _reference_letter(answer) else "it is no single capital letter"
 
 
@@ -182,24 +181,26 @@ def _reference_letter(answer: str) -> str | None:
 
 
 def dapo_match(response: str, answer: str) -> float:
-    """1.0 when the response's final answer is the reference as a text, both simplified; the rule that DAPO's
-    authors score by.
+    """Return 1.0 if the response's final answer and the reference are equal as simplified text, else 0.0.
+    This is the rule of DAPO's authors.
 
-    The final answer is what follows the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to the
-    end of its line. A box alone is none, and 1/2 is not 0.5 to this rule.
+    The final answer is the text after the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to
+    the end of its line. A box alone does not count, and 1/2 does not equal 0.5.
     """
     stated = dapo_answer(response)
     return float(stated is not None and stated == simplified(answer))
 
 
 def dapo_answer(response: str) -> str | None:
-    """The final answer that ``dapo_match`` compares, simplified; None where none is stated."""
+    """Return the simplified final answer that ``dapo_match`` compares, or None if the response states
+    none."""
     stated = _ANSWER.findall(response[-LONGEST_ENDING:])
     return simplified(stated[-1]) if stated else None
 
 
 def fault_of_text(answer: str) -> str | None:
-    """Why no text can be compared with a reference by DAPO's rule; None where it can."""
+    """Return why no text can be compared with a reference by DAPO's rule, or None if the reference is
+    usable."""
     return (
         None
         if simplified(answer)
@@ -208,11 +209,11 @@ def fault_of_text(answer: str) -> str | None:
 
 
 def simplified(text: str) -> str:
-    """Return a final answer without what DAPO's rule takes for spelling: what is before ``=``, articles,
-    spaces, units, dollars, boxes.
+    """Return a final answer without everything that DAPO's rule considers mere notation: text before ``=``,
+    articles, spaces, units, dollar signs, boxes.
 
-    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) that rule would keep one; here all are kept, so
-    that it equals none of them.
+    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) DAPO's rule would keep one. This function keeps
+    all, so that the result equals none of them.
     """
     names_several = _NAMES_SEVERAL.search(text) is not None
     if not names_several:
@@ -236,11 +237,12 @@ def simplified(text: str) -> str:
 
 
 def thinks_first(response: str, prompt: str = "") -> float:
-    """Return 1.0 for one ``<think>...</think>`` that begins the response, with an answer after it, else 0.0.
+    """Return 1.0 if the response begins with its only ``<think>...</think>`` and an answer follows it, else
+    0.0.
 
     Args:
-        response: of a model.
-        prompt: its text; one that ends in ``<think>`` has opened the thinking of the response.
+        response: the model's response.
+        prompt: text of the prompt; if it ends in ``<think>``, the response's thinking is already open.
     """
     if prompt.rstrip().endswith("<think>"):
         response = f"<think>{response}"

@@ -1,5 +1,5 @@
-"""The collector: prompts to samples, by whatever generates and through an environment. Synchronous: the
-newest weights, all at once."""
+"""The collector: turns prompts into samples, by means of a generator and an environment. It is synchronous:
+all prompts are sampled together, with the newest weights."""
 
 from __future__ import annotations
 
@@ -42,40 +42,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREV_LOGPROBS = "prev_logprobs"
-"""Column of a batch: log-probabilities of the policy before the update."""
+"""Column of a batch with the log-probabilities of the policy before the update."""
 
 
 class RefittedEngine(Protocol):
-    """Engines beside the policy, and how they come by its weights."""
+    """Rollout engines that are separate from the policy, and the operations that keep their weights
+    in sync."""
 
     @property
     def generation(self) -> GenerationInterface:
-        """The engines."""
+        """The generation interface of the engines."""
         ...
 
     def bring_up_to_date(self) -> None:
-        """Give the engines the policy's weights, where they have others."""
+        """Sync the policy's weights to the engines, if the engines have other weights."""
         ...
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of lost ones, after ``error``; raises where none is lost or that is done
-        no more."""
+        """Start new engines in place of lost ones, after ``error``. Raise if no engine is lost, or no more
+        engines are replaced."""
         ...
 
 
 class Scorer(Protocol):
-    """The policy's own pass over responses, part by part; see ``megarl.algorithms.scored_ahead``."""
+    """Computation of the policy's own log-probabilities of responses, part by part; see
+    ``megarl.algorithms.scored_ahead``."""
 
     def begin(self, segments: Sequence[Segment], generations: int) -> None:
-        """Begin with a batch, whose segments fill as they are sampled."""
+        """Begin a batch. Its segments are filled as they are sampled."""
         ...
 
     def sampled(self, numbers: Iterable[int]) -> None:
-        """Take note of responses that are complete."""
+        """Record which responses are complete."""
         ...
 
     def wait(self) -> None:
-        """Wait until nothing is asked of the policy."""
+        """Wait until the policy has no pending work."""
         ...
 
     def take(self, width: int) -> Tensor:
@@ -88,23 +90,24 @@ class Rollouts:
     """Samples of a batch of prompts.
 
     Attributes:
-        samples: B rows, the responses to one prompt next to each other, see ``batch_of``; with ``truncated``
-            [B] bool (a length limit ended the conversation), ``response_text`` (B texts, what rewards read of
-            the last response), ``reward`` [B] float32, ``masked`` [B] bool (by the environment:
-            ``sample_mask`` 0 too) and ``weight_version`` [B] int64 (steps of training behind the weights that
-            sampled the row). Where the environment says so, ``accuracy`` [B] float32 and, for each part of
-            its rewards, ``reward/NAME`` [B] float32; NaN where there is none. Of conversations of several
-            turns, ``turns`` [B] int64, ``ended`` (``StopReason``, B), ``turn_rewards`` (B lists, a reward a
-            turn) and ``token_rewards`` [B, S] float32 (these at the last token of each response); where the
-            chat template writes earlier responses otherwise, ``segments`` [B] int64. The tokens of a row are
-            then those of the last segment of its response, and ``generation_lengths`` counts those of all.
-            With a ``Scorer``, ``prev_logprobs`` [B, S] float32.
-        records: B records, one a row.
-        metrics: figures of the environment.
-        earlier: columns of ``batch_of`` and ``token_rewards`` of all segments but the last of each response,
-            and ``response`` [E] int64, ascending: the row of ``samples`` that each belongs to; with
-            ``opening`` [E] int64, which ``samples`` then has too: tokens at the end of a segment's prompt
-            that are the observation it begins with. None where every response is one segment.
+        samples: B rows, the responses to one prompt next to each other. They have the columns of
+            ``batch_of``, and ``truncated`` [B] bool (a length limit ended the conversation),
+            ``response_text`` (B texts, what rewards read of the last response), ``reward`` [B] float32,
+            ``masked`` [B] bool (masked by the environment, so that ``sample_mask`` is 0 too) and
+            ``weight_version`` [B] int64 (training steps of the weights that sampled the row). If the
+            environment provides them, there are also ``accuracy`` [B] float32 and, for each part of its
+            rewards, ``reward/NAME`` [B] float32; missing values are NaN. Conversations of several turns also
+            have ``turns`` [B] int64, ``ended`` (``StopReason``, B), ``turn_rewards`` (B lists, one reward per
+            turn) and ``token_rewards`` [B, S] float32 (the same rewards at the last token of each response).
+            If the chat template rewrites earlier responses, there is ``segments`` [B] int64; the tokens of a
+            row are then those of the last segment of its response, and ``generation_lengths`` counts the
+            tokens of all its segments. With a ``Scorer`` there is ``prev_logprobs`` [B, S] float32.
+        records: B records, one per row.
+        metrics: metrics of the environment.
+        earlier: columns of ``batch_of`` and ``token_rewards`` for all segments except the last one of each
+            response; and ``response`` [E] int64, ascending, the row of ``samples`` that each segment belongs
+            to; and ``opening`` [E] int64, which ``samples`` then has too, the number of tokens at the end of
+            a segment's prompt that are the observation it begins with. None if every response is one segment.
     """
 
     samples: BatchedDataDict[Any]
@@ -115,22 +118,23 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Collects samples.
+    """Synchronous collector of samples.
 
     Attributes:
-        policy: generates where there are no engines.
+        policy: generates if there are no engines.
         tokenizer: decodes responses.
-        environment: rewards them.
-        timer: of the phases ``refit``, ``generation``, ``reward`` and, where engines were lost,
+        environment: computes rewards.
+        timer: timer of the phases ``refit``, ``generation``, ``reward`` and, if engines were lost,
             ``engine_restart``.
         stop_token_ids: tokens that end a response; None for the end-of-sequence token.
-        engine: engines beside the policy; None where the policy itself generates.
-        limits: of each conversation.
-        encoder: of observations; None where conversations have one turn.
-        shared: engines that several collectors ask at once, and who sees to their weights; None where this
-            one does.
-        judging: as of ``EpisodeRunner``.
-        scorer: scores responses of one turn while others are sampled; None where that comes later.
+        engine: engines separate from the policy; None if the policy itself generates.
+        limits: limits of each conversation.
+        encoder: encoder of observations; None if conversations have one turn.
+        shared: engines that several collectors use at once, with weights that their owner syncs; None if this
+            collector uses ``policy`` or ``engine`` and syncs the weights itself.
+        judging: as for ``EpisodeRunner``.
+        scorer: computes log-probabilities of responses of one turn while others are sampled; None if they are
+            computed later.
     """
 
     policy: GenerationInterface
@@ -156,12 +160,12 @@ class Collector:
         timer: PhaseTimer,
         engine: RefittedEngine | None = None,
     ) -> Collector:
-        """The collector of a run.
+        """Build the collector of a run.
 
         Args:
-            config: of the run, complete.
-            section: of its algorithm, which bounds conversations.
-            policy, tokenizer, environment, timer, engine: as attributes.
+            config: the complete configuration of the run.
+            section: section of its algorithm, which limits conversations.
+            policy, tokenizer, environment, timer, engine: as the attributes.
         """
         stops = generation_of(config["policy"])["stop_token_ids"]
         limits = _limits(config["policy"], section)
@@ -183,20 +187,20 @@ class Collector:
         greedy: bool = False,
         sampling: Sampling | None = None,
     ) -> Rollouts:
-        """Sample responses to the prompts of some records and have them rewarded.
+        """Sample responses to the prompts of some records, and have the environment reward the responses.
 
         Args:
             records: P records.
-            generations: G, responses a prompt.
-            seeds: P * G seeds, see ``sampling_seeds``; None where the engine may sample as it likes.
-            weight_version: finished steps of training; None where nobody trains on the samples: they do not
-                have that column.
-            greedy: take the likeliest token always.
-            sampling: in place of the configured temperature, top-p and top-k; None for those.
+            generations: G, responses per prompt.
+            seeds: P * G seeds, see ``sampling_seeds``; None if the engine may choose its own.
+            weight_version: finished training steps; None if nobody trains on the samples, which then lack
+                that column.
+            greedy: always take the most likely token.
+            sampling: overrides the configured temperature, top-p and top-k; None keeps them.
 
         Raises:
-            BatchError: what came back does not fit the prompts, or the environment's answer does not fit the
-                responses.
+            BatchError: the generated responses do not fit the prompts, or the environment's results do not
+                fit the responses.
         """
         if not records:
             raise BatchError("there are no records to collect samples for. Fix: give at least one")
@@ -260,7 +264,8 @@ class Collector:
     def _earlier(
         self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]
     ) -> BatchedDataDict[Any] | None:
-        """All segments but the last of each episode, see ``Rollouts``; samples then count them all."""
+        """Return all segments except the last one of each episode, see ``Rollouts``; None if there are none.
+        Update the columns of ``samples`` that count all segments of a response."""
         found = [(row, segment) for row, episode in enumerate(episodes) for segment in episode.segments[:-1]]
         if not found:
             return None
@@ -285,11 +290,11 @@ def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
 def observation_encoder(
     policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
 ) -> ObservationEncoder:
-    """Make the encoder of observations of a run.
+    """Build the encoder of observations of a run.
 
     Args:
-        policy: its section, complete.
-        tokenizer: of the policy.
+        policy: the complete section of the policy.
+        tokenizer: tokenizer of the policy.
         stops: tokens that end a response.
     """
     section = policy["tokenizer"]
@@ -302,7 +307,7 @@ def observation_encoder(
 
 @dataclass(slots=True)
 class _Engines:
-    """The engines of a collector; see ``megarl.rollout.episodes.Engines``."""
+    """The engines of a collector, as ``megarl.rollout.episodes.Engines``."""
 
     collector: Collector
     prompts: Sequence[int]
@@ -368,7 +373,7 @@ class _Engines:
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return a column for each thing that the environment and the ends of episodes say."""
+    """Return the columns with the environment's results and with how episodes ended."""
     return {
         "truncated": torch.tensor(
             [episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool
@@ -381,7 +386,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Count the episodes that ended for each reason, and the tokens that they observed."""
+    """Count the episodes by the reason of their end, and the observed tokens of all."""
     counts = Counter(episode.reason for episode in episodes)
     observed = sum(
         each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments
@@ -393,10 +398,10 @@ def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of a step or a validation, and those of the environment for its batches, summed.
+    """Add the environment's metrics, summed over batches, to those of a step or a validation.
 
     Raises:
-        BatchError: the environment has a metric under a name of the run's own.
+        BatchError: the environment has a metric with the name of one of the run's metrics.
     """
     total: dict[str, float] = {}
     for metrics in of_environment:
@@ -412,8 +417,8 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
 
 
 def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """``accuracy`` and ``reward/NAME``, [B] float32 each, as far as the environment gives them; NaN in other
-    rows."""
+    """Return the columns ``accuracy`` and ``reward/NAME``, [B] float32 each, that the environment provides.
+    Missing parts are NaN; a missing accuracy is the reward."""
     columns: dict[str, list[float]] = {}
     for place, episode in enumerate(episodes):
         if episode.last is None:
@@ -435,14 +440,14 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
 
 
 def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:
-    """[B] float32, how right each response is: as the environment says, else the reward; NaN where it is not
-    known."""
+    """Return the accuracy of each response, [B] float32: the environment's own, else the reward; NaN if it is
+    unknown."""
     return samples["accuracy"] if "accuracy" in samples else samples["reward"]
 
 
 def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
-    """The mean of each part of the rewards, ``reward/NAME``, over the samples of all batches that have it and
-    are not masked."""
+    """Return the mean of each part of the rewards, ``reward/NAME``, over the unmasked samples of all batches
+    that have that part."""
     found: dict[str, list[Tensor]] = {}
     for samples in batches:
         for name in samples:

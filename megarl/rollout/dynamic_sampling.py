@@ -1,11 +1,11 @@
-"""Dynamic sampling: prompts are sampled until a step has as many groups of answers with a signal as it trains
-on (DAPO, arXiv 2503.14476, equation 11).
+"""Dynamic sampling: sample prompts until a step has as many groups of responses with a signal as it trains on
+(DAPO, arXiv 2503.14476, equation 11).
 
-The groups of a step are the first ones with a signal in the order of the data, from where the step before
-ended. Prompts behind the last one of them were sampled in vain: they come again in the next step, then
-answered by its weights. So what a step trains on depends on its weights and the order of the data, not on how
-many prompts were asked for at once, and of a refill nothing has to be kept between steps: a checkpoint's
-place in the data is enough to go on exactly.
+The groups of a step are the first ones with a signal, in the order of the data, from where the previous step
+ended. Prompts after the last of them were sampled in vain: the next step samples them again, with its own
+weights. So the training data of a step depend on its weights and the order of the data, but not on how many
+prompts were requested at once. Nothing else needs to be stored between steps: the position in the data that a
+checkpoint holds is enough to continue exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Signal(Enum):
-    """Signal that the answers to a prompt give an algorithm. The value is what a message calls it."""
+    """Signal that the responses to a prompt give an algorithm. The value is its name in messages."""
 
     SOME = "with a signal"
     ALL_RIGHT = "all right"
@@ -41,14 +41,14 @@ class Signal(Enum):
 
 
 def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: int) -> list[Signal]:
-    """The signal of each group of answers.
+    """Return the signal of each group of responses.
 
     Args:
-        accuracies: [B] float, how right each answer is (1 right, 0 wrong): the metric itself, not a reward
-            that was shaped. The answers to one prompt are next to each other.
-        scored: [B] bool, whether that is known. Other answers tell nothing.
-        trained: [B] bool, whether the answer would be trained on.
-        generations: answers a prompt.
+        accuracies: [B] float, accuracy of each response (1 correct, 0 incorrect): the metric itself, not a
+            shaped reward. The responses to one prompt are next to each other.
+        scored: [B] bool, whether the accuracy is known. Other responses are ignored.
+        trained: [B] bool, whether the response would be trained on.
+        generations: responses per prompt.
     """
     groups = zip(
         *(
@@ -74,10 +74,11 @@ class Filled:
     """The prompts that filled a step.
 
     Attributes:
-        rollouts: the groups that are trained on, in the order of the data; with the environment's figures of
+        rollouts: the groups to train on, in the order of the data; their metrics are the environment's, over
             all that was sampled.
-        judged: columns [B] of all answers up to the last of these, those of dropped groups among them.
-        metrics: figures of the sampling.
+        judged: columns [B] of all responses up to the last of these groups, including those of dropped
+            groups.
+        metrics: metrics of the dynamic sampling.
     """
 
     rollouts: Rollouts
@@ -87,15 +88,15 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """Fills steps with groups that have a signal.
+    """Dynamic sampling, which fills steps with groups that have a signal.
 
     Attributes:
-        prompts: groups of a step.
-        generations: responses a prompt.
-        batch: prompts that are asked for at a time.
-        most_batches: maximum number of such batches.
-        without_truncated: answers that were cut off are not trained on.
-        pad_token_id: of token ids.
+        prompts: groups per step.
+        generations: responses per prompt.
+        batch: prompts that are sampled at a time.
+        most_batches: maximum number of such batches per step.
+        without_truncated: truncated responses are not trained on.
+        pad_token_id: padding of token ids.
     """
 
     prompts: int
@@ -106,13 +107,14 @@ class DynamicSampling:
     pad_token_id: int
 
     def fill(self, step: int, sampler: Sampler, collect: Callable[[list[int], int], Rollouts]) -> Filled:
-        """Sample until a step is full; the sampler then stands behind the last prompt that is trained on.
+        """Sample until a step is full. The sampler is then positioned after the last prompt that is trained
+        on.
 
         Args:
-            step: of the run, for messages.
+            step: step of the run, for messages.
             sampler: the order of the data.
-            collect: (indices of records, ordinal of the first of them: how many prompts came before it in the
-                run) to their answers.
+            collect: samples responses; takes the indices of records and the ordinal of the first of them (the
+                number of prompts before it in the run).
 
         Raises:
             RewardError: the step is not full after ``most_batches``.
@@ -181,14 +183,14 @@ def joined(
     *,
     only_numbers: bool = False,
 ) -> Rollouts:
-    """Join some groups of several batches to one, cut to its longest response, without metrics.
+    """Join groups of several batches to one batch, truncated to its longest response, without metrics.
 
     Args:
-        batches: those of each prompt next to each other.
-        groups: numbers of groups, ascending, counted through all batches.
-        generations: answers a prompt.
-        pad_token_id: what token ids are padded with.
-        only_numbers: columns [B] alone, and no records.
+        batches: batches with the responses to each prompt next to each other.
+        groups: numbers of the groups, ascending, counted across all batches.
+        generations: responses per prompt.
+        pad_token_id: padding of token ids.
+        only_numbers: keep only the columns [B], and no records.
     """
     rows = [group * generations + answer for group in groups for answer in range(generations)]
     first = 0
@@ -217,8 +219,8 @@ def joined(
 
 
 def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[BatchedDataDict[Any]]:
-    """Yield the earlier segments of some responses of a batch, which are counted from ``first`` on from now,
-    if there are any."""
+    """Yield the earlier segments of the given responses of a batch, if there are any. Their column
+    ``response`` is renumbered to count from ``first``."""
     if rollouts.earlier is None:
         return
     places = {row: first + place for place, row in enumerate(rows)}
@@ -231,7 +233,7 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
-    """Names of the columns of all batches, and one of each."""
+    """Return an example of each column that any batch has, by name."""
     # Reversed, so that the type of a column is that of the first batch that has it.
     columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
     return {
@@ -242,8 +244,8 @@ def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, 
 
 
 def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
-    """A column of a batch. The environment need not have given it for each: an accuracy is then the reward,
-    of a part there is none."""
+    """Return a column of a batch. If the environment has not provided the column for this batch, an accuracy
+    is the reward, and a part of the rewards is NaN."""
     samples = rollouts.samples
     if name in samples:
         return samples[name]
@@ -261,7 +263,7 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
 
 
 def _cut(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """Samples without the columns behind the longest of them."""
+    """Truncate the columns [B, S] of samples to the longest sample."""
     for name, values in samples.items():
         if isinstance(values, Tensor) and values.ndim == 2:
             lengths = samples["prompt_lengths" if name == "prompt_ids" else "input_lengths"]

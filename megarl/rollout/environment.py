@@ -1,9 +1,9 @@
-"""Environments: what a policy's responses meet. An environment gives rewards, ends conversations, or answers
-with an observation.
+"""Environments: what a policy's responses interact with. An environment gives rewards, ends conversations, or
+returns observations.
 
-An environment of a user's own is a class, named by ``env.environment: path/to/file.py:Name``, that is called
-with the ``env`` section: a ``MessageEnv`` (``megarl.rollout.message_env``), which is one conversation, or an
-``Environment``, which steps a batch of them.
+A user-defined environment is a class that is named by ``env.environment: path/to/file.py:Name`` and
+constructed with the ``env`` section: a ``MessageEnv`` (``megarl.rollout.message_env``), which is one
+conversation, or an ``Environment``, which steps a batch of them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class StopReason(enum.StrEnum):
-    """Why a conversation ended."""
+    """Reason why a conversation ended."""
 
     DONE = "done"
-    """The environment ended it."""
+    """The environment ended the conversation."""
     LENGTH = "length"
-    """A response met the length limit of a response, or of the model."""
+    """A response reached the length limit of a response, or of the model."""
     TOKENS = "tokens"
-    """The tokens of a conversation were used up, observations among them."""
+    """The conversation has used up its tokens, including observations."""
     TURNS = "turns"
-    """So many turns are all that a conversation may have."""
+    """The conversation has reached the maximum number of turns."""
     TOOLS = "tools"
-    """It called more tools than a conversation may."""
+    """The conversation made more tool calls than allowed."""
     ERROR = "error"
-    """A response made the environment fail, and that ends the conversation."""
+    """A response made the environment fail, and such failures end the conversation."""
     LATE = "late"
-    """The environment did not answer in time: the conversation is masked."""
+    """The environment timed out; the conversation is masked."""
     LOST = "lost"
-    """The environment failed by no fault of the response: the conversation is masked."""
+    """The environment failed through no fault of the response; the conversation is masked."""
 
 
 CUT = frozenset({StopReason.LENGTH, StopReason.TOKENS})
@@ -51,16 +51,18 @@ class Turn:
     """The latest turn of a batch of B conversations.
 
     Attributes:
-        records: B records of the data that the conversations began with.
-        responses: B texts of the policy, without special tokens; of Harmony's the final message.
+        records: B data records that the conversations began with.
+        responses: B texts of the policy, without special tokens; for Harmony the final message.
         response_ids: B rows of the token ids that the policy sampled.
-        metadata: what the environment returned for each conversation at the turn before; None at the first.
-        prompts: B texts of the prompts as the policy saw them, without special tokens; empty where nobody
+        metadata: what the environment returned for each conversation at the previous turn; None at the first.
+        prompts: B texts of the prompts as the policy saw them, without special tokens; empty if nobody
             decodes them.
-        full_responses: B texts of all that the policy sampled, with special tokens; empty likewise.
-        full_prompts: B texts of the prompts with special tokens; empty likewise.
-        turns: B, responses of each conversation so far, this one among them; empty where there is one.
-        truncated: B, whether a length limit ended the response; empty where nobody says so.
+        full_responses: B texts of all that the policy sampled, with special tokens; empty if nobody decodes
+            them.
+        full_prompts: B texts of the prompts with special tokens; empty if nobody decodes them.
+        turns: B, number of responses of each conversation so far, including this one; empty if there is one
+            turn.
+        truncated: B, whether a length limit ended the response; empty if unknown.
     """
 
     records: Sequence[Example]
@@ -76,23 +78,24 @@ class Turn:
 
 @dataclass(slots=True)
 class EnvironmentReturn:
-    """An environment's answer to a turn of B conversations.
+    """An environment's result for a turn of B conversations.
 
     Attributes:
-        rewards: B finite numbers; None for no reward, of a conversation that is masked.
+        rewards: B finite numbers; None for a masked conversation without a reward.
         terminated: B, whether the conversation ends.
-        masked: B, whether the conversation is left out of training, for example because its reward is not
-            known.
-        observations: B, what the policy sees next: a text, which the user says, a message or a list of
-            messages; None where the conversation ends.
-        metadata: B objects for the next turn.
-        metrics: figures of the whole batch, which are summed over batches.
-        accuracies: B numbers from 0 to 1, how right each response is, where that is not the reward; None
-            where it is not known.
-        parts: name of each part of the rewards to B numbers, without weights; None for a conversation that
-            has no such part.
-        reasons: B, why each conversation that ends does so, ``StopReason``; None for done.
-        stop_strings: B lists of texts that end the next response of each conversation too; None for none.
+        masked: B, whether the conversation is left out of training, for example because its reward is
+            unknown.
+        observations: B, what the policy sees next: a text, which becomes a user message, a message, or a list
+            of messages; None if the conversation ends.
+        metadata: B objects that are passed to the next turn.
+        metrics: metrics of the whole batch, which are summed over batches.
+        accuracies: B numbers from 0 to 1, the accuracy of each response if it is not the reward; None if
+            unknown.
+        parts: name of each part of the rewards to B unweighted numbers; None for a conversation without that
+            part.
+        reasons: B, ``StopReason`` of each conversation that ends; None for done.
+        stop_strings: B lists of additional texts that end the next response of each conversation; None for
+            none.
     """
 
     rewards: Sequence[float | None]
@@ -108,33 +111,33 @@ class EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """Steps a batch of conversations.
+    """Interface that steps a batch of conversations.
 
-    One with an attribute ``threads`` above 0 is asked for each conversation by itself, from so many threads
-    at once; ``step_timeout_s`` is then how many seconds that may take, ``begin(record)`` begins each
-    conversation and ``end(metadata)`` ends it (``megarl.rollout.message_env.MessageEnvironment``). One with
-    ``judge(turn)`` is asked once more, for all its conversations together, when all have ended; these rewards
-    are added to those of the turns. One with ``scores_ahead`` true may begin to judge responses that
-    ``score_ahead(turn)`` gives it while others are sampled, some at a time; ``step`` is then asked of all of
-    them.
+    If it has an attribute ``threads`` above 0, it is called for each conversation separately, from that many
+    threads at once; ``step_timeout_s`` is then the time limit of such a call in seconds, ``begin(record)``
+    begins each conversation and ``end(metadata)`` ends it
+    (``megarl.rollout.message_env.MessageEnvironment``). If it has ``judge(turn)``, this is called once for
+    all its conversations together when all have ended; these rewards are added to those of the turns. If it
+    has ``scores_ahead`` true, ``score_ahead(turn)`` gets some responses at a time while others are sampled,
+    and may begin to score them; ``step`` is then called for all of them.
     """
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Rewards and observations for a batch of responses, in their order."""
+        """Return rewards and observations for a batch of responses, in the same order."""
         ...
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why a record with this reference answer is of no use, or None. Called when the data are
-        read."""
+        """Return why a record with this reference answer is unusable, or None. Called when the data
+        are read."""
         ...
 
     def close(self) -> None:
-        """Give back what the environment holds."""
+        """Release the environment's resources."""
         ...
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number of Python, NumPy or torch as a float, or None if the value is none."""
+    """Convert a number of Python, NumPy or torch to a float; return None if the value is not a number."""
     if type(value) is float:
         return value
     try:
@@ -146,8 +149,8 @@ def number_of(value: Any) -> float | None:
 
 
 def environment_name(record: Any) -> str | None:
-    """The name of the environment that a record meets: its ``env_name``, else the field ``env_name`` or
-    ``task_name`` of its data."""
+    """Return the name of a record's environment: its ``env_name``, else the field ``env_name`` or
+    ``task_name`` of its data; None if it has none of them."""
     name = getattr(record, "env_name", None)
     fields = getattr(record, "fields", {})
     return name or fields.get("env_name") or fields.get("task_name")

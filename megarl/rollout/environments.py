@@ -1,4 +1,5 @@
-"""The environments of a run: one, or several with names, of which each record meets the one that it names."""
+"""The environments of a run: a single one, or several with names, of which each record uses the one
+it names."""
 
 from __future__ import annotations
 
@@ -38,43 +39,44 @@ _ANSWER_SECONDS = 5.0
 
 
 class NamedEnvironments:
-    """Environments with names: each record meets the one that it names (``environment_name``).
+    """Environments with names; each record uses the one that it names (``environment_name``).
 
     Args:
-        environments: by name, at least one.
+        environments: environments by name, at least one.
 
     Attributes:
-        environments: these.
+        environments: environments by name.
     """
 
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self.environments = dict(environments)
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Step each environment with its own conversations; their answers come back in the order of all.
+        """Step each environment with its own conversations, and merge the results in the order of the batch.
 
-        Metrics of one name are summed. The parts of the rewards are those of each environment, ``NAME/PART``,
-        and its rewards, ``NAME``.
+        Metrics with the same name are summed. The parts of the rewards are the parts of each environment, as
+        ``NAME/PART``, and its rewards, as ``NAME``.
 
         Raises:
-            RewardError: a record names no environment that is there.
-            BatchError: an environment does not return one value for each of its responses.
+            RewardError: a record names no existing environment.
+            BatchError: an environment does not return one value per response.
         """
         return self._asked(turn, "step")
 
     @property
     def scores_ahead(self) -> bool:
-        """True if any of them begins with rewards while responses are still sampled."""
+        """True if any environment begins to score while responses are still sampled."""
         return any(getattr(each, "scores_ahead", False) for each in self.environments.values())
 
     def score_ahead(self, turn: Turn) -> None:
-        """See ``SingleTurn.score_ahead``."""
+        """Begin to score some responses ahead, see ``SingleTurn.score_ahead``."""
         for name, rows in self._rows_by_name(turn).items():
             if getattr(self.environments[name], "scores_ahead", False):
                 cast("Any", self.environments[name]).score_ahead(_of_rows(turn, rows))
 
     def judges_groups(self, step_rows: int) -> None:
-        """See ``SingleTurn.judges_groups``; any of them may have all of a step."""
+        """Pass ``step_rows`` on to all environments, see ``SingleTurn.judges_groups``; any environment may
+        get all responses of a step."""
         for each in self.environments.values():
             tell_of_groups(each, step_rows)
 
@@ -91,11 +93,11 @@ class NamedEnvironments:
         return rows_of
 
     def judge(self, turn: Turn) -> EnvironmentReturn:
-        """Ask the environments that score whole conversations, as ``step`` does."""
+        """Have the environments score whole conversations, and merge the results as ``step`` does."""
         return self._asked(turn, "judge")
 
     def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
-        """Return why a reference answer of a record that names this environment is of no use."""
+        """Return why a reference answer of a record that names this environment is unusable, or None."""
         if name is None and len(self.environments) == 1:
             name = next(iter(self.environments))
         if name not in self.environments:
@@ -108,11 +110,11 @@ class NamedEnvironments:
         return self.environments[name].fault_of_reference(answer)
 
     def of(self, record: Example) -> Environment:
-        """The environment that a record meets."""
+        """Return the environment of a record."""
         return self.environments[self._name_of(record)]
 
     def close(self) -> None:
-        """Close all."""
+        """Close all environments."""
         # Closes the others, too, where one of them fails.
         with contextlib.ExitStack() as stack:
             for environment in self.environments.values():
@@ -132,7 +134,7 @@ class NamedEnvironments:
 
 
 class _Merged:
-    """Answers of several environments to parts of a batch, put together."""
+    """Merger of the results of several environments for parts of a batch."""
 
     def __init__(self, rows: int) -> None:
         self.rewards: list[float | None] = [None] * rows
@@ -146,7 +148,7 @@ class _Merged:
         self.parts: dict[str, list[float | None]] = {}
 
     def take(self, name: str, rows: Sequence[int], said: EnvironmentReturn) -> None:
-        """Put what one environment said to the rows of a batch in their places."""
+        """Add the result of one environment for the given rows of the batch."""
         for what in (said.rewards, said.terminated, said.masked):
             if len(what) != len(rows):
                 raise BatchError(
@@ -171,7 +173,7 @@ class _Merged:
             self.metrics[metric] = self.metrics.get(metric, 0) + value
 
     def result(self) -> EnvironmentReturn:
-        """All of it."""
+        """Return the merged result."""
         return EnvironmentReturn(
             self.rewards,
             self.terminated,
@@ -189,7 +191,7 @@ def _put(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
 
 
 class _Chosen(Sequence[str]):
-    """Some of the texts of a sequence, none of which is asked for before it is needed."""
+    """A subset of a sequence of texts that accesses each text only when it is needed."""
 
     def __init__(self, texts: Sequence[str], rows: Sequence[int]) -> None:
         self._texts, self._rows = texts, rows
@@ -202,7 +204,7 @@ class _Chosen(Sequence[str]):
 
 
 def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
-    """The turn of some of its conversations."""
+    """Return the turn restricted to some of its conversations."""
 
     def chosen(column: Sequence[_T]) -> list[_T]:
         return [column[row] for row in rows]
@@ -225,25 +227,27 @@ def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
 
 
 def tell_of_groups(environment: Environment, step_rows: int) -> None:
-    """Tell an environment that its calls have the responses to one prompt each, where it wants to know."""
+    """Tell an environment that each call has the responses to one prompt, if the environment has
+    ``judges_groups``."""
     if hasattr(environment, "judges_groups"):
         environment.judges_groups(step_rows)
 
 
 def environment_of(environment: Environment, record: Example) -> Environment:
-    """The environment that a record meets, among those with names; else the only one."""
+    """Return the environment of a record among named ones, else the only environment."""
     return environment.of(record) if isinstance(environment, NamedEnvironments) else environment
 
 
 def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
-    """Return what asks an environment for the fault of a reference answer, whatever a user's code does then.
+    """Return a function that asks an environment for the fault of a reference answer, and survives any
+    failure of a user's code.
 
-    It is called with the answer and, where the run's environments have names, with that of the record's
-    (``environment_name``).
+    It is called with the answer and, if the run's environments have names, with the name of the record's
+    environment (``environment_name``).
 
     Args:
-        environment: that is asked.
-        timeout_s: seconds that it may take.
+        environment: the environment to ask.
+        timeout_s: time limit of a call in seconds.
     """
 
     def find(answer: str, name: str | None = None) -> str | Doubt | None:
@@ -264,16 +268,17 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
 def final_answers(
     environment: Environment, records: Sequence[Example], responses: Sequence[str]
 ) -> list[str | None] | None:
-    """The final answers of responses, as texts that equal answers share; None for a response that has none.
+    """Return the final answers of responses, as texts that are the same for equal answers; None for a
+    response without one.
 
     Args:
-        environment: that knows the answers; one of a user's own has an attribute ``final_answer``,
-            ``(response) -> str | None``, or not.
+        environment: the environment that extracts the answers. A user-defined one may have an attribute
+            ``final_answer``, ``(response) -> str | None``.
         records: B records.
         responses: B texts.
 
     Returns:
-        B answers; None where an environment of these records does not know of any.
+        B answers, or None if an environment of these records cannot extract answers.
     """
     met = [environment_of(environment, record) for record in records]
     finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
@@ -294,18 +299,19 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
 
 
 def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Mapping[str, Any]]]:
-    """The tools that the chat template is told of, by the name of the environment that a source names; under
-    None those of the only one."""
+    """Return the tools that the chat template is given, by the name of the environment that a source names.
+    The key None has the tools of the only environment."""
     met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
     met[None] = next(iter(met.values())) if len(met) == 1 else environment
     return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
 
 
 def make_environment(section: EnvConfig) -> Environment:
-    """The environment that an ``env`` section describes, or those with names in it as one.
+    """Build the environment that an ``env`` section describes; named environments in it are combined into
+    one.
 
     Raises:
-        ConfigError: it cannot be imported or built.
+        ConfigError: an environment cannot be imported or built.
     """
     named = named_environments(section)
     if not named:

@@ -1,9 +1,9 @@
 """Episodes: conversations of a policy with an environment, many at once, until all have ended.
 
-A turn is a request to the engines, the completion, and what the environment says to it. The next prompt is
-the tokens so far with those of the observation behind them: nothing sampled is encoded again. Where engines
-answer request by request and the environment may be asked from several threads, no episode waits for another
-one; where a batch is completed, or judged, together, all wait for it.
+A turn is a request to the engines, the completion, and the environment's result for it. The next prompt is
+the tokens so far, followed by the tokens of the observation: sampled tokens are never decoded and encoded
+again. If engines answer request by request and the environment may be called from several threads, no episode
+waits for another one. If a batch is completed or scored together, all its episodes wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _POLL_SECONDS = 0.005
 _END_SECONDS = 10.0
 
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
-"""An observation of more characters for each token that is left is not tokenized: it cannot fit."""
+"""Bounds on an observation's characters: per token that is left, and in addition. A longer observation cannot
+fit, and is not tokenized."""
 
 # Conversations that nobody can judge, and those that score 0.
 _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
@@ -67,13 +68,13 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Bounds of an episode.
+    """Limits of an episode.
 
     Attributes:
-        turns: responses of the policy.
-        tokens: behind the prompt, observed ones among them; None for no bound of their own.
-        length: of the prompt and all that follows, as the model bounds it; read where there is more than one
-            turn.
+        turns: maximum number of responses of the policy.
+        tokens: maximum number of tokens after the prompt, including observed ones; None for no such limit.
+        length: maximum number of tokens of the prompt and all that follows, a limit of the model; only read
+            if there is more than one turn.
     """
 
     turns: int = 1
@@ -81,7 +82,7 @@ class EpisodeLimits:
     length: int | None = None
 
     def left(self, episode: Episode) -> int | None:
-        """Tokens that may still follow; None for no bound."""
+        """Return the number of tokens that may still follow; None for no limit."""
         of_conversation = None if self.tokens is None else self.tokens - episode.length
         if self.length is None:
             return of_conversation
@@ -94,24 +95,24 @@ class Episode:
     """One conversation.
 
     Attributes:
-        record: that it began with.
-        segments: its tokens; one segment, or one more each time that the model is shown other tokens than
-            before.
-        seed: of the random numbers of its first response; those of later ones follow from it. None where
-            engines draw as they like.
-        turns: responses so far.
-        metadata: the environment's own, from turn to turn.
-        masked: it is left out of training.
-        truncated: its last response met a length limit.
-        reason: why it ended; None while it goes on.
-        last: the environment's answer to its last turn, and the row of it.
-        parts: of the rewards, by name, each summed over turns as the rewards are; None where it is not known.
+        record: data record that it began with.
+        segments: its tokens; one segment, and another one each time that the model is shown tokens which
+            differ from the previous ones.
+        seed: seed of its first response, from which those of later responses are derived; None if engines
+            choose their own.
+        turns: number of responses so far.
+        metadata: the environment's own data, passed from turn to turn.
+        masked: the episode is left out of training.
+        truncated: its last response reached a length limit.
+        reason: reason of its end; None while it continues.
+        last: the environment's result for its last turn, and its row in that result.
+        parts: parts of the rewards by name, each summed over turns as the rewards are; None if unknown.
         response: text of the last response.
-        history: the conversation as the chat template writes it, where that may be other tokens than before;
-            from the first observation on.
-        stop_strings: texts that end its next response too.
-        version: steps of training behind the oldest weights that sampled any of it; None where engines do not
-            say.
+        history: the conversation as the chat template renders it, if that may differ from the tokens so far;
+            set from the first observation on.
+        stop_strings: additional texts that end its next response.
+        version: training steps of the oldest weights that sampled any part of it; None if engines do not
+            report it.
     """
 
     record: Example
@@ -136,45 +137,46 @@ class Episode:
 
     @property
     def segment(self) -> Segment:
-        """The segment that goes on."""
+        """The current segment, which is the last one."""
         return self.segments[-1]
 
     @property
     def length(self) -> int:
-        """Tokens behind the conversation's prompt, those of observations among them; each counts once."""
+        """Number of tokens after the conversation's prompt, including observations; each token counts
+        once."""
         return sum(segment.opening + segment.length for segment in self.segments)
 
 
 class Engines(Protocol):
-    """Whatever generates."""
+    """Interface of the rollout engines, or of a policy that generates responses itself."""
 
     def ready(self) -> RequestStream:
-        """Make the engines ready, with the newest weights; a stream to them."""
+        """Prepare the engines, with the newest weights, and return a stream to them."""
         ...
 
     def replace_lost(self, error: MegarlError) -> None:
-        """Start new engines in place of lost ones; raises where none is lost. ``ready`` follows."""
+        """Start new engines in place of lost ones; raise if none is lost. The caller then calls ``ready``."""
         ...
 
     def finish(self, episodes: Sequence[Episode]) -> None:
-        """Give their devices back, once no more is sampled."""
+        """Release the engines' devices, once sampling is over."""
         ...
 
 
 class EpisodeRunner:
-    """Runs the episodes of one batch.
+    """Runner of the episodes of one batch.
 
     Args:
-        engines: that generate.
-        environment: that answers.
+        engines: engines that generate.
+        environment: environment of the episodes.
         tokenizer: decodes responses.
-        timer: of the phases ``generation``, as long as a request waits, and ``reward``.
-        limits: of each episode.
-        encoder: of observations; None where there is one turn.
-        judging: entered for each call of an environment that cannot be asked from several threads. None where
-            there is one thread: the environment may then begin with rewards while responses are still
-            sampled.
-        on_sampled: told each time which episodes have another response, by their numbers.
+        timer: timer of the phases ``generation``, which lasts while a request is pending, and ``reward``.
+        limits: limits of each episode.
+        encoder: encoder of observations; None if there is one turn.
+        judging: context that is entered for each call of an environment that cannot be called from several
+            threads. None if there is one thread: the environment may then begin to score while responses are
+            still sampled.
+        on_sampled: called with the numbers of the episodes that have got another response.
     """
 
     def __init__(
@@ -212,11 +214,11 @@ class EpisodeRunner:
         self._metrics: list[Mapping[str, float]] = []
 
     def run(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Lead all episodes to their ends; returns the environment's figures, summed.
+        """Run all episodes to their ends, and return the environment's metrics, summed.
 
         Raises:
-            BatchError: an answer of the engines or of the environment does not fit.
-            RewardError: the environment cannot go on.
+            BatchError: a result of the engines or of the environment is invalid.
+            RewardError: the environment cannot continue.
         """
         self._episodes = episodes
         self._owners = [environment_of(self._environment, episode.record) for episode in episodes]
@@ -274,7 +276,7 @@ class EpisodeRunner:
         return _summed(self._metrics)
 
     def _stream(self, requests: Mapping[int, Request]) -> RequestStream:
-        """A stream to engines that are ready, with these requests; engines that are lost at once are
+        """Return a stream to ready engines that has got these requests; engines that are lost meanwhile are
         replaced."""
         while True:
             try:
@@ -285,7 +287,7 @@ class EpisodeRunner:
                 self._engines.replace_lost(error)
 
     def _complete(self, stream: RequestStream) -> None:
-        """Write what has been sampled."""
+        """Store the responses that have been sampled."""
         found = stream.poll(_POLL_SECONDS if self._threads.busy else None)
         for number in found:
             # Only what has come is taken out: after a lost engine the rest is asked again, with the same
@@ -312,14 +314,15 @@ class EpisodeRunner:
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
     def _have(self, name: str) -> bool:
-        """Return True if an environment of these episodes has an attribute of that name that is not 0."""
+        """Return whether an environment of these episodes has an attribute of that name with a true value."""
         return any(getattr(owner, name, None) for owner in self._kinds)
 
     def _may_go_on(self, episode: Episode) -> bool:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
 
     def _answered(self, in_waves: bool) -> dict[int, Request]:
-        """Have the environment answer what can be answered now; the next requests."""
+        """Have the environment process all responses that it can process now, and return the next
+        requests."""
         # Sorted, because completions come in any order, and the environment is to be asked in the same one
         # each time.
         together = sorted(self._unanswered)
@@ -350,7 +353,7 @@ class EpisodeRunner:
         return {number: self._request(self._episodes[number]) for number in going_on}
 
     def _judge(self) -> None:
-        """Have the environments that judge whole conversations do so, all at once."""
+        """Have the environments that score whole conversations do so, all conversations together."""
         if not self._have("judge"):
             return
         environment: Any = self._environment
@@ -367,7 +370,7 @@ class EpisodeRunner:
                 self._reward(self._episodes[number], said, row)
 
     def _begin(self) -> None:
-        """Begin the conversations of environments that hold something for each."""
+        """Begin the conversations of environments that keep state for each conversation."""
         if not self._have("begin"):
             return
         for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
@@ -387,7 +390,7 @@ class EpisodeRunner:
                 self._replace_prompt(episode, prompt)
 
     def _replace_prompt(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Begin an episode with other messages than its record has."""
+        """Replace the record's prompt of an episode by other messages."""
         assert self._encoder is not None
         tokens = self._encoder.encode_prompt(
             messages_of(messages), episode.metadata.tools, f"the prompt of record {episode.record.index}"
@@ -402,7 +405,7 @@ class EpisodeRunner:
             )
 
     def _end(self) -> None:
-        """End all conversations, in threads, as any of them may hang or fail."""
+        """End all conversations in threads, because any of them may hang or fail."""
         for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
             # Not those that never began: their environment holds nothing for them.
             if (
@@ -464,8 +467,8 @@ class EpisodeRunner:
         )
 
     def _goes_on(self, episode: Episode, said: EnvironmentReturn, row: int) -> bool:
-        """Take what the environment says to an episode; whether it goes on, with the observation behind
-        it."""
+        """Apply the environment's result to an episode. Return whether the episode continues, with the
+        observation appended."""
         self._reward(episode, said, row)
         episode.metadata = said.metadata[row] if len(said.metadata) else episode.metadata
         episode.stop_strings = said.stop_strings[row] if len(said.stop_strings) else None
@@ -503,7 +506,8 @@ class EpisodeRunner:
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Put an observation behind an episode, or end it where no response would fit behind that."""
+        """Append an observation to an episode, or end the episode if no response would fit after the
+        observation."""
         assert self._encoder is not None
         left = self._limits.left(episode)
         size = sum(len(str(message.get("content") or "")) for message in messages)
@@ -528,8 +532,8 @@ class EpisodeRunner:
     def _other_segment(
         self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int
     ) -> Segment | None:
-        """The segment that an observation begins, where the chat template writes earlier responses otherwise
-        from there on."""
+        """Return the segment that an observation begins, if the chat template rewrites earlier responses at
+        that point, else None."""
         assert self._encoder is not None
         if self._encoder.rewritten is None:
             return None
@@ -552,13 +556,12 @@ class EpisodeRunner:
 
 
 def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
-    """An observation as messages: a text is what the user says.
+    """Convert an observation to messages; a text becomes a user message.
 
-    Halves of surrogate pairs, which JSON of a tool or of a call may have and no tokenizer reads, become
-    U+FFFD.
+    Lone surrogates, which JSON of a tool or a call may contain and no tokenizer accepts, become U+FFFD.
 
     Raises:
-        BatchError: it is nothing of the kind.
+        BatchError: the observation is neither a text nor a message or messages.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": _whole_characters(observation)}]
@@ -597,10 +600,10 @@ def _is_encodable(text: str) -> bool:
 
 
 def check_answer(said: EnvironmentReturn, rows: int) -> None:
-    """Refuse an answer of an environment that does not fit the responses.
+    """Check that an environment's result fits the responses.
 
     Raises:
-        BatchError: it does not.
+        BatchError: the result does not fit.
     """
     if not isinstance(said, EnvironmentReturn):
         raise BatchError(
@@ -631,7 +634,7 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
 
 
 def _check_figures(said: EnvironmentReturn) -> None:
-    """Refuse metrics and accuracies that are no numbers."""
+    """Refuse metrics and accuracies that are not numbers."""
     if not isinstance(said.metrics, Mapping):
         raise BatchError(
             f"the environment returned the metrics {repr(said.metrics)[:80]}. Fix: return names and numbers"
@@ -672,7 +675,7 @@ def _reward(value: Any, masked: bool) -> float:
 
 
 def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums that do not depend on the order in which the environment was asked."""
+    """Return sums of the metrics that do not depend on the order in which the environment was called."""
     if len(metrics) == 1:
         return dict(metrics[0])
     names = dict.fromkeys(name for each in metrics for name in each)
@@ -681,11 +684,11 @@ def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class LateTexts(Sequence[str]):
-    """Texts that are made when the first of them is asked for.
+    """A sequence of texts that are all decoded when the first of them is accessed.
 
     Args:
-        count: of them.
-        decode: makes all.
+        count: number of texts.
+        decode: decodes all of them.
     """
 
     def __init__(self, count: int, decode: Callable[[], list[str]]) -> None:

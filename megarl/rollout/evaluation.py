@@ -1,8 +1,8 @@
-"""Evaluation: samples of validation sets and their figures: mean@k with an interval, pass@k, majority@k,
-truncated share.
+"""Evaluation: samples of validation sets and their metrics: mean@k with a confidence interval, pass@k,
+majority@k, truncated share.
 
-A prompt counts once in mean@k, however many of its k answers could be scored, and in pass@k and majority@k
-where all of them were. An answer is right where its accuracy is 1.
+In mean@k each prompt counts once, regardless of how many of its k responses could be scored. In pass@k and
+majority@k a prompt counts if all of them could be scored. A response is correct if its accuracy is 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """Prompts of a validation and the settings by which they are answered.
+    """Prompts of a validation, and the settings for sampling responses to them.
 
     Attributes:
-        plan: name, answers a prompt, how they are drawn.
-        records: P prompts; the place of one among them is what its random numbers depend on.
+        plan: name, responses per prompt, and how they are sampled.
+        records: P prompts; the position of a prompt in this list determines its random numbers.
     """
 
     plan: SetPlan
@@ -46,11 +46,11 @@ class ValidatedSet:
     """The samples of one validation set.
 
     Attributes:
-        plan: of the set.
+        plan: plan of the set.
         batches: P * k samples, the k of a prompt next to each other: texts (``response_text``), rewards,
-            lengths and the rest of ``Rollouts``; whole prompts in each batch, in the order of the set.
-        answers: P * k final answers, None for a response without one; None where the environment does not
-            know of any, or k is 1.
+            lengths and the rest of ``Rollouts``. Each batch has whole prompts, in the order of the set.
+        answers: P * k final answers, None for a response without one. The attribute is None if the
+            environment cannot extract answers, or k is 1.
     """
 
     plan: SetPlan
@@ -58,23 +58,23 @@ class ValidatedSet:
     answers: Sequence[str | None] | None
 
     def column(self, name: str) -> Tensor:
-        """[P * k], a column of the samples with one value a row."""
+        """Return a column [P * k] of the samples, with one value per row."""
         return torch.cat([rollouts.samples[name] for rollouts in self.batches])
 
     @property
     def accuracies(self) -> Tensor:
-        """[P * k] float32, how right each answer is; NaN where it could not be scored."""
+        """Accuracy of each response, [P * k] float32; NaN if the response could not be scored."""
         known = torch.cat([accuracies_of(rollouts.samples) for rollouts in self.batches])
         # NaN and not 0: a scorer that was down must not lower the accuracy.
         return known.masked_fill(self.column("masked"), torch.nan)
 
 
 def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
-    """The sets of a run's validation data, each cut to ``max_val_samples``.
+    """Return the sets of a run's validation data, each limited to ``max_val_samples``.
 
     Args:
-        config: of the run, checked.
-        dataset: made of its validation sources, in their order.
+        config: the checked configuration of the run.
+        dataset: data set of its validation sources, in order.
     """
     found = []
     for plan in set_plans(config):
@@ -87,12 +87,12 @@ def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
 def answer_set(
     collector: Collector, validation_set: ValidationSet, batch_size: int | None = None
 ) -> ValidatedSet:
-    """Sample k answers to every prompt of a set and have them scored.
+    """Sample k responses to every prompt of a set, and have them scored.
 
     Args:
         collector: samples and scores.
-        validation_set: of P prompts.
-        batch_size: prompts that are generated together; None for all of them in one call.
+        validation_set: set of P prompts.
+        batch_size: prompts that are sampled together; None for all of them in one call.
     """
     plan, records = validation_set.plan, validation_set.records
     # By the name of the set and the prompt's place in it, so that a further set changes nothing.
@@ -123,13 +123,13 @@ def _final_answers(collector: Collector, batches: Sequence[Rollouts]) -> list[st
 
 
 def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
-    """Figures of a validation.
+    """Return the metrics of a validation.
 
-    Of one set those of ``metrics_of_set``. Of several those of each under ``NAME/``, and of all:
-    ``accuracy``, the mean over sets of their mean@k, so that a large set counts no more than a small one
-    (none where a set has no mean@k: the mean of the others would be another figure under its name);
-    ``samples``; ``scored``, ``generation_length`` and ``truncated`` over all answers; and the sums of the
-    figures of the environment.
+    For a single set they are those of ``metrics_of_set``. For several sets they are those of each set under
+    ``NAME/``, and over all sets: ``accuracy``, the mean over sets of their mean@k, so that a large set counts
+    no more than a small one (left out if any set has no mean@k, because the mean of the others would be a
+    different metric under the same name); ``samples``; ``scored``, ``generation_length`` and ``truncated``
+    over all responses; and the sums of the environment's metrics.
     """
     if len(validated) == 1:
         return metrics_of_set(validated[0], estimates=validated[0].plan.generations > 1)
@@ -158,10 +158,13 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
 
 
 def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[str, float]:
-    """Figures of one set: ``accuracy`` (mean over scored answers; none without any), the parts of the
-    rewards, ``samples`` (answers), ``scored`` (share of answers that could be), ``generation_length``,
-    ``truncated`` (share of answers), those of the environment and, with ``estimates``, those of
-    ``estimates_of``."""
+    """Return the metrics of one set.
+
+    They are ``accuracy`` (mean over scored responses; left out if there are none), the parts of the rewards,
+    ``samples`` (number of responses), ``scored`` (share of responses that could be scored),
+    ``generation_length``, ``truncated`` (share of responses), the environment's metrics and, with
+    ``estimates``, those of ``estimates_of``.
+    """
     accuracies = validated.accuracies
     known = accuracies[~accuracies.isnan()]
     own = {
@@ -184,20 +187,20 @@ def _share_scored(accuracies: Tensor) -> float:
 def estimates_of(
     accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None
 ) -> dict[str, float]:
-    """Estimate figures of a model from k answers to each of P prompts.
+    """Estimate metrics of a model from k responses to each of P prompts.
 
     Args:
-        accuracies: P * k numbers, the k of a prompt next to each other; NaN for an answer that could not be
-            scored, which counts in none of the figures. Prompts without any that was are left out.
-        k: answers a prompt.
+        accuracies: P * k numbers, the k of a prompt next to each other; NaN for a response that could not be
+            scored, which counts in none of the metrics. Prompts without any scored response are left out.
+        k: responses per prompt.
         answers: P * k final answers, by which a majority votes; None for no ``majority@k``.
 
     Returns:
-        ``mean@k``, the mean over prompts of the mean of their answers; ``mean@k_ci95``, half of its
-        confidence interval of 95 % over prompts, where there are at least two. For several answers a prompt
-        also, over the prompts all k answers of which were scored: ``pass@j``, for j = 2, 4, ... and k, the
-        mean of ``pass_at``; ``majority@k``, the mean of ``majority``; and ``pass@k_prompts``, the number of
-        these prompts; if it is 0, the others are left out. Nothing if no answer was scored.
+        ``mean@k``, the mean over prompts of the mean of their responses; ``mean@k_ci95``, half of its 95 %
+        confidence interval over prompts, if there are at least two prompts. For k > 1 also, over the prompts
+        whose k responses were all scored: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``;
+        ``majority@k``, the mean of ``majority``; and ``pass@k_prompts``, the number of these prompts; if it
+        is 0, the others are left out. The result is empty if no response was scored.
     """
     prompts = [
         [
@@ -231,7 +234,7 @@ def estimates_of(
 
 
 def _powers_of_two(k: int) -> Iterator[int]:
-    """2, 4, 8, ... below k, and k."""
+    """Yield 2, 4, 8, ... below k, and then k."""
     j = 2
     while j < k:
         yield j
@@ -240,22 +243,22 @@ def _powers_of_two(k: int) -> Iterator[int]:
 
 
 def half_interval(means: Sequence[float]) -> float:
-    """Half of the 95 % confidence interval of a mean over prompts: 1.96 standard deviations (n - 1) over the
-    root of their number.
+    """Return half the width of the 95 % confidence interval of a mean over prompts: 1.96 standard deviations
+    (n - 1) over the square root of the number of prompts.
 
-    Answers to one prompt resemble each other; as independent samples they would make the interval too narrow.
-    That of the normal distribution is too narrow itself for fewer than some thirty prompts, and 0 where all
-    prompts have one value.
+    Responses to one prompt are correlated; as independent samples they would make the interval too narrow.
+    The normal approximation itself is too narrow for fewer than about thirty prompts, and the interval is 0
+    if all prompts have the same value.
     """
     return _NORMAL_975 * statistics.stdev(means) / math.sqrt(len(means))
 
 
 def pass_at(k: int, answered: int, right: int) -> float:
-    """Probability that some of k answers, drawn without replacement from ``answered`` ones of which ``right``
-    are right, is right.
+    """Return the probability that at least one of k responses is correct, if they are sampled without
+    replacement from ``answered`` responses of which ``right`` are correct.
 
-    1 - C(n - c, k) / C(n, k) as a product (Chen et al. 2021, arXiv 2107.03374, equation 1), which no binomial
-    coefficient overflows.
+    It is 1 - C(n - c, k) / C(n, k), computed as a product (Chen et al. 2021, arXiv 2107.03374, equation 1),
+    so that no binomial coefficient overflows.
 
     Raises:
         ValueError: k is not in [1, answered].
@@ -272,15 +275,15 @@ def pass_at(k: int, answered: int, right: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Return how right the most frequent answer is; 0 where no response has an answer.
+    """Return the accuracy of the most frequent answer; 0 if no response has an answer.
 
-    Among answers that were given equally often a fair draw decides: the value is their mean. A response
-    without an answer has no vote. Of responses with one answer of which not all are right, by their form for
-    example, it is the share that is.
+    A tie is decided by a fair draw, so the value is the mean over the tied answers. A response without an
+    answer has no vote. If only some of the responses with the same answer are correct, for example because of
+    their format, the answer's accuracy is the correct share.
 
     Args:
-        answers: final answers of the responses to one prompt; equal ones are equal texts.
-        right: whether each response is right.
+        answers: final answers of the responses to one prompt; equal answers are equal texts.
+        right: whether each response is correct.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):

@@ -1,4 +1,4 @@
-"""Mathematical answers compared by value (library `math_verify`): 1/2 equals 0.5."""
+"""Comparison of mathematical answers by value (library `math_verify`): 1/2 equals 0.5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.rollout.mathematics_words import is_unit
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
 CHECK_SECONDS = 5.0
-"""How long one answer may take to be judged where the caller has set no time limit."""
+"""Time limit in seconds for checking one answer, if the caller has set no time limit."""
 
 # Characters of a reference that is kept with what was read from it.
 _LONGEST_KEPT = 1000
@@ -43,23 +43,23 @@ _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 
 class JudgementTimeoutError(DeadlineError):
-    """An answer could not be judged within ``CHECK_SECONDS``."""
+    """An answer could not be checked within ``CHECK_SECONDS``."""
 
 
 def math_verify(response: str, answer: str) -> float:
-    """Return 1.0 when the final answer of the response equals the reference answer, else 0.0.
+    r"""Return 1.0 if the final answer of the response equals the reference answer, else 0.0.
 
-    The final answer is what the last box holds, else what is stated after ``the answer is``, else the last
-    expression that the library finds. A reference without ``\\boxed{}``, ``$...$``, ``\\(`` or ``\\[`` is
-    taken as if the whole of it were in a box.
+    The final answer is the content of the last box, else the statement after ``the answer is``, else the last
+    expression that the library finds. A reference without ``\boxed{}``, ``$...$``, ``\(`` or ``\[`` is
+    treated as if all of it were in a box.
 
     Args:
-        response: the model's.
+        response: the model's response.
         answer: the reference, see ``fault_of_reference``.
 
     Raises:
         JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's
-            ``time_limit``. Signals do that, so only in the main thread.
+            ``time_limit``. The limit uses signals, so it only works in the main thread.
     """
     with _time_limit(CHECK_SECONDS):
         wanted = _reference(answer)
@@ -81,19 +81,19 @@ def _score(reference: str, answer: str) -> float:
 
 
 def math_answer(response: str) -> str | None:
-    """Return the final answer of a response as text, by which a majority votes: its last box, else its last
-    number; None without either.
+    """Return the final answer of a response as text for majority votes: its last box, else its last number;
+    None if it has neither.
 
-    1/2 and 0.5 are two answers here: to compare every two by value would take the library as many calls as
-    there are pairs.
+    1/2 and 0.5 are two answers here, because comparing by value would need one library call for each pair of
+    answers.
     """
     boxed = boxed_answer(response)
     return _as_text(boxed) if boxed else gsm8k_answer(response, "flexible")
 
 
 def fault_of_reference(answer: str) -> str | Doubt | None:
-    """Return why nothing can be compared with this reference answer, or a doubt about it; None where it
-    can."""
+    """Return why nothing can be compared with a reference answer, or a doubt about it, or None if it is
+    usable."""
     try:
         with _time_limit(CHECK_SECONDS):
             found = bool(_parsed(answer))
@@ -103,15 +103,16 @@ def fault_of_reference(answer: str) -> str | Doubt | None:
 
 
 def doubt_of_reference(answer: str) -> Doubt | None:
-    """Return the doubt about a reference that says that there is no final answer; None about any other."""
+    """Return a doubt about a reference that is just a note that there is no final answer; None for any other
+    reference."""
     if "".join(answer.split()).lower() not in _NO_ANSWERS:
         return None
     return Doubt(f"{answer!r} is no answer, and a response that repeats it is right: leave such problems out")
 
 
 def _reference(answer: str) -> str:
-    """Return what a reference holds: its result after ``####``, else its boxes, else the whole of it, or the
-    mathematics at its end."""
+    """Return the part of a reference that is compared: its result after ``####``, else its boxes, else all of
+    it, or only the mathematics at its end if it also contains prose."""
     result = _MARKED_RESULT.search(answer)
     if result is not None:
         return result[1]
@@ -131,9 +132,9 @@ def _reference(answer: str) -> str:
 
 
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return what the library reads from a reference: values, and last the text that they came from.
+    """Return what the library parses from a reference: values, and last the text that they came from.
 
-    Empty for nothing.
+    The result is empty if the library finds nothing.
     """
     return _parsed_before(answer) if len(answer) <= _LONGEST_KEPT else _parsed_now(answer)
 
@@ -155,21 +156,21 @@ def _parse(text: str) -> list[Any]:
 
 
 def _ending(text: str) -> str:
-    """Return the last lines of a text, in which the library looks for an expression: its patterns are slow on
-    long ones."""
+    """Return the last lines of a text, in which the library searches for an expression; its patterns are slow
+    on long texts."""
     return text if len(text) <= _LONGEST_ENDING else text[-_LONGEST_ENDING:].partition("\n")[2]
 
 
 def _as_text(expression: str) -> str:
-    """Return LaTeX without what changes how it looks and not what it says."""
+    """Return LaTeX without commands and spaces that only change its appearance."""
     return re.sub(r"\{([^{}\\])\}", r"\1", _SPACING.sub("", expression))
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises JudgementTimeoutError where the block takes longer, in the main thread.
+    """Raise JudgementTimeoutError if the context takes too long, in the main thread.
 
-    A caller's ``time_limit`` holds in its place.
+    A ``time_limit`` of the caller takes precedence.
     """
     from math_verify.errors import TimeoutException  # no Exception either
 

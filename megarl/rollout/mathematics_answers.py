@@ -1,4 +1,5 @@
-"""The final answer of a response, as text: what its last boxes hold, else what it states in words."""
+"""Extraction of a response's final answer as text: the content of its last boxes, else its statement in
+words."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ class _Box:
 
 
 def boxed_answer(response: str, values: int = 1) -> str | None:
-    """Return what the last box holds, with a unit that follows it; None without a box.
+    """Return the content of the last box, with a unit that follows it; None if there is no box.
 
-    Boxes inside ``<think>`` count only where there is no answer outside. Boxes joined by a comma, ``and`` or
-    ``or`` are one answer of several values. So are the last boxes, however far apart, where the reference has
-    several values and the last box has one.
+    Boxes inside ``<think>`` only count if there is no answer outside. Boxes that are joined by a comma,
+    ``and`` or ``or`` are one answer of several values. The last boxes are one answer, too, however far apart
+    they are, if the reference has several values and the last box has one.
 
     Args:
-        response: of a model.
+        response: the model's response.
         values: number of values of the reference.
     """
     outside = outside_thoughts(response)
@@ -68,15 +69,16 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
 
 
 def stated_answer(response: str) -> str | None:
-    """Return what a response without a box states: between ``<answer>`` tags, or after ``the answer is``.
+    """Return the answer that a response without a box states: between ``<answer>`` tags, or after ``the
+    answer is``.
 
-    None without a statement.
+    Return None if the response states no answer.
     """
     return _statement(outside_thoughts(response))
 
 
 def outside_thoughts(response: str) -> str:
-    """Return a response without its ``<think>...</think>``, which the prompt may have opened."""
+    """Return a response without its ``<think>...</think>``, which may have been opened in the prompt."""
     return _END_OF_THOUGHT.split(_THOUGHT.sub(" ", response))[-1]
 
 
@@ -113,9 +115,9 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the offset of the closing brace for that of each opening one.
+    """Return a mapping from the offset of each opening brace to that of its closing brace.
 
-    One pass, since a hostile text has thousands of them.
+    The text is scanned once, since a hostile text has thousands of braces.
     """
     opened: list[int] = []
     closing: dict[int, int] = {}
@@ -128,8 +130,8 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
-    """Return the contents of the last box and of those before it that only connectives separate from the
-    next."""
+    """Return the contents of the last box and of the boxes before it that are joined to the next box only by
+    connectives."""
     joined = [boxes[-1].content]
     for box, later in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[box.end : later.start]
@@ -140,7 +142,7 @@ def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
 
 
 def _after_box(text: str, end: int) -> str:
-    """Return the unit or the alternative right after a box: ``\\boxed{5}\\text{ km}``, ``\\boxed{8}$ or
+    r"""Return the unit or the alternative directly after a box: ``\boxed{5}\text{ km}``, ``\boxed{8}$ or
     more``."""
     after = _UNIT_AFTER_BOX.match(text, end) or _ALTERNATIVE_AFTER_BOX.match(text, end)
     return f" {after[1]}" if after else ""

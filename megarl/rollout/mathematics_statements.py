@@ -31,9 +31,9 @@ from megarl.rollout.mathematics_words import (
 _LARGEST_MODULUS = 10_000
 
 LONGEST = 4000
-"""Characters of an answer that is read as mathematics.
+"""Maximum number of characters of an answer that is parsed as mathematics.
 
-A longer one is right only if it is the reference itself.
+A longer answer is only correct if it is identical to the reference.
 """
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
@@ -90,8 +90,8 @@ _DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
 
 
 def agree(reference: str, response: str) -> bool:
-    """Return whether a final answer says what the reference says, both as they stand in a box or in the
-    data."""
+    """Return whether a final answer is equivalent to the reference. Both are texts as they are in a box or in
+    the data."""
     if max(len(reference), len(response)) > LONGEST:
         return reference.strip() == response.strip()
     by_choice = _choices_agree(reference, response)
@@ -102,15 +102,17 @@ def agree(reference: str, response: str) -> bool:
 
 
 def values_in(reference: str) -> int:
-    """Return how many values a reference has: those of a list or a set, else 1."""
+    """Return the number of values of a reference: the length of a list or a set, else 1."""
     text = spell(reference) if len(reference) <= LONGEST else ""
     return max(1, len(_split(_without_braces(text))))
 
 
 def _choices_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is the letter of a choice with its text, ``(B) 12``; None where neither is.
+    """Compare two answers of which one is the letter of a choice with its text, ``(B) 12``; return None if
+    neither is.
 
-    The other one may have the letter alone or the text alone; where both have both, both have to agree.
+    The other answer may have only the letter or only the text. If both answers have both, letter and text
+    must agree.
     """
     given = _choice(response)
     # only a response may hedge: B or C
@@ -131,7 +133,7 @@ def _choices_agree(reference: str, response: str) -> bool | None:
 
 
 def _choice(text: str) -> tuple[str, str] | None:
-    """Return the letter of a choice and its text; None for anything else."""
+    """Return the letter of a choice and its text, or None for any other text."""
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
@@ -150,7 +152,7 @@ def _bare_choice(text: str) -> str | None:
 
 
 def _readings(text: str) -> tuple[str, ...]:
-    """Return a text as it is and, where it has a number like 2e-1, with e as Euler's number."""
+    """Return the text itself and, if it has a number like 2e-1, also a reading with e as Euler's number."""
     by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
     return (text,) if by_euler == text else (text, by_euler)
 
@@ -168,7 +170,7 @@ def _spelled_agree(reference: str, response: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without what changes how it looks and not what it says."""
+    """Return a text without spaces and braces that only change its appearance."""
     return re.sub(r"\{([^{}\\])\}", r"\1", re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text))
 
 
@@ -176,11 +178,11 @@ def _squeezed(text: str) -> str:
 
 
 def _approximations_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side says that it is an approximation.
+    """Compare two answers of which one is marked as an approximation; return None if neither is.
 
-    A reference that says so asks for a tolerance: half a unit of its last digit. A response that says so is
-    right only against a decimal with these digits, or where it gives an exact value as well, to which its
-    decimal fits.
+    An approximate reference implies a tolerance of half a unit of its last digit. An approximate response is
+    only correct if the reference is a decimal with the same digits, or if the response also gives the exact
+    value and its decimal fits that value.
     """
     wanted, given = _approximation(reference), _approximation(response)
     if wanted is None and given is None:
@@ -201,8 +203,8 @@ def _approximations_agree(reference: str, response: str) -> bool | None:
 
 
 def _approximation(text: str) -> tuple[str, str] | None:
-    """Return the exact value (or nothing) and the approximate one of a text that says ``\\approx`` or
-    ``about``."""
+    r"""Return the exact value (or an empty text) and the approximate value of a text with ``\approx`` or
+    ``about``; None for any other text."""
     before, sign, after = text.rpartition("\\approx")
     if sign:
         # the name of what is approximated says nothing of its value
@@ -219,7 +221,8 @@ def _words_without_about(run: re.Match[str]) -> str:
 
 
 def _is_near(about: str, other: str) -> bool:
-    """Return whether a value rounds to an approximate decimal at its last digit, and has its words."""
+    """Return whether a value equals an approximate decimal after rounding to its last digit, and their words
+    agree."""
     wanted, given = _Piece.of(about), _Piece.of(other)
     middle = number(wanted.value)
     if middle is None or not words_agree(read_words(wanted.words), read_words(given.words)):
@@ -243,9 +246,10 @@ def _is_within(value: Any, middle: Fraction, allowed: Fraction) -> bool:
 
 
 def _sequences_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side leaves elements out: ``1,3,\\ldots,2n-1``.
+    r"""Compare two answers of which one leaves out elements, ``1,3,\ldots,2n-1``; return None if neither
+    does.
 
-    The elements that are written must be the same ones.
+    The elements that are written must agree.
     """
     if "\\ldots" not in reference and "\\ldots" not in response:
         return None
@@ -259,8 +263,8 @@ def _sequences_agree(reference: str, response: str) -> bool | None:
 
 
 def _residues_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a residue: ``3 \\pmod 7`` is 10 modulo 7, not 3 modulo 5, and is not the
-    number 3."""
+    r"""Compare two answers of which one is a residue; return None if neither is. ``3 \pmod 7`` equals 10
+    modulo 7, but neither 3 modulo 5 nor the number 3."""
     wanted, given = _residues(reference), _residues(response)
     if not wanted and not given:
         return None
@@ -286,9 +290,9 @@ def _residues_agree(reference: str, response: str) -> bool | None:
 
 
 def _residues(text: str) -> list[tuple[str, str]]:
-    """Return (residue, modulus) of a list of residues, of which ``1, 3 \\pmod 8`` has two.
+    r"""Return (residue, modulus) for each element of a list of residues; ``1, 3 \pmod 8`` has two.
 
-    Nothing where it is none.
+    The result is empty if the text is not such a list.
     """
     found: list[tuple[str, str]] = []
     modulus = ""
@@ -303,9 +307,9 @@ def _residues(text: str) -> list[tuple[str, str]]:
 
 
 def _bases_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a number in another base.
+    """Compare two answers of which one is a number with a base; return None if neither is.
 
-    The digits have to be the same; only the response may add the base.
+    The digits must be equal. Only the response may add the base.
     """
     wanted, given = _in_base(reference), _in_base(response)
     if wanted is None and given is None:
@@ -328,9 +332,10 @@ def _in_base(text: str) -> tuple[str, int] | None:
 
 
 def _ratios_agree(reference: str, response: str) -> bool | None:
-    """Compare where one side is a ratio, 1:2:3, whose terms may have a factor in common.
+    """Compare two answers of which one is a ratio, 1:2:3, whose terms may have a common factor; return None
+    if neither is.
 
-    But 2:05 is a time.
+    2:05, however, is a time.
     """
     wanted, given = ([number(each) for each in text.split(":")] for text in (reference, response))
     if (len(wanted) < 2 and len(given) < 2) or None in wanted or None in given:
@@ -353,9 +358,9 @@ class _Piece:
     """One value and its words.
 
     Attributes:
-        value: mathematics.
-        words: all words before and after it.
-        parts: words, after ``OPEN``, and values in turn, where words stand between values.
+        value: the mathematics.
+        words: all words before and after the value.
+        parts: if there are words between values: words, which begin with ``OPEN``, and values, alternately.
     """
 
     value: str
@@ -377,7 +382,7 @@ class _Piece:
 
 
 def _lists_agree(reference: str, response: str) -> bool:
-    """Compare lists in any order; one of a single value is that value."""
+    """Compare lists in any order; a list of one value equals that value."""
     first, second = (_elements(text) for text in (reference, response))
     if len(first) == len(second) and matches_all(first, second, _elements_agree):
         return True
@@ -389,8 +394,7 @@ def _lists_agree(reference: str, response: str) -> bool:
 
 
 def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
-    """Return whether one side is a tuple and the other has its coordinates in their order, without the
-    brackets."""
+    """Return whether ``one`` is a tuple and ``other`` has its coordinates in order, without the brackets."""
     if len(one) != 1 or "\\{" in text or OR in text:
         return False
     coordinates = _coordinates(one[0])
@@ -398,8 +402,8 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
 
 
 def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
-    """Compare a set with a list of conditions or sets: joined by ``or``, by ``and``, or by commas, which may
-    mean either."""
+    """Compare a set with a list of conditions or sets that are joined by ``or``, by ``and``, or by commas,
+    which may mean either."""
     if len(first) == len(second) or not all(
         _is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side
     ):
@@ -415,7 +419,7 @@ def _is_condition(element: str, text: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """Return the distinct values of a list or a set; both values of each ``\\pm``."""
+    r"""Return the distinct values of a list or a set; each ``\pm`` gives both values."""
     listed = _MEMBER.sub("", text)
     text = listed if listed.startswith("\\{") else text
     built = _BUILDER.match(text)
@@ -433,7 +437,7 @@ def _elements(text: str) -> list[str]:
 
 
 def _without_name_of_list(text: str) -> str:
-    """Return a list without the one name before its first value: ``x = 1, 2``."""
+    """Return a list without a single name before its first value: ``x = 1, 2``."""
     parts = _split(text)
     named = _ASSIGNED.match(parts[0]) if len(parts) > 1 else None
     if named is None or any(_COMPARED.search(part) for part in parts[1:]):
@@ -451,7 +455,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _without_braces(text: str) -> str:
-    """Return what is between the braces of a set that is a list."""
+    """Return the content of the braces if the text is a set that is a list, else the text."""
     inner = text.strip()
     if (
         inner.startswith("\\{")
@@ -464,8 +468,7 @@ def _without_braces(text: str) -> str:
 
 
 def _split(text: str, separators: str = _SEPARATORS) -> list[str]:
-    """Split a list at the commas and connectives outside all brackets, or another text at other
-    separators."""
+    """Split a list at the commas and connectives outside all brackets, or at other ``separators``."""
     depth, start, parts = 0, 0, list[str]()
     for place, character in enumerate(text):
         if character in "([{":
@@ -484,9 +487,9 @@ def _is_in_words(text: str, place: int) -> bool:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Return the coordinates of a tuple ``(a, b)``, also of ``(x, y) = (a, b)``.
+    """Return the coordinates of a tuple ``(a, b)``, also in the form ``(x, y) = (a, b)``.
 
-    Nothing for anything else.
+    The result is empty for any other text.
     """
     inner = text.rpartition("=")[2].strip()
     if not (inner.startswith("(") and inner.endswith(")") and closes_at_end(inner, "(", ")")):
@@ -518,7 +521,7 @@ def _elements_agree(reference: str, response: str) -> bool:
 
 
 def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool:
-    """Compare a value and its unit with one whose unit is a letter outside ``\\text{}``: 5 m."""
+    r"""Compare a value and its unit with a text whose unit is a letter outside ``\text{}``: 5 m."""
     found = re.fullmatch(r"(.*[0-9)}])\s*([a-zA-Z](?:\s*/\s*[a-zA-Z])?)(?:\s*\^\s*\{?([0-9])\}?)?", bare)
     if found is None or not words.units or others:
         return False
@@ -527,7 +530,7 @@ def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool
 
 
 def _parts_agree(reference: str, response: str) -> bool:
-    """Compare two words, or two values, of answers that have words between values."""
+    """Compare two parts, each either words or a value, of answers that have words between values."""
     are_words = [text.startswith(OPEN) for text in (reference, response)]
     if any(are_words):
         return all(are_words) and (read_words(reference) == read_words(response))
@@ -535,7 +538,7 @@ def _parts_agree(reference: str, response: str) -> bool:
 
 
 def _texts_agree(first: _Piece, second: _Piece) -> bool:
-    """Compare answers of which one is no value: words, or the letter of a choice."""
+    """Compare two answers without values: words, or the letter of a choice."""
     if first.value or second.value or not first.words or not second.words:
         return False
     names = [[plain_words(each) for each in _BETWEEN_NAMES.split(piece.words)] for piece in (first, second)]
@@ -545,7 +548,7 @@ def _texts_agree(first: _Piece, second: _Piece) -> bool:
 
 
 def _stream(text: str) -> tuple[str, ...]:
-    """Return all words and signs of a text in their order, without what joins them."""
+    """Return all words and signs of a text in order, without separators and marks."""
     if not _WORDS.search(text):
         return (_squeezed(text),)
     return plain_words(re.sub(f"[{_SEPARATORS}{OPEN}{CLOSE}]", " ", text), signs=True)
@@ -557,10 +560,10 @@ def _without_factor(piece: _Piece) -> tuple[_Piece, Fraction]:
 
 
 def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) -> bool:
-    """Compare where one side has a percent sign: by value, or as numbers where the other leaves the sign
-    away.
+    """Compare two values of which one has a percent sign: by value, or as bare numbers if the other has no
+    sign.
 
-    A reference without the sign is a number of percent only if it is an integer or above 10: 0.5% is not 0.5.
+    A reference without the sign only counts as a percentage if it is an integer or above 10: 0.5% is not 0.5.
     """
     rest = [read_words(re.sub(r"percent(?:age)?|%", "", piece.words)) for piece in (first, second)]
     if not words_agree(*rest) or (not all(percents) and any(rest)):
@@ -577,7 +580,7 @@ def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) 
 def _values_agree(
     reference: str, response: str, factor: Fraction = Fraction(1), other_factor: Fraction = Fraction(1)
 ) -> bool:
-    """Compare two texts without words, each times a factor."""
+    """Compare two texts without words, each multiplied by its factor."""
     reference, response = _same_side(reference, response)
     exact = [number(text) for text in (reference, response)]
     if any(_SEVERAL_NUMBERS.search(text) for text in (reference, response)):
@@ -617,7 +620,7 @@ def _scaled(value: Any, factor: Fraction) -> Any:
 
 
 def _same_side(reference: str, response: str) -> tuple[str, str]:
-    """Return both without names that only one of them gives: ``x = 5`` for 5, ``AB = 5``, ``x \\in
+    r"""Return both texts without names that only one of them has: ``x = 5`` for 5, ``AB = 5``, ``x \in
     [1,2)``."""
     reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
     sides = [_split(text, "=") for text in (reference, response)]
@@ -633,6 +636,7 @@ def _same_side(reference: str, response: str) -> tuple[str, str]:
 
 
 def _condition(text: str) -> str:
-    """Return the condition of a set that is written by one, ``\\{x \\mid x > 2\\}``."""
+    r"""Return the condition of a set in builder notation, ``\{x \mid x > 2\}``; any other text is returned
+    unchanged, except that its ``x \in`` is removed."""
     built = _BUILDER.match(_MEMBER.sub("", text, count=1))
     return built[2].strip() if built else _MEMBER.sub("", text, count=1)

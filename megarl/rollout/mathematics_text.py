@@ -1,7 +1,8 @@
-"""One spelling for mathematical text: characters, LaTeX commands, digits, decimals, and words apart from
-values.
+"""Normalisation of mathematical text: characters, LaTeX commands, digits, decimals, and the separation of
+words from values.
 
-Text in, text out. Everything here keeps what the text says; what cannot be kept is left as it is.
+All functions map text to text and preserve its meaning; what cannot be normalised without changing the
+meaning is left unchanged.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import unicodedata
 from megarl.rollout.mathematics_words import FUNCTIONS, is_unit, is_word
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""Marks around words: what is outside them is mathematics.
+"""Marks around words; text outside them is mathematics.
 
-They are private characters, which ``unify`` takes out of any text.
+They are private characters, which ``unify`` removes from any text.
 """
 
 OR, AND = "\ue002", "\ue003"
-"""Marks in place of the words between values of a list."""
+"""Marks that replace the words between values of a list."""
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 
 
 def _vulgar_fractions() -> dict[str, str]:
-    """Return the LaTeX of ½ and the like. NFKC alone would make 11/2 of 1½."""
+    """Return the LaTeX of ½ and similar characters. NFKC alone would turn 1½ into 11/2."""
     spelled: dict[str, str] = {}
     for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189):
         parts = unicodedata.normalize("NFKC", chr(code)).split("\u2044")
@@ -89,8 +90,8 @@ _ROOT = re.compile("([\u221a\u221b])\\s*(?:([0-9]+(?:\\.[0-9]+)?|[a-zA-Z])|(?=[(
 
 
 def unify(text: str) -> str:
-    """Return a text in which characters of one meaning are one: NFKC, and LaTeX for ½, x², √, π, ≤ and other
-    symbols."""
+    """Return a text in which characters with the same meaning are unified: NFKC, and LaTeX for ½, x², √, π, ≤
+    and other symbols."""
     # None of the characters below is ASCII.
     if text.isascii():
         return text
@@ -212,7 +213,8 @@ _NAMED_SETS = (
 
 
 def spell(text: str) -> str:
-    """Return an answer in the one spelling: words between marks, values as the library reads them best."""
+    """Return an answer in the normalised form: words between marks, and values in the form that the library
+    parses best."""
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
@@ -240,13 +242,13 @@ def spell(text: str) -> str:
 
 
 def _inward_brackets(interval: re.Match[str]) -> str:
-    """Return an interval whose open ends are brackets that face outwards, ``]1,2[``, with parentheses."""
+    """Return an interval with parentheses in place of outward brackets for its open ends, as in ``]1,2[``."""
     return ("(" if interval[1] == "]" else "[") + interval[2] + (")" if interval[3] == "[" else "]")
 
 
 def _words_of_command(command: re.Match[str]) -> str:
-    """Return the replacement of a ``\\text{...}``: words are put between marks, mathematics stays as it
-    is."""
+    r"""Return the replacement of a ``\text{...}``: words are put between marks, and mathematics is left
+    unchanged."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
     # Mathematics: no letters at all, or commands or digits that are not the power of a unit.
@@ -270,10 +272,8 @@ def _words_of_command(command: re.Match[str]) -> str:
 
 
 def _bare_word(text: str, run: re.Match[str]) -> str:
-    """Return letters outside ``\\text{}`` between marks where they are a word or a unit.
-
-    A function's name as its command.
-    """
+    r"""Return the replacement of letters outside ``\text{}``: a word or a unit is put between marks, and the
+    name of a function becomes its command."""
     word = run[0].rstrip(".")
     if run[0][0] in f"\\{OPEN}":
         return run[0]
@@ -286,7 +286,7 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
 
 
 def _ends_in_value(text: str) -> bool:
-    """Return whether a number, a bracket or a unit ends a text, so that letters after it may be a unit."""
+    """Return whether a text ends in a number, a bracket or a unit, so that letters after it may be a unit."""
     # the unit before this one in a product or a quotient of units
     before = re.sub(rf"(?<=[{CLOSE}}}])\s*(?:\\cdot|\\times|/)\s*$", "", text.rstrip())
     return bool(before) and before[-1] in f"0123456789}}){{{CLOSE}"
@@ -311,8 +311,8 @@ _CONTINUED = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)\s*\\ldots")
 
 
 def _digits(text: str) -> str:
-    """Return numbers without separators of thousands, with repeating decimals as fractions and ``5e-1`` as a
-    product."""
+    """Return a text in which numbers have no thousands separators, repeating decimals are fractions, and
+    ``5e-1`` is a product."""
     text = _BY_SPACES.sub(lambda number: number[0].replace(" ", ""), text)
     text = _BY_COMMAS.sub(
         lambda number: number[0] if _is_bracketed(text, number.start()) else number[0].replace(",", ""), text
@@ -333,7 +333,7 @@ def _with_braces(command: re.Match[str]) -> str:
 
 
 def _is_bracketed(text: str, place: int) -> bool:
-    """Return whether a place is inside brackets, where a comma separates coordinates and not thousands."""
+    """Return whether a position is inside brackets, where a comma separates coordinates and not thousands."""
     before = text[:place]
     return sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
 
@@ -347,9 +347,9 @@ def _repeating_decimal(decimal: re.Match[str]) -> str:
 
 
 def _continued_decimal(decimal: re.Match[str]) -> str:
-    """Return the fraction of a decimal that is continued, such as 0.1666 with an ellipsis.
+    """Return the fraction of a decimal that continues, such as 0.1666 with an ellipsis.
 
-    A decimal whose last digits do not repeat, such as 3.1415, stays as it is.
+    A decimal whose last digits do not repeat, such as 3.1415, is left unchanged.
     """
     digits = decimal[2]
     for period in range(1, len(digits) // 2 + 1):
@@ -369,7 +369,7 @@ def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """Return a text without spaces and punctuation at its ends, and without braces around the whole of it."""
+    """Return a text without spaces and punctuation at its ends, and without braces around all of it."""
     text = re.sub(r"\s+", " ", text).strip(" \"',;:").rstrip(" .,;:?")
     while text.startswith("{") and closes_at_end(text, "{", "}"):
         text = text[1:-1].strip(" ,;:").rstrip(" .,;:?")
@@ -378,7 +378,7 @@ def _trimmed(text: str) -> str:
 
 
 def closes_at_end(text: str, opening: str, closing: str) -> bool:
-    """Return whether the bracket that begins a text is closed by that at its end."""
+    """Return whether the bracket at the beginning of a text is closed by the one at its end."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character == opening) - (character == closing)

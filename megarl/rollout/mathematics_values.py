@@ -1,7 +1,7 @@
-"""Mathematical values read from LaTeX by the library `math_verify`, and compared exactly.
+"""Mathematical values that are parsed from LaTeX by the library `math_verify`, and compared exactly.
 
-The library rounds decimals to six places and takes differences below 1e-15 for nothing, so that 1/2^98 would
-equal 1/2^99. Its parser and its rules for equations, sets and matrices are used; every comparison of two
+The library rounds decimals to six places and ignores differences below 1e-15, so that 1/2^98 would equal
+1/2^99. Its parser and its rules for equations, sets and matrices are used, but every comparison of two
 numbers or expressions is replaced by an exact one.
 """
 
@@ -41,9 +41,9 @@ _NUMBER = re.compile(
 
 
 def number(text: str) -> Fraction | None:
-    """Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\\times 10^{8}``.
+    r"""Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\times 10^{8}``.
 
-    None for anything else.
+    Return None for any other text.
     """
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
@@ -68,9 +68,9 @@ def number(text: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Any:
-    """Return the sympy value of LaTeX without words, in which decimals are exact and i is the imaginary unit.
+    """Parse LaTeX without words to a sympy value, in which decimals are exact and i is the imaginary unit.
 
-    None where there is none.
+    Return None if it has no value, or is too long.
     """
     return _value_kept(text) if len(text) <= _LONGEST_KEPT else None
 
@@ -100,12 +100,13 @@ _value_kept = lru_cache(maxsize=1024)(_value_now)
 
 
 def silence_library() -> None:
-    """Keep the library from a warning at every call without a time limit of its own: there is one here."""
+    """Suppress the library's warning at every call without its own time limit; this package has a
+    time limit."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def or_none(compute: Callable[[], Any]) -> Any:
-    """Return a value; None where computing it raises.
+    """Return the computed value, or None if computing it raises.
 
     Sympy raises errors of any class on text that only looks like mathematics.
     """
@@ -118,7 +119,7 @@ def or_none(compute: Callable[[], Any]) -> Any:
 
 def _exact(value: Any) -> Any:
     """Return a value with fractions in place of floats, and I in place of the symbol i, which the library
-    takes for a variable."""
+    parses as a variable."""
     import sympy
 
     if isinstance(value, sympy.MatrixBase):
@@ -140,7 +141,7 @@ def fractions_agree(reference: Fraction, response: Fraction) -> bool:
 
 
 def values_agree(reference: Any, response: Any) -> bool:
-    """Return whether two sympy values are equal: numbers exactly, expressions for every value of their
+    """Return whether two sympy values are equal: numbers exactly, expressions for all values of their
     variables, sets as sets."""
     import sympy
 
@@ -156,8 +157,8 @@ def values_agree(reference: Any, response: Any) -> bool:
 
 
 def library_agrees(reference: list[Any], response: list[Any]) -> bool:
-    """Return whether the library takes one of several readings of a response for the reference, with exact
-    comparisons."""
+    """Return whether the library, with exact comparisons, considers any reading of a response equal to the
+    reference."""
     silence_library()
     return bool(or_none(lambda: _library_verdict(reference, response)))
 
@@ -201,7 +202,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
-    """Return whether two tuples agree in order, or two finite sets in any order."""
+    """Return whether two tuples are equal in order, or two finite sets in any order."""
     import sympy
 
     # The library's parser keeps the order that sympy's sets lose.
@@ -214,8 +215,7 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
 
 
 def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
-    """Return whether each element of one collection equals one of the other that no element before it has
-    taken."""
+    """Return whether two collections have equal elements in any order, with each element matched once."""
     left = list(second)
     for each in first:
         place = next((place for place, other in enumerate(left) if equal(each, other)), None)
@@ -226,10 +226,11 @@ def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[An
 
 
 def _expressions_equal(one: Any, other: Any) -> bool | None:
-    """Return whether two expressions are equal wherever both have a value; None where numbers do not tell.
+    """Return whether two expressions are equal wherever both have a value; None if numerical values do not
+    decide it.
 
-    Constants are compared as fractions or by hundreds of digits, expressions so at points that are always the
-    same. Two expressions that differ would have to agree at all of them to be taken for equal.
+    Constants are compared as fractions or to hundreds of digits; expressions are compared so at fixed points.
+    Two different expressions only count as equal if they agree at all of these points.
     """
     import sympy
 
@@ -249,12 +250,12 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
 
 
 def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
-    """Return points at which to compare: all positive, all negative, small, and mixed; one empty point for
-    constants.
+    """Return the points at which expressions are compared: all positive, all negative, small, and mixed; one
+    empty point for constants.
 
     Args:
-        symbols: variables.
-        whole: give positive integers, for sums up to a variable.
+        symbols: the variables.
+        whole: return positive integers, for sums up to a variable.
     """
     import sympy
 
@@ -278,7 +279,8 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
 
 
 def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
-    """Return whether two expressions have one value at a point; None where either has none there."""
+    """Return whether two expressions have the same value at a point; None if this cannot be decided there,
+    for example because one of them has no value."""
     import sympy
 
     first, second = (each.xreplace(point).doit() for each in (one, other))
@@ -294,9 +296,9 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
 
 
 def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
-    """Return whether two constants agree to so many digits, but for the last ones.
+    """Return whether two constants agree to ``digits`` digits, except for the last ones.
 
-    None where either is no number.
+    Return None if either is not a number.
     """
     import sympy
 
@@ -312,9 +314,9 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
 
 
 def _as_set(value: Any, with_equations: bool = False) -> Any:
-    """Return the set that a value is, or that an inequality (or an equation) in one variable describes.
+    """Return a set itself, or the set that an inequality (or an equation) in one variable describes.
 
-    None for anything else.
+    Return None for any other value.
     """
     import sympy
     from math_verify.grader import And
@@ -332,9 +334,9 @@ def _as_set(value: Any, with_equations: bool = False) -> Any:
 
 
 def _solutions(inequality: Any) -> Any:
-    """Return the set that an inequality describes.
+    """Return the set of solutions of an inequality.
 
-    All reals for one that holds for every real number, as x < oo does.
+    If it holds for every real number, as x < oo does, the set is that of all reals.
     """
     import sympy
 
@@ -343,7 +345,8 @@ def _solutions(inequality: Any) -> Any:
 
 
 def _sets_equal(one: Any, other: Any) -> bool:
-    """Return whether two sets of real numbers are equal; ends of intervals are compared as exact numbers."""
+    """Return whether two sets of real numbers are equal; the ends of intervals are compared as exact
+    numbers."""
     import sympy
 
     if one == other:
@@ -359,13 +362,13 @@ def _sets_equal(one: Any, other: Any) -> bool:
 
 
 def joined_sets(values: Iterable[Any], joined: str) -> Any:
-    """Return the set that several sets, or conditions on one variable, describe together; None where one of
-    them is neither.
+    """Return the set that several sets, or conditions on one variable, describe together; None if one of the
+    values is neither.
 
     Args:
-        values: read from LaTeX.
-        joined: ``or`` for their union, ``and`` for what they have in common, ``by commas`` for the latter
-            unless it is empty.
+        values: values that were parsed from LaTeX.
+        joined: ``or`` for the union, ``and`` for the intersection, ``by commas`` for the intersection unless
+            it is empty.
     """
     import sympy
 

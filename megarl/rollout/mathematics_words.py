@@ -1,4 +1,4 @@
-"""Words next to a value: units, nouns, and words that change what the value says (``or more``, ``PM``)."""
+"""Words next to a value: units, nouns, and words that change the value's meaning (``or more``, ``PM``)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ FUNCTIONS = _set_of(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min gcd lcm det dim "
     "ker deg arg sqrt pi infty inf sup alpha beta gamma theta phi omega"
 )
-"""Names in mathematics that are no words of a language."""
+"""Names of mathematical functions, which are not words of a language."""
 
 _SHORT_WORDS = _set_of(
     "yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has"
@@ -138,7 +138,7 @@ class Words:
     Attributes:
         units: sorted (unit, exponent).
         nouns: other words, in the singular.
-        changes: words that change what the value says.
+        changes: words that change the value's meaning.
     """
 
     units: tuple[tuple[str, int], ...] = ()
@@ -188,10 +188,10 @@ def read_words(text: str) -> Words:
 
 
 def words_agree(reference: Words, response: Words) -> bool:
-    """Return whether the words of a response fit those of its reference.
+    """Return whether the words of a response agree with those of its reference.
 
-    A unit or a noun may be missing on one side. A different one is wrong, and so is any difference in words
-    that change the meaning.
+    A unit or a noun may be missing on one side. A different one is incorrect, and so is any difference in
+    words that change the meaning.
     """
     if reference.changes != response.changes:
         # a time of the day may be said more exactly than the reference does
@@ -204,11 +204,11 @@ def words_agree(reference: Words, response: Words) -> bool:
 
 
 def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
-    """Return the words of an answer that is no value (``due East``), in the singular and in lower case,
+    """Return the words of an answer that is not a value (``due East``), in the singular and in lower case,
     without articles.
 
     Args:
-        text: words, and numbers among them.
+        text: words, possibly with numbers.
         signs: keep every other sign of the text as well.
     """
     if signs:
@@ -217,13 +217,13 @@ def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
 
 
 def without_about(text: str) -> tuple[str, bool]:
-    """Return words without ``about``, ``approximately`` and the like, and whether there were any."""
+    """Return words without ``about``, ``approximately`` and similar words, and whether there were any."""
     kept, count = _ABOUT.subn(" ", text)
     return kept, count > 0
 
 
 def without_factors(text: str) -> tuple[str, int]:
-    """Return words without ``million`` and the like, and their product."""
+    """Return words without ``million`` and similar words, and the product of these factors."""
     factor = 1
     kept = []
     for word in text.split():
@@ -234,7 +234,7 @@ def without_factors(text: str) -> tuple[str, int]:
 
 
 def is_word(run: str) -> bool:
-    """Return whether letters that stand alone are a word, and not a product of variables such as ``abc``."""
+    """Return whether separate letters are a word, and not a product of variables such as ``abc``."""
     # Longer runs of capitals are names of points, such as ABCD.
     return run.lower() in _SHORT_WORDS or (len(run) > 3 and not run.isupper())
 
@@ -249,7 +249,7 @@ def is_unit(run: str) -> bool:
 
 
 def singular(word: str) -> str:
-    """Return a noun without the ending of its plural."""
+    """Return a noun without its plural ending."""
     if len(word) > 4 and word.endswith("ies"):
         return word[:-3] + "y"
     if len(word) > 4 and word.endswith(("xes", "ches", "shes", "sses")):

@@ -1,7 +1,6 @@
-"""MessageEnv: an environment as a person writes it, one object a conversation, that reads and writes
-messages.
+"""MessageEnv: an environment with one object per conversation that reads and writes messages.
 
-A class of one's own (``env.environment: path/to/file.py:Name``) says what it answers to a response::
+A user-defined class (``env.environment: path/to/file.py:Name``) implements the answer to a response::
 
     class Guess(MessageEnv):
         def step(self, message):
@@ -9,8 +8,8 @@ A class of one's own (``env.environment: path/to/file.py:Name``) says what it an
                 return Step(reward=1.0, done=True)
             return Step("No. Guess again.")
 
-Each conversation is answered in a thread, so that none waits for another one; objects of different
-conversations must not share what they change.
+Each conversation is stepped in a thread, so that none waits for another one. Objects of different
+conversations must not share mutable state.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``; of the assistant also ``tool_calls``, of a tool ``name`` and ``tool_call_id``."""
+"""Message with ``role`` and ``content``; one of the assistant also has ``tool_calls``, one of a tool ``name``
+and ``tool_call_id``."""
 
 # Failures of an environment that are reported one by one.
 _TOLD = 3
@@ -41,27 +41,27 @@ _LONGEST_TOLD = 1000
 
 
 class EnvironmentLostError(MegarlError):
-    """An environment cannot answer, for a reason that no response can cause: the conversation is left out of
+    """An environment cannot answer, for a reason that no response can cause; the conversation is left out of
     training."""
 
 
 LOST = (EnvironmentLostError, OSError, TimeoutError, MemoryError)
-"""Errors that are held against no response: a server that is gone, a process that was killed, a full
-machine."""
+"""Errors that do not count against the response: a server is gone, a process was killed, the machine
+is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Answer of an environment to a response.
+    """Result of an environment for a response.
 
     Attributes:
-        messages: that the policy sees next: a text, which the user says, a message or several; read where the
-            conversation goes on.
-        reward: added to those of the other turns.
+        messages: what the policy sees next: a text, which becomes a user message, a message, or several; only
+            read if the conversation continues.
+        reward: added to the rewards of the other turns.
         done: the conversation ends.
-        accuracy: from 0 to 1, how right the conversation is; None where the reward says it.
-        metrics: figures that are summed over conversations and turns.
-        reason: why a conversation ends, where it is not simply done.
+        accuracy: accuracy of the conversation, from 0 to 1; None if the reward is the accuracy.
+        metrics: metrics that are summed over conversations and turns.
+        reason: reason of the conversation's end, if it is not simply done.
     """
 
     messages: str | Message | Sequence[Message] = ()
@@ -76,11 +76,11 @@ class MessageEnv:
     """One conversation.
 
     Attributes:
-        section: the ``env`` section, or that of the environment with a name in it; ``options`` has what only
-            this environment reads.
-        record: of the data that the conversation begins with; from ``reset`` on.
+        section: the ``env`` section, or the section of the named environment in it; ``options`` has the keys
+            that only this environment reads.
+        record: data record that the conversation begins with; available from ``reset`` on.
         tools: JSON schemas that the chat template shows the policy, in the form of OpenAI's functions. Calls
-            of them come as ``message["tool_calls"]``.
+            of these tools arrive as ``message["tool_calls"]``.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -90,36 +90,38 @@ class MessageEnv:
         self.record: Example
 
     def reset(self, record: Example) -> Sequence[Message] | None:
-        """Begin a conversation; messages take the place of the record's prompt."""
+        """Begin a conversation. Returned messages replace the record's prompt; None keeps it."""
         return None
 
     def step(self, message: Message) -> Step:
-        """Answer a response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``.
+        """Process a response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``, and return the
+        result.
 
-        A response that a length limit truncated is answered too; its reward counts, and the conversation ends
-        there whatever ``done`` says; so it does after the last of ``max_rollout_turns``.
+        This is also called for a response that a length limit truncated: its reward counts, but the
+        conversation ends there whatever ``done`` is. The same holds for the last of ``max_rollout_turns``
+        responses.
 
-        An exception is the response's fault, whose text the policy sees (``env.on_tool_error``), except for
-        those in ``LOST``, which leave the conversation out of training.
+        An exception counts against the response, and the policy sees its text (``env.on_tool_error``). The
+        exceptions in ``LOST`` leave the conversation out of training instead.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the conversation, and give back what it holds."""
+        """End the conversation, and release its resources."""
 
     @staticmethod
     def fault_of_reference(answer: str) -> str | None:
-        """Why a record with this reference answer is of no use; None where it is of use."""
+        """Return why a record with this reference answer is unusable, or None."""
         return None
 
 
 class MessageEnvironment:
-    """An ``Environment`` of conversations that each have a ``MessageEnv``.
+    """An ``Environment`` in which each conversation has a ``MessageEnv``.
 
     Args:
-        make: a new one; called with the section.
-        section: of the environment.
-        judge: scores whole conversations, once all have ended; None where the rewards of their turns are all.
+        make: builds a ``MessageEnv`` from the section.
+        section: section of the environment.
+        judge: scores whole conversations once all have ended; None if only the turns have rewards.
         fault_of_reference: see ``Environment``.
     """
 
@@ -146,8 +148,8 @@ class MessageEnvironment:
             self.judge = judge
 
     def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[Message] | None]:
-        """A conversation with a record, and the messages of its prompt where they are not the record's; None
-        where it cannot begin."""
+        """Begin a conversation with a record. Return the conversation, and the messages of its prompt if they
+        replace the record's. Return None for both if the conversation cannot begin."""
         try:
             conversation = self._make(self._section)
             conversation.record = record
@@ -162,7 +164,7 @@ class MessageEnvironment:
             conversation.close()
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """The answer to one response."""
+        """Return the result for one response."""
         [conversation], [record], [truncated] = turn.metadata, turn.records, turn.truncated
         message = self._message(turn)
         if isinstance(message, str):
@@ -193,10 +195,11 @@ class MessageEnvironment:
         return _answer(conversation, step, None, {}, truncated)
 
     def close(self) -> None:
-        """Nothing is held between conversations."""
+        """Do nothing, since no resources are held between conversations."""
 
     def _message(self, turn: Turn) -> Message | str:
-        """The response as a message; what is wrong with a call in it, as the policy is told."""
+        """Return the response as a message, or an error text for the policy if a tool call in it cannot be
+        read."""
         try:
             content, calls = self._parse(turn.responses[0], turn.full_responses)
         except BadCallError as error:
@@ -222,7 +225,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _answers_to(message: Message, text: str) -> Sequence[Message]:
-    """A text as what the tools answer that a message calls; as what the user says where it calls none."""
+    """Return a text as the answers of all tools that a message calls, or as a user message if it
+    calls none."""
     calls = message.get("tool_calls") or ()
     answers = [
         {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}

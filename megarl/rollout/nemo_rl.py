@@ -1,9 +1,9 @@
-"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, as ``env.environment:
-path/to/file.py:Name``.
+"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, named by
+``env.environment: path/to/file.py:Name``.
 
-Such a class steps a batch of conversations, given as messages and what it returned for each at the turn
-before. It is called for all that wait, together. ``EnvironmentInterface`` and ``EnvironmentReturn`` can be
-imported from here where NeMo-RL is not installed.
+Such a class steps a batch of conversations, given as messages and the metadata that it returned for each at
+the previous turn. It is called once for all waiting conversations. ``EnvironmentInterface`` and
+``EnvironmentReturn`` can be imported from this module if NeMo-RL is not installed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ROLES = frozenset({"user", "assistant", "system", "tool"})
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """The return of ``EnvironmentInterface.step`` for B conversations.
+    """The result of ``EnvironmentInterface.step`` for B conversations.
 
     Attributes:
         observations: B messages, ``{"role": ..., "content": ...}``.
         metadata: B objects for the next turn; None for a conversation that ends.
-        next_stop_strings: B lists of texts that end the next response, or None each.
+        next_stop_strings: for each of B conversations a list of texts that end its next response, or None.
         rewards: [B] float, or [B, parts].
         terminateds: [B] bool.
         answers: B final answers, or None.
@@ -58,36 +58,37 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
-    """The methods that NeMo-RL asks of an environment."""
+    """The interface of NeMo-RL's environments."""
 
     @abc.abstractmethod
     def step(
         self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Answer the last message of each conversation."""
+        """Respond to the last message of each conversation."""
 
     @abc.abstractmethod
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Not called: figures of rewards and ends are this library's own."""
+        """Compute metrics of a batch. This library computes its own metrics of rewards and conversation ends,
+        and never calls this method."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """The messages of a conversation so far, and what its environment returned for it."""
+    """The messages of a conversation so far, and its latest metadata from the environment."""
 
     messages: list[dict[str, str]]
     metadata: Any
 
 
 class NemoRLEnvironment:
-    """An ``Environment`` around a class of NeMo-RL's.
+    """An ``Environment`` that wraps a class of NeMo-RL's.
 
-    It is made with ``env.options``. The metadata of a conversation are at first ``ground_truth``, the
-    reference answer, and the fields of the record (``data.extra_keys``).
+    The class is constructed with ``env.options``. The initial metadata of a conversation are
+    ``ground_truth``, the reference answer, and the fields of the record (``data.extra_keys``).
 
     Args:
         kind: the class.
-        section: of the environment.
+        section: section of the environment.
     """
 
     def __init__(self, kind: Any, section: EnvConfig) -> None:
@@ -97,8 +98,8 @@ class NemoRLEnvironment:
         self._told = 0
 
     def step(self, turn: Turn) -> environment.EnvironmentReturn:
-        """Step the environment with a batch; where it fails on the whole, with each conversation by
-        itself."""
+        """Step the environment with a batch; if it fails on the whole batch, step it with each conversation
+        separately."""
         conversations = [self._followed(turn, row) for row in range(len(turn.records))]
         try:
             return self._asked(conversations, turn)
@@ -118,7 +119,7 @@ class NemoRLEnvironment:
         return None
 
     def close(self) -> None:
-        """Shut the environment down, where it can be."""
+        """Shut the environment down, if it has a ``shutdown``."""
         shutdown = getattr(self._environment, "shutdown", None)
         if callable(shutdown):
             shutdown()
@@ -168,10 +169,10 @@ class NemoRLEnvironment:
 
 
 def _within(call: Callable[[], Any], seconds: float) -> Any:
-    """The result of a call, in a thread that is left alone when it takes too long.
+    """Return the result of a call that runs in a thread; the thread is abandoned if the call takes too long.
 
     Raises:
-        TimeoutError: it takes too long. Whatever the call raises otherwise.
+        TimeoutError: the call takes too long. Any exception of the call is raised too.
     """
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -196,10 +197,10 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _converted(found: Any, conversations: Sequence[_Conversation]) -> environment.EnvironmentReturn:
-    """An answer in the terms of this library.
+    """Convert a result of NeMo-RL's to this library's form.
 
     Raises:
-        BatchError: it is none, or does not fit the conversations.
+        BatchError: the result is invalid, or does not fit the conversations.
     """
     missing = [
         name for name in ("observations", "metadata", "rewards", "terminateds") if not hasattr(found, name)
@@ -280,7 +281,7 @@ def _row_of(turn: Turn, row: int) -> Turn:
 
 
 def _joined(answers: Sequence[environment.EnvironmentReturn]) -> environment.EnvironmentReturn:
-    """Answers to one conversation each, as one."""
+    """Join the results for single conversations to one result."""
 
     def column(name: str) -> list[Any]:
         return [next(iter(getattr(each, name)), None) for each in answers]

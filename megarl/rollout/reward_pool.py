@@ -1,14 +1,15 @@
-"""A pool of processes that compute rewards, with a hard limit for each reward of a sample.
+"""A pool of processes that compute rewards, with a hard time limit for each reward of a sample.
 
-A reward function may raise, hang, print, leak or kill its process; the driver and the other samples come to
-no harm. Each process is this module run as a program: it reads tasks from its standard input and writes
-results to what was its standard output, a JSON list a line. What the function prints goes to the driver's
-standard error, without the secrets that the driver knows. Time that is over is told to the function by an
-alarm first, since a process that goes on saves its imports; one that does not listen is killed a moment
-later, and another takes its place. Where responses take little time, several lie before a process, so that it
-does not wait for the driver after each; the time of each begins when the one before it is answered. Each
-answer bears the number of its task, so that none is taken for another's. What a function leaves behind,
-threads and children of its process group, ends with its process.
+A reward function may raise, hang, print, leak or kill its process without harming the driver and the other
+samples. Each process is this module run as a program: it reads tasks from its standard input, and writes
+results to what was its standard output, one JSON list per line. What the function prints goes to the driver's
+standard error, without the secrets that the driver knows. When the time limit is over, the function first
+gets an alarm, since a process that continues need not import its modules again. If it does not react, it is
+killed a moment later, and another process replaces it. If responses take little time, several tasks are sent
+to a process ahead, so that it need not wait for the driver after each; the time of a task begins when the
+task before it is answered. Each answer carries the number of its task, so that it cannot be taken for the
+answer to another one. Threads and children of its process group that a function leaves behind end with its
+process.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ from megarl.time_limit import OutOfTimeError, time_limit, unlimited
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
-"""How long a process may take to start and to import what the function needs, from when it is waited for."""
+"""Maximum seconds that a process may take to start and to import what the function needs, from when the pool
+waits for it."""
 
 STARTS = 3
-"""Of a process in a row that may end before one is ready: something else may have killed it, such as the
-kernel for want of memory."""
+"""Number of failed starts in a row at which the pool gives up. Something else may have killed a starting
+process, such as the kernel for lack of memory."""
 
 GRACE_SECONDS = 1.0
-"""Between the alarm and the kill."""
+"""Seconds between the alarm and the kill."""
 
 # Between looks at whether each process is still there. One whose forked child holds the pipe open does not
 # end it.
@@ -110,16 +112,16 @@ _LONGEST_TRACE = 4000
 
 @dataclass(slots=True)
 class Score:
-    """A reward function's verdict on one response.
+    """A reward function's score of one response.
 
     Attributes:
-        value: the reward; None where there is none.
-        fault: why there is none: ``error`` (it raised, returned no finite number, or its process died),
-            ``timeout``, or ``outage``, which no response can cause (a scorer or the machine is at fault, or
-            an import).
+        value: the reward; None if there is none.
+        fault: why there is none: ``error`` (the function raised, returned no finite number, or its process
+            died), ``timeout``, or ``outage``, which no response can cause (a scorer, the machine or an import
+            failed).
         message: the fault in words.
-        trace: traceback of what the function raised; empty where the message says all.
-        accuracy: whether the response is right, 0 to 1, where the function says so beside the reward.
+        trace: traceback of the exception that the function raised; empty if the message is sufficient.
+        accuracy: accuracy of the response, 0 to 1, if the function reports it in addition to the reward.
     """
 
     value: float | None
@@ -130,15 +132,16 @@ class Score:
 
 
 class RewardPool:
-    """Processes that compute some reward functions, each process all of them.
+    """Processes that compute some reward functions; each process computes all of them.
 
     Args:
         specs: the functions, see ``get_reward``.
-        processes: how many, at least 1.
+        processes: number of processes, at least 1.
 
     Raises:
-        ConfigError: a user's function cannot be imported; found by the first process, which is waited for.
-        ValueError: no process is asked for.
+        ConfigError: a user's function cannot be imported. The first process finds this out, and the pool
+            waits for it.
+        ValueError: the number of processes is less than 1.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], processes: int) -> None:
@@ -158,11 +161,11 @@ class RewardPool:
                 self._wait_until_ready(self._processes[0])
 
     def score(self, tasks: Sequence[tuple[int, Task]]) -> list[Score]:
-        """The score of each task by the reward of that number, in their order.
+        """Return the score of each task, in order. A task is given with the number of its reward.
 
         Raises:
-            RewardError: a process does not start, or ends before it has.
-            StateError: the pool is closed, which an error of an earlier call does too.
+            RewardError: a process does not start, or ends before it is ready.
+            StateError: the pool is closed; an error of an earlier call closes it too.
         """
         if not self._processes:
             raise StateError("the pool of rewards is closed. Fix: make another one")
@@ -191,10 +194,10 @@ class RewardPool:
         self._processes = []
 
     def _hear(self, place: int, waiting: deque[int], scores: dict[int, Score], given_twice: set[int]) -> None:
-        """Take what one process has said, and replace it if it is of no more use.
+        """Process the output of one process, and replace the process if it is no longer usable.
 
-        What it has said comes before its deadline: a driver that was held up must not call an answer late
-        that has long been there.
+        Its output is read before its deadline is checked, so that an answer which arrived in time does not
+        count as late after a delay of the driver.
         """
         process = self._processes[place]
         process.receive()
@@ -225,11 +228,11 @@ class RewardPool:
             process.expect_start()
 
     def _check_start(self, place: int) -> None:
-        """Count a process that ended before it was ready, and refuse the last of ``STARTS`` in a row, or one
-        that takes too long.
+        """Count a process that ended before it was ready.
 
         Raises:
-            RewardError: it is the last, or takes too long.
+            RewardError: the process is the last of ``STARTS`` in a row that ended, or takes too long to
+                start.
         """
         process = self._processes[place]
         if process.is_ready:
@@ -244,7 +247,7 @@ class RewardPool:
             process.check_start()
 
     def _give(self, process: _Process, tasks: Sequence[tuple[int, Task]], waiting: deque[int]) -> None:
-        """Give a process work, if it has room for it."""
+        """Give a process tasks as long as it has room for them."""
         while waiting and process.is_ready and self._has_room(process, len(waiting)):
             row = waiting.popleft()
             which, task = tasks[row]
@@ -252,8 +255,8 @@ class RewardPool:
             self._sent += 1
 
     def _has_room(self, process: _Process, waiting: int) -> bool:
-        """Return whether another task may wait for a process: work of ``_AHEAD_SECONDS``, and less towards
-        the end."""
+        """Return whether another task may be queued for a process. The queue holds ``_AHEAD_SECONDS`` of
+        work, and less towards the end of the batch."""
         if not process.given:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
@@ -262,10 +265,10 @@ class RewardPool:
         return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
 
     def _wait_for_news(self) -> Iterable[int]:
-        """Sleep until a process has something to say, can be told more, or a deadline is over; the places of
-        such processes.
+        """Sleep until a process has sent output, can accept more input, or has exceeded its deadline; return
+        the indices of such processes.
 
-        All places where some time has gone by since.
+        Return all indices if ``_POLL_SECONDS`` have passed since all were last returned.
         """
         files, places = select.poll(), dict[int, int]()
         for place, process in enumerate(self._processes):
@@ -309,8 +312,7 @@ class RewardPool:
 
 
 def _as_told(spec: RewardSpec) -> list[Any]:
-    """Return a reward as a process is told of it, with the function itself where ``megarl.train`` was given
-    one."""
+    """Encode a reward for a process. The function itself is included if ``megarl.train`` was given one."""
     pickled = pickled_object(spec.name)
     return [
         spec.name,
@@ -321,10 +323,10 @@ def _as_told(spec: RewardSpec) -> list[Any]:
 
 
 def _read_told(line: bytes) -> list[RewardSpec]:
-    """Read the first line that a process is told.
+    """Decode the rewards from the first line that a process gets.
 
     Raises:
-        ConfigError: a function that ``megarl.train`` was given cannot be made again here.
+        ConfigError: a function that ``megarl.train`` was given cannot be unpickled here.
     """
     specs = []
     for name, options, timeout_s, pickled in json.loads(line):
@@ -336,11 +338,11 @@ def _read_told(line: bytes) -> list[RewardSpec]:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A task that a process was given.
+    """A task that was given to a process.
 
     Attributes:
-        number: of the task among all that the pool has sent, which its answer has to bear.
-        row: its place in the batch.
+        number: number of the task among all that the pool has sent, which its answer must carry.
+        row: row of the task in the batch.
         which: number of its reward.
     """
 
@@ -355,17 +357,17 @@ class _Process:
 
     Attributes:
         child: the process.
-        specs: of the reward functions.
-        teller: passes on what it prints, until nobody is there any more who could.
-        given: the tasks that it has, of which it works on the first.
-        finished: those that it has answered since the pool last looked, with their scores and the seconds
-            that each took.
-        deadline: when its start or the first of its tasks is over, by the monotonic clock.
-        is_ready: it has imported what it needs.
-        has_ended: it is gone, or has said what was not asked for and cannot be trusted with more.
-        unsent: what the pipe to it has not taken yet.
-        paused_s: seconds that the first of its tasks had left when it began to import something; None while
-            it does not.
+        specs: specifications of the reward functions.
+        teller: thread that forwards what the process prints, until no process can print any more.
+        given: the tasks that the process has; it works on the first one.
+        finished: the tasks answered since the pool last looked, with their scores and the seconds that each
+            took.
+        deadline: time limit of the start or of the first task, by the monotonic clock.
+        is_ready: the process has imported what it needs.
+        has_ended: the process is gone, or has sent an unexpected line and cannot be trusted any more.
+        unsent: bytes that the pipe to the process has not accepted yet.
+        paused_s: seconds that the first task had left when it began an import; None while it is not
+            importing.
     """
 
     child: subprocess.Popen[bytes]
@@ -414,26 +416,26 @@ class _Process:
 
     @property
     def input(self) -> int:
-        """File descriptor of what it is told."""
+        """File descriptor that the driver writes tasks to."""
         assert self.child.stdin is not None
         return self.child.stdin.fileno()
 
     @property
     def output(self) -> int:
-        """File descriptor of what it says."""
+        """File descriptor that the driver reads results from."""
         assert self.child.stdout is not None
         return self.child.stdout.fileno()
 
     def expect_start(self) -> None:
-        """Begin to wait for its start, if it has not been heard of."""
+        """Set the deadline of the process's start, unless the process is ready."""
         if not self.is_ready:
             self.deadline = time.monotonic() + START_SECONDS
 
     def check_start(self) -> None:
-        """Refuse a process that does not start, to be asked once what it has said was read.
+        """Raise if the process fails to start. Call this after its output has been read.
 
         Raises:
-            RewardError: it ended before it was ready, or takes too long.
+            RewardError: the process ended before it was ready, or takes too long.
         """
         if self.is_ready:
             return
@@ -447,7 +449,7 @@ class _Process:
             )
 
     def send(self, given: _Given, task: Task) -> None:
-        """Give it a task; its time begins when those before it are answered."""
+        """Give the process a task. The task's time begins when the tasks before it are answered."""
         self.given.append(given)
         if len(self.given) == 1:
             self._begin()
@@ -466,7 +468,7 @@ class _Process:
         self.send_more()
 
     def _begin(self) -> None:
-        """Begin to wait for the first of its tasks, or for nothing."""
+        """Set the deadline for the first task, or to infinity if there is none."""
         self.paused_s = None
         self.deadline = (
             time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS
@@ -475,7 +477,8 @@ class _Process:
         )
 
     def _pause(self, begins: bool) -> None:
-        """Grant the first of its tasks the time that an import takes, as at the start of a process."""
+        """Exclude an import from the first task's time limit, and limit it like the start of a process
+        instead."""
         now = time.monotonic()
         if begins:
             self.paused_s, self.deadline = self.deadline - now, now + START_SECONDS
@@ -483,7 +486,7 @@ class _Process:
             self.deadline, self.paused_s = now + self.paused_s, None
 
     def send_more(self) -> None:
-        """Send what the pipe takes."""
+        """Send as much as the pipe accepts."""
         try:
             self.unsent = self.unsent[os.write(self.input, self.unsent) :]
         except BlockingIOError:
@@ -493,10 +496,10 @@ class _Process:
             self.unsent = b""
 
     def receive(self) -> None:
-        """Read all that it has said, and see whether it is still there.
+        """Read and process all output of the process, and check whether it is still running.
 
         Raises:
-            ConfigError: it cannot import the function.
+            ConfigError: the process cannot import the function.
         """
         # before its output is read: what it said before it went is then all there
         is_gone = self.child.poll() is not None
@@ -518,7 +521,7 @@ class _Process:
         self.has_ended |= is_gone
 
     def _take(self, number: int, kind: Any, what: Any, seconds: float) -> None:
-        """Take one line."""
+        """Process one line of output."""
         if kind == _UNUSABLE:
             raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
@@ -540,7 +543,7 @@ class _Process:
         return ", ".join(repr(spec.name) for spec in self.specs)
 
     def exit_code(self) -> str:
-        """Return how it ended, in words."""
+        """Return in words how the process ended."""
         try:
             code = self.child.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -550,12 +553,12 @@ class _Process:
 
     @property
     def was_killed(self) -> bool:
-        """True if somebody else has ended it."""
+        """True if something outside the pool has killed the process."""
         code = self.child.poll()
         return code is not None and -code in _SENT_FROM_OUTSIDE
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
             # The whole group, which start_new_session made: what the function has started ends with it.
             os.killpg(self.child.pid, 9)
@@ -569,8 +572,8 @@ class _Process:
 
 
 def _pass_on(stream: IO[bytes]) -> None:
-    """Show what a process writes, line by line, on standard error, until its last writer is gone; run by a
-    thread."""
+    """Forward what a process writes to standard error, line by line, until its last writer is gone. This is
+    run by a thread."""
     lines = LineRedactor()
     with stream:
         while data := stream.read(1 << 16):
@@ -579,7 +582,8 @@ def _pass_on(stream: IO[bytes]) -> None:
 
 
 def _show(text: str) -> None:
-    """Past Python's own stream, whose lock a thread must not hold when the program ends."""
+    """Write to standard error without Python's own stream, whose lock a thread must not hold when the program
+    ends."""
     said = text.encode(errors="backslashreplace")
     # nobody may read any more, and the processes go on
     with contextlib.suppress(OSError):
@@ -594,7 +598,7 @@ def _late(spec: RewardSpec) -> Score:
 
 
 def _place_of(error: BaseException) -> str:
-    """File and line that raised an error, in parentheses."""
+    """Return the file and line that raised an error, in parentheses."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -604,8 +608,8 @@ def _place_of(error: BaseException) -> str:
 
 
 def _is_outage(error: BaseException | None) -> bool:
-    """Return whether no response can have caused what a reward function raised: nobody answers where it asks,
-    or the machine is full."""
+    """Return whether an exception of a reward function cannot have been caused by a response, because a
+    remote service does not answer, the machine is full, or an import of the function failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         # Chains of causes may be circles.
@@ -624,8 +628,8 @@ def _is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Return whether the import that failed stands in a file; a program of a response that a function runs
-    has none."""
+    """Return whether the failed import is in a file. A response's program that a function runs has no
+    file."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # what imports for others: Python, and ``_imports_told``
     importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
@@ -636,9 +640,9 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     """Score a task by a reward in this process.
 
     Args:
-        reward: that judges.
-        task: that is judged.
-        spec: of the reward, with the seconds after which an alarm rings.
+        reward: the reward.
+        task: the task to score.
+        spec: specification of the reward, with the seconds after which an alarm is raised.
     """
     try:
         if reward.is_immediate:
@@ -672,8 +676,8 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
 
 
 def main() -> None:
-    """Serve tasks until standard input ends, whose first line says of which rewards. What the functions and
-    their own processes find there is empty."""
+    """Serve tasks until end of file on standard input, whose first line has the rewards. The functions and
+    their child processes get an empty standard input."""
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
@@ -723,12 +727,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Stop the clock while the block imports a module for the first time: the first response alone would pay
-    for it, and time out.
+    """Stop the clock while the context imports a module for the first time. Otherwise the first response
+    alone would pay for the import, and time out.
 
     Args:
-        tell: told that an import begins, True, and that it is over, False. Imports inside of one are part of
-            it.
+        tell: called with True when an import begins, and with False when it is over. Nested imports are part
+            of the outer one.
     """
     original, main, importing = builtins.__import__, threading.current_thread(), False
 
@@ -757,20 +761,20 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _is_there(name: str, wanted: Iterable[str]) -> bool:
-    """Return whether a module has been imported, with what is wanted from it: a package may import its parts
-    when they are asked for."""
+    """Return whether a module has been imported, with all names that are wanted from it; a package may import
+    its submodules on demand."""
     return name in sys.modules and all(each in vars(sys.modules[name]) for each in wanted if each != "*")
 
 
 def _judges() -> bool:
-    """Return whether mathematics can be scored; the imports for it take more time than an answer. A library
-    that has changed would raise errors, which count as answers that are no mathematics."""
+    """Return whether mathematics can be scored; the imports for it take longer than a response. A library
+    that has changed would raise errors, which would count as responses without mathematics."""
     return math_verify("1", "1") == 1.0
 
 
 def _die_with_the_parent() -> None:
-    """Ask Linux to kill this process when its parent is gone: a function that hangs would never see that
-    standard input ended."""
+    """Ask Linux to kill this process when its parent ends. A function that hangs would never notice end of
+    file on standard input."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, 9)

@@ -1,8 +1,8 @@
 """Reward functions: the built-in ones by name, and a user's own by import path.
 
-A user's function says by the names of its parameters what it takes (``megarl.config.reward_arguments``): the
-response, the reference answer, the prompt, the record. It returns a number, or a dictionary with the number
-under ``score`` and, under ``acc``, whether the response is right (0 to 1), which validation reports::
+The names of the parameters of a user's function determine its arguments (``megarl.config.reward_arguments``):
+the response, the reference answer, the prompt, the record. It returns a number, or a dictionary with the
+number under ``score`` and, under ``acc``, the response's accuracy (0 to 1), which validation reports::
 
     def reward(response: str, answer: str) -> float:
         return float(answer in response)
@@ -12,14 +12,13 @@ under ``score`` and, under ``acc``, whether the response is right (0 to 1), whic
         return {"score": right - 0.1 * ("sorry" in response), "acc": right}
 
 Functions written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``), TRL
-(``completions, **columns``, lists of one) and verifiers (``completion, answer, state``) work as they are.
+(``completions, **columns``, lists of one) and verifiers (``completion, answer, state``) work unchanged.
 
-``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names it. ``record`` has ``answer``,
-``index`` and the fields of the data record, as far as the data set keeps them. An attribute
-``fault_of_reference`` of the function, where it has one, is called with every reference answer when the data
-are read, and says why an answer is of no use, or returns None. An attribute ``final_answer``, ``(response) ->
-str | None``, says what a response answers in the end, so that a validation can report the answer of the
-majority.
+``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names the function. ``record`` has
+``answer``, ``index`` and the fields of the data record that the data set keeps. If the function has an
+attribute ``fault_of_reference``, this is called with every reference answer when the data are read, and
+returns why an answer is unusable, or None. If it has an attribute ``final_answer``, ``(response) -> str |
+None``, this returns the final answer of a response, so that a validation can report the majority's answer.
 """
 
 from __future__ import annotations
@@ -64,14 +63,15 @@ _SHARE_OF_TESTS = 0.9
 
 
 class Task(NamedTuple):
-    """One response that a reward function judges.
+    """One response that a reward function scores.
 
     Attributes:
         response: text of the policy, without special tokens.
         answer: the reference answer.
-        length: tokens of the response.
-        prompt: its text; empty where the reward does not ask for it.
-        record: fields of the data record, with ``answer`` and ``index``; empty likewise.
+        length: number of tokens of the response.
+        prompt: text of the prompt; empty if the reward does not need it.
+        record: fields of the data record, with ``answer`` and ``index``; empty if the reward does not need
+            them.
         is_chat: the record's prompt is stored as messages.
     """
 
@@ -85,12 +85,12 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The name and settings of a reward, in plain values that a process of the pool can be sent.
+    """The name and settings of a reward, in plain values that can be sent to a process of the pool.
 
     Attributes:
-        name: of a built-in reward, or an import path.
-        options: of a built-in reward, see ``RewardOptions``.
-        timeout_s: seconds that it may take for one response.
+        name: name of a built-in reward, or an import path.
+        options: options of a built-in reward, see ``RewardOptions``.
+        timeout_s: time limit for one response in seconds.
     """
 
     name: str
@@ -99,7 +99,7 @@ class RewardSpec:
 
     @classmethod
     def of_section(cls, section: RewardConfig) -> RewardSpec:
-        """The reward that a section of a configuration names (``rewards_of``)."""
+        """Return the specification of the reward that a configuration section names (``rewards_of``)."""
         name = section["reward"]
         return cls(
             name,
@@ -109,28 +109,30 @@ class RewardSpec:
 
     @property
     def blames_answer(self) -> bool:
-        """True if an answer that it does not score in time is a bad answer; the silence of a scorer elsewhere
-        has another cause."""
+        """True if a response that the reward does not score in time counts as a bad response. An external
+        scorer that does not reply has another cause."""
         return self.name != "http"
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with what the pool and the environment need to know of it.
+    """A reward function, with what the pool and the environment need to know about it.
 
     Attributes:
-        judge: the number, or a mapping with ``score`` and ``acc``, of a task.
-        fault_of_reference: why a reference answer is of no use, a ``Doubt`` about one that is, or None;
-            itself None where every answer is of use.
-        is_immediate: it neither fails nor hangs nor takes long, so that the driver may compute it.
+        judge: returns the score of a task, a number or a mapping with ``score`` and ``acc``.
+        fault_of_reference: returns why a reference answer is unusable, a ``Doubt`` about a usable one, or
+            None. The attribute is None if every answer is usable.
+        is_immediate: it never fails, hangs or takes long, so that the driver may compute it.
         wants_record: it reads the prompt and the record of a task.
-        tells_right_from_wrong: its number is also the accuracy of the response. False for what shapes a
-            reward.
+        tells_right_from_wrong: its number is also the accuracy of the response. False for rewards that only
+            shape the total.
         notice: what a user has to know before it is used; empty for nothing.
-        final_answer: what a response answers in the end, as a text that equal answers share, by which a
-            majority votes; None where it has no answer. Itself None where the reward knows of none.
-        settled: options beside those of the configuration that the driver has decided, for the processes of
-            the pool, of which each would find out by itself otherwise, and perhaps something else.
+        final_answer: returns the final answer of a response, as a text that is the same for equal answers,
+            for majority votes; None for a response without an answer. The attribute is None if the reward
+            cannot extract answers.
+        settled: options that the driver has determined in addition to the configured ones. The processes of
+            the pool get them, because each process would otherwise determine them itself, perhaps
+            differently.
     """
 
     judge: Callable[[Task], Any]
@@ -208,7 +210,7 @@ def _format(pattern: str | None = None) -> Reward:
 
 
 def _length(max_response_length: int) -> Reward:
-    """Minus the share of the longest response that this one takes."""
+    """Return the reward that is minus the response's share of the maximum length."""
     return _shaping(lambda task: overlong_penalty(task.length, max_response_length, max_response_length))
 
 
@@ -221,11 +223,11 @@ def _shaping(judge: Callable[[Task], float]) -> Reward:
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """Soft penalty for long responses: 0 up to longest - buffer tokens, falling to -1 at the longest (DAPO,
-    arXiv 2503.14476, eq. 13).
+    """Return the soft penalty for long responses: 0 up to longest - buffer tokens, falling to -1 at the
+    longest (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
-        length: tokens of the response.
+        length: number of tokens of the response.
         longest: L_max, at least ``buffer``.
         buffer: L_cache, at least 1.
     """
@@ -247,11 +249,11 @@ def _code(
     isolated: bool | None = None,
     bubblewrap: str = "",
 ) -> Reward:
-    """The reward ``code``; ``isolated`` is what the driver has decided, with ``bubblewrap``; None where this
-    process is to decide.
+    """Return the reward ``code``. ``isolated`` and ``bubblewrap`` are what the driver has determined; with
+    None, this process determines both.
 
-    Where it is decided, a program that cannot be isolated later on is not run: that raises a RewardError for
-    its sample.
+    Once determined, a program that cannot be isolated later is not run, which raises a RewardError for its
+    sample.
     """
     fault = None
     if isolated is None:
@@ -302,15 +304,15 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "code": _code,
     }
 )
-"""Built-in rewards by the name that ``env.reward`` takes; each is made with its options
+"""Built-in rewards by the name that ``env.reward`` takes; each is built with its options
 (``RewardOptions``)."""
 
 
 def get_reward(spec: RewardSpec) -> Reward:
-    """The reward that a specification names.
+    """Return the reward that a specification names.
 
     Raises:
-        ConfigError: there is no such reward, or at the import path nothing that can be called.
+        ConfigError: there is no such reward, or the import path leads to nothing callable.
     """
     check_reward(spec.name)
     if is_import_path(spec.name):
@@ -319,7 +321,7 @@ def get_reward(spec: RewardSpec) -> Reward:
 
 
 def _of_function(function: Callable[..., Any]) -> Reward:
-    """A user's function, whose parameters say by their names what it takes."""
+    """Wrap a user's function as a reward. The names of its parameters determine its arguments."""
     fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
     arguments = arguments_of(function)
 
@@ -355,10 +357,10 @@ async def _awaited(found: Any) -> Any:
 
 
 def _only(found: Any) -> Any:
-    """The single value of a list that a function of several responses returned for one.
+    """Return the single value of a list that a function of several responses returned for one response.
 
     Raises:
-        VerdictError: it returned another number of values.
+        VerdictError: the function returned another number of values.
     """
     values = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
     if len(values) != 1:
@@ -367,10 +369,10 @@ def _only(found: Any) -> Any:
 
 
 def verdict(value: Any) -> tuple[float, float | None]:
-    """Score and accuracy of what a reward returned; no accuracy where it does not tell one.
+    """Return the score and the accuracy from a reward's return value; the accuracy is None if there is none.
 
     Raises:
-        VerdictError: it is no number, nor a mapping with one under ``score``.
+        VerdictError: the value is neither a number nor a mapping with a number under ``score``.
     """
     # Asked of each response: a float need not be asked whether it is a mapping, which takes longer.
     if type(value) is float:
@@ -386,7 +388,7 @@ def verdict(value: Any) -> tuple[float, float | None]:
 
 
 class VerdictError(ValueError):
-    """A reward has returned what is none."""
+    """A reward has returned something that is not a valid score."""
 
 
 def _number(value: Any, wanted: str) -> float:
@@ -398,7 +400,7 @@ def _number(value: Any, wanted: str) -> float:
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follow none."""
+        """Follow no redirection."""
 
 
 @lru_cache(maxsize=1)
@@ -407,26 +409,27 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
-    """Ask a scorer over HTTP and return its reply: it gets ``{"prompt", "response", "answer", "record"}`` as
-    JSON by POST.
+    """Send a task to an HTTP scorer and return its reply. The scorer gets ``{"prompt", "response", "answer",
+    "record"}`` as JSON by POST.
 
-    A connection that fails, a reply of which nothing comes, and the statuses 408, 429 and 5xx are tried
-    again, each time after a pause twice as long. A reply that comes byte by byte is left to the time limit of
-    the pool, one that ends early is none. A redirection is refused: to follow it would ask without the
-    question.
+    A failed connection, a missing reply, and the statuses 408, 429 and 5xx are retried, each time after a
+    pause twice as long. A reply that arrives byte by byte is left to the time limit of the pool; a reply that
+    ends early is an error. Redirections are refused, because following one would send a request without the
+    task.
 
     Args:
-        url: of the scorer.
-        attempts: requests at most.
-        timeout_s: seconds that all of them share.
-        task: what is asked.
+        url: URL of the scorer.
+        attempts: maximum number of requests.
+        timeout_s: seconds for all requests together.
+        task: the task to score.
 
     Returns:
         A number, or a mapping with ``score``.
 
     Raises:
-        RewardOutageError: the scorer cannot be reached, is busy or silent, or refuses whatever it is asked.
-        RewardError: it breaks off its replies to this question, refuses it, or says what is no JSON.
+        RewardOutageError: the scorer cannot be reached, is busy or silent, or refuses every request.
+        RewardError: the scorer's replies to this task end early, or it refuses this task, or it does not
+            reply with JSON.
     """
     question = {
         "prompt": task.prompt,

@@ -1,5 +1,4 @@
-"""Sample log: what the samples of a step or a validation are in the run's sample files, and which of them are
-kept."""
+"""Sample log: the form of samples in the run's sample files, and the choice of samples that are stored."""
 
 from __future__ import annotations
 
@@ -34,25 +33,29 @@ if TYPE_CHECKING:
 class SampleLog:
     """Sample log of a run.
 
-    A sample is ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number
-    among the answers to it), ``record`` (place of the prompt in its data), ``source``, ``env``, ``prompt``
-    (as the policy saw it, with special tokens), ``answer`` (without), ``reference``, ``reward``, ``rewards``
-    (its parts by name, without weights), ``accuracy``, ``advantage``, ``length`` (tokens of the answer),
-    ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean over its tokens of the absolute
-    difference of the log-probabilities of engine and policy), ``weight_version`` (steps of training behind
-    the oldest weights that sampled any of it; where refits may come in between, ``newest_weight_version``
-    too) and, where they are asked for, ``prompt_ids`` and ``answer_ids``. Of a conversation of several turns
-    ``answer`` is all that follows the prompt, ``length`` counts what was sampled, and there are ``turns``
-    (``role``, assistant or environment, and ``text``; of the assistant's also ``reward``; of what the
-    environment says where another segment begins, ``segment``, its number) and ``ended`` (``StopReason``).
-    What is not known is null, as reward and accuracy of a sample that the environment masked; an infinite
+    A sample has ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number
+    among the responses to that prompt), ``record`` (index of the prompt in its data), ``source``, ``env``,
+    ``prompt`` (as the policy saw it, with special tokens), ``answer`` (the response, without them),
+    ``reference``, ``reward``, ``rewards`` (its unweighted parts by name), ``accuracy``, ``advantage``,
+    ``length`` (tokens of the response), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean
+    over its tokens of the absolute difference between the log-probabilities of engine and policy),
+    ``weight_version`` (training steps of the oldest weights that sampled any part of it; if weights may be
+    synced during sampling, ``newest_weight_version`` too) and, if requested, ``prompt_ids`` and
+    ``answer_ids``.
+
+    For a conversation of several turns, ``answer`` is everything after the prompt, ``length`` counts the
+    sampled tokens, and there are ``ended`` (``StopReason``) and ``turns``. A turn has ``role`` (assistant or
+    environment) and ``text``; a turn of the assistant also ``reward``; a turn of the environment that begins
+    another segment also ``segment``, the segment's number.
+
+    Unknown values are null, such as reward and accuracy of a sample that the environment masked; an infinite
     number is the text ``inf``. Texts longer than ``max_characters`` lose their middle.
 
     Attributes:
-        files: where they go.
+        files: writer of the sample files.
         section: ``logger.samples`` of the configuration.
-        tokenizer: of the policy.
-        sinks: for a table of the samples, where the section asks for one.
+        tokenizer: tokenizer of the policy.
+        sinks: sinks for a table of the samples, if the section asks for one.
     """
 
     files: SampleFiles
@@ -68,16 +71,15 @@ class SampleLog:
         scored: Mapping[str, Tensor] | None = None,
         sources: Sequence[SourceRange] = (),
     ) -> None:
-        """Keep the first samples of a step that is due.
+        """Store the first samples of a step, if the step is due.
 
         Args:
-            step: of the run.
+            step: step of the run.
             rollouts: B samples, those of one prompt next to each other.
             advantages: [B] float.
-            scored: a row a sample: ``prev_logprobs`` of the policy before its update,
-                ``generation_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B]. Without the first,
-                nobody computed them.
-            sources: of the training data.
+            scored: one row per sample: ``prev_logprobs`` of the policy before its update (absent if nobody
+                computed them), ``generation_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
+            sources: sources of the training data.
         """
         if step != 1 and step % self.section["period"]:
             return
@@ -93,12 +95,12 @@ class SampleLog:
     def validation(
         self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()
     ) -> None:
-        """Keep the first samples of each set of a validation. An only set has no name there.
+        """Store the first samples of each set of a validation. A single set has no name in the samples.
 
         Args:
-            step: finished steps.
+            step: number of finished steps.
             validated: the sets with their samples.
-            sources: of the validation data.
+            sources: sources of the validation data.
         """
         rows: list[dict[str, Any]] = []
         for each in validated:
@@ -125,7 +127,7 @@ class SampleLog:
         return there if wanted is None else min(wanted, there)
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:
-        """Return a response as a person wants to see it: Harmony's with the messages that rewards do not
+        """Return a response in readable form; for Harmony this includes the messages that rewards do not
         read."""
         if not is_harmony(self.tokenizer):
             return str(samples["response_text"][row])
@@ -136,7 +138,7 @@ class SampleLog:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def _conversation(self, rollouts: Rollouts, row: int, limit: int) -> dict[str, Any]:
-        """Return what was sampled and observed in turn, of a conversation of several turns."""
+        """Return the sampled and observed texts, in order, of a conversation of several turns."""
         samples, earlier = rollouts.samples, rollouts.earlier
         rows: list[tuple[Mapping[str, Any], int]] = [(samples, row)]
         if earlier is not None:
@@ -182,8 +184,8 @@ class SampleLog:
         sources: Sequence[SourceRange],
         first_group: int = 0,
     ) -> list[dict[str, Any]]:
-        """The first ``number`` samples. Texts and plain numbers alone, so that what is written later keeps no
-        tensor alive."""
+        """Return the first ``number`` samples. They hold only texts and plain numbers, so that rows queued
+        for writing keep no tensor in memory."""
         samples, limit = rollouts.samples, self.section["max_characters"]
         masked = (samples["sample_mask"][:number] == 0).tolist()
         columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
@@ -250,7 +252,7 @@ def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
 
 
 def _numbers(values: Tensor) -> list[float | str | None]:
-    """Numbers as JSON has them, in as few digits as give the same float32 back; None for NaN, ``inf`` or
-    ``-inf`` for what is infinite."""
+    """Convert values to JSON numbers, with as few digits as reproduce the float32 exactly. NaN becomes None,
+    and an infinity becomes ``inf`` or ``-inf``."""
     plain: list[float | str | None] = [float(str(value)) for value in values.detach().float().numpy()]
     return [value if np.isfinite(value) else None if np.isnan(value) else str(value) for value in plain]  # type: ignore[arg-type]

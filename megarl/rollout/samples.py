@@ -1,4 +1,4 @@
-"""Seeds of samples, and how far the log-probabilities of engine and policy are apart on them."""
+"""Seeds of samples, and the difference between the log-probabilities of engine and policy on samples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SH
 
 
 def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
-    """The seed of one answer's random numbers, in [0, 2**63).
+    """Return the random seed of one response, in [0, 2**63).
 
-    A hash of its arguments, so that a resumed run, or one with other workers, draws the same answer.
+    It is a hash of the arguments, so that a resumed run, or one with other workers, samples the same
+    response.
     """
     return seed_of(f"{run_seed}:{step}:{prompt_index}:{sample_index}")
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
-    """The seeds of a step's answers, those of one prompt next to each other; a prompt counts by its place in
-    the step."""
+    """Return the seeds of a step's responses, those of one prompt next to each other. A prompt is identified
+    by its position in the step."""
     return [
         sampling_seed(run_seed, step, prompt, sample)
         for prompt in range(num_prompts)
@@ -31,17 +32,17 @@ def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: 
 def seeds_from(
     run_seed: int, ordinal: int, num_prompts: int, num_generations: int, prompts_per_step: int
 ) -> list[int]:
-    """The seeds of the answers to consecutive prompts, those of one prompt next to each other; a prompt
-    counts by its ordinal in the run.
+    """Return the seeds of the responses to consecutive prompts, those of one prompt next to each other. A
+    prompt is identified by its ordinal in the run.
 
-    Where every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of
+    If every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of
     ``sampling_seeds``.
 
     Args:
-        run_seed: of the run.
-        ordinal: prompts that came before the first of these.
-        num_prompts, num_generations: prompts, and answers to each.
-        prompts_per_step: prompts that a step trains on.
+        run_seed: seed of the run.
+        ordinal: number of prompts before the first of these.
+        num_prompts, num_generations: number of prompts, and of responses to each.
+        prompts_per_step: number of prompts that a step trains on.
     """
     places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
     return [
@@ -53,10 +54,10 @@ def seeds_from(
 
 
 def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:
-    """The seeds of the answers to a validation set, those of one prompt next to each other.
+    """Return the seeds of the responses to a validation set, those of one prompt next to each other.
 
-    They depend on the name of the set and the places of prompt and answer alone, so that every validation of
-    every run draws alike and ``megarl eval`` finds the figures of a step again.
+    They depend only on the name of the set and the positions of prompt and response, so that every validation
+    of every run samples with the same seeds, and ``megarl eval`` reproduces the metrics of a step.
     """
     return [
         seed_of(f"validation:{name}:{prompt}:{sample}")
@@ -66,30 +67,30 @@ def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """The seed of a later response of a conversation, in [0, 2**63); that of the first one is
-    ``sampling_seed``."""
+    """Return the seed of a later response of a conversation, in [0, 2**63), from the seed of its first one,
+    which is ``sampling_seed``."""
     return seed_of(f"{seed}:{turn}")
 
 
 MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-"""Columns of samples that a model needs to score or train on them."""
+"""Columns of samples that a model needs to score samples or train on them."""
 
 TOKEN_MULT_PROB_ERROR = "token_mult_prob_error"
 
 
 def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[str, float]:
-    """The difference of two log-probabilities of each token.
+    """Compute metrics of the difference between two log-probabilities of each token.
 
     Args:
-        generation: [B, S] float, where the tokens were drawn.
-        policy: [B, S] float, of the policy before its update.
-        mask: [B, S], not 0 on the tokens that count.
+        generation: [B, S] float, log-probabilities from sampling.
+        policy: [B, S] float, log-probabilities of the policy before its update.
+        mask: [B, S], nonzero on the tokens that count.
 
     Returns:
         Over these tokens: ``mismatch_mean`` and ``mismatch_max`` of the absolute difference,
         ``mismatch_share_above_0.05`` of the tokens, and ``token_mult_prob_error``, the mean of
-        exp(|difference|). A difference that is not a number is counted as infinite. Without any token 0, 0, 0
-        and 1.
+        exp(|difference|). A NaN difference counts as infinite. Without any token the values are 0, 0, 0 and
+        1.
     """
     counted = mask.reshape(-1).nonzero().squeeze(1)
     difference = _differences(generation.reshape(-1)[counted], policy.reshape(-1)[counted])
@@ -104,12 +105,12 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
 
 
 def effective_share(log_weights: Tensor, mask: Tensor) -> float:
-    """The effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum w^2); 1
-    of none.
+    """Return the effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum
+    w^2), or 1 if there are no weights.
 
     Args:
         log_weights: [B, S] float, logarithms of the weights.
-        mask: [B, S], not 0 on the tokens that count.
+        mask: [B, S], nonzero on the tokens that count.
     """
     counted = log_weights[mask != 0].double()
     if not len(counted):
@@ -120,13 +121,13 @@ def effective_share(log_weights: Tensor, mask: Tensor) -> float:
 
 
 def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
-    """The mean absolute difference of two log-probabilities over the tokens of each row.
+    """Return the mean absolute difference between two log-probabilities over the tokens of each row.
 
     Args:
-        generation, policy, mask: as of ``mismatch_metrics``.
+        generation, policy, mask: as for ``mismatch_metrics``.
 
     Returns:
-        [B] float64; infinite where a difference is not a number, NaN for a row without any token.
+        [B] float64; infinite if a difference is NaN, and NaN for a row without any token.
     """
     counted = mask != 0
     difference = torch.where(counted, _differences(generation, policy), 0.0)
@@ -134,7 +135,7 @@ def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
 
 
 def _differences(generation: Tensor, policy: Tensor) -> Tensor:
-    """Absolute differences in float64; one that is not a number counts as infinite."""
+    """Return absolute differences in float64; a NaN difference becomes infinite."""
     difference = (generation.double() - policy.double()).abs()
     return torch.where(difference.isnan(), torch.inf, difference)
 
@@ -148,19 +149,19 @@ def masked_far_apart(
     step: int,
     section: str = "grpo",
 ) -> tuple[Tensor, dict[str, float]]:
-    """A sample mask without the sequences whose log-probabilities of generation and training are too far
-    apart.
+    """Return a sample mask without the sequences whose log-probabilities from generation and training differ
+    too much.
 
     Args:
         generation, policy: [B, S] float, as for ``mismatch_metrics``.
         token_mask: [B, S].
         sample_mask: [B].
-        threshold: of a sequence's mean over tokens of exp(|difference|), where what is not a number counts as
+        threshold: maximum of a sequence's mean over tokens of exp(|difference|); a NaN difference counts as
             infinite.
-        step, section: of the run, and with its bounds, for the message.
+        step, section: step of the run, and section with the threshold, for the error message.
 
     Returns:
-        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` of all
+        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` over all
         sequences that counted.
 
     Raises:
@@ -189,7 +190,7 @@ def masked_far_apart(
 
 
 def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, section: str = "grpo") -> None:
-    """Refuse to train on answers that another policy seems to have given.
+    """Refuse to train on responses that seem to come from a different policy.
 
     Raises:
         MismatchError: ``token_mult_prob_error`` is above the bound.

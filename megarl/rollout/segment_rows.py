@@ -1,8 +1,8 @@
-"""Segments of responses as rows of a training batch, and what is known of a response from its rows.
+"""Segments of responses as rows of a training batch, and estimates for a response from its rows.
 
-A response whose conversation is one segment is one row. Others are several, one after another, which share
-the response's advantage. What is estimated of a response (advantages, returns) is estimated over all its
-tokens, one segment behind the other, as if it were one row.
+A response whose conversation is one segment is one row. Any other response is several consecutive rows, which
+share the response's advantage. Estimates for a response (advantages, returns) are made over all its tokens,
+one segment after the other, as if they were one row.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from megarl.rollout.collector import Rollouts
 
 RESPONSE = "response"
-"""Column [R] int64 of rows that are segments: the number of the response that each belongs to, ascending."""
+"""Column [R] int64 of rows that are segments: the number of each segment's response, ascending."""
 RESPONSE_TOKENS = "response_tokens"
-"""Column [R] int64 of a training batch: tokens that count, of all rows of the same response."""
+"""Column [R] int64 of a training batch: the number of tokens that count, over all rows of the same
+response."""
 
 
 def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
-    """Return rollouts with a row for each segment, and their column ``response``; the same object where each
-    response is one segment.
+    """Return rollouts with one row per segment and the column ``response``. If each response is one segment,
+    return the same object.
 
     Args:
         rollouts: B responses.
-        pad_token_id: of token ids.
+        pad_token_id: padding of token ids.
     """
     earlier = rollouts.earlier
     if earlier is None:
@@ -58,7 +59,7 @@ def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRows:
-    """Which rows are the segments of which response.
+    """The assignment of rows, which are segments, to responses.
 
     Attributes:
         response: [R] int64, ascending from 0, the response of each row.
@@ -68,26 +69,26 @@ class SegmentRows:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> SegmentRows | None:
-        """Return the segments of a batch; None where each row is a response."""
+        """Return the segments of a batch, or None if each row is a response."""
         return cls(batch[RESPONSE]) if RESPONSE in batch else None
 
     @property
     def _places(self) -> Tensor:
-        """[R] number of each row among those of its response."""
+        """Number of each row among those of its response, [R]."""
         first = torch.searchsorted(self.response, self.response)
         return torch.arange(len(self.response)) - first
 
     @property
     def _last_rows(self) -> Tensor:
-        """[B] the last row of each response."""
+        """The last row of each response, [B]."""
         return torch.searchsorted(self.response, torch.arange(int(self.response[-1]) + 1), right=True) - 1
 
     def by_response(self, batch: Mapping[str, Any]) -> BatchedDataDict[Any]:
-        """Return a batch with a row for each of B responses.
+        """Return a batch with one row for each of B responses.
 
-        Columns [R, S] become [B, K * S], the rows of a response one behind the other; others are those of its
-        last row, ``sample_mask`` is 1 where any of its rows counts, and ``input_lengths`` ends with the last
-        row.
+        Columns [R, S] become [B, K * S], the rows of a response one after the other. Other columns have the
+        values of the response's last row. ``sample_mask`` is 1 if any of its rows counts, and
+        ``input_lengths`` ends with the last row.
         """
         last, places = self._last_rows, self._places
         found: BatchedDataDict[Any] = BatchedDataDict()
@@ -114,15 +115,15 @@ class SegmentRows:
         return joined.flatten(1)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """[R, 1] or [R, S] of what is known of responses, [B, 1] or [B, K * S]."""
+        """Return values of responses, [B, 1] or [B, K * S], by row: [R, 1] or [R, S]."""
         if values.shape[1] == 1:
             return values[self.response]
         places = self._places
         return values.unflatten(1, (int(places.max()) + 1, -1))[self.response, places]
 
     def without_some_rows(self, before: Tensor, after: Tensor) -> Tensor:
-        """[R] a sample mask in which responses are left out of which a mask ``after`` leaves a row out that
-        counted ``before``."""
+        """Return the sample mask ``after``, [R], with all rows of a response set to 0 if any of its rows
+        counts in ``before`` but not in ``after``."""
         left_out = torch.zeros(int(self.response[-1]) + 1, dtype=torch.bool)
         left_out[self.response[(before != 0) & (after == 0)]] = True
         return after * (~left_out[self.response]).to(after.dtype)
@@ -131,19 +132,20 @@ class SegmentRows:
 def global_batches(
     batch: BatchedDataDict[Any], responses: int, multiple: int
 ) -> tuple[BatchedDataDict[Any], int, list[int]]:
-    """Return a batch of segments whose global batches are of one size, with what a loss needs to count
+    """Return a batch of segments with global batches of equal size, and the counts by which a loss weights
     responses.
 
-    A global batch has the rows of so many responses. Copies of its shortest row that do not count fill it up.
+    A global batch has the rows of ``responses`` responses, and is padded with copies of its shortest row that
+    do not count.
 
     Args:
         batch: R rows with ``response``.
-        responses: of a global batch.
-        multiple: that the rows of a global batch are a multiple of.
+        responses: number of responses per global batch.
+        multiple: the number of rows of a global batch is a multiple of this.
 
     Returns:
-        The batch, with ``response_tokens`` in place of ``response``; rows of a global batch; and the row of
-        ``batch`` that each comes from.
+        The batch, with ``response_tokens`` instead of ``response``; the number of rows of a global batch; and
+        for each row its row in the original ``batch``.
     """
     response = batch[RESPONSE]
     begins = torch.searchsorted(response, torch.arange(0, int(response[-1]) + 1, responses)).tolist()

@@ -1,5 +1,5 @@
-"""SingleTurn: the environment of one turn, whose rewards compare a response with the record's reference
-answer."""
+"""SingleTurn: the environment with a single turn, whose rewards compare a response with the record's
+reference answer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _Score = TypeVar("_Score")
 
 
 class ScoresAhead(Generic[_Task, _Score]):
-    """Scores tasks in a thread, which lives as long as it has some. ``begin`` and ``take`` are called by one
-    thread.
+    """A thread that scores tasks, and runs as long as it has some. ``begin`` and ``take`` must be called by
+    one thread.
 
     Args:
-        score: the score of each task, in their order. It is called by one thread at a time, for all that have
-            come meanwhile.
+        score: returns the score of each task, in order. It is called by one thread at a time, with all tasks
+            that have arrived meanwhile.
     """
 
     def __init__(self, score: Callable[[Sequence[_Task]], Sequence[_Score]]) -> None:
@@ -53,7 +53,7 @@ class ScoresAhead(Generic[_Task, _Score]):
         self._thread: threading.Thread | None = None
 
     def begin(self, tasks: Sequence[tuple[Hashable, _Task]]) -> None:
-        """Begin with further tasks, each with the key that its score is found by."""
+        """Begin to score more tasks, each with the key under which ``take`` returns its score."""
         with self._lock:
             self._waiting += tasks
             if self._thread is None and self._waiting:
@@ -61,10 +61,11 @@ class ScoresAhead(Generic[_Task, _Score]):
                 self._thread.start()
 
     def take(self) -> dict[Hashable, deque[_Score]]:
-        """Wait for all that has begun, and forget it: by its key, a score for each task that had that key.
+        """Wait for all tasks that have begun, and return their scores by key, one for each task with that
+        key. The scores are then forgotten.
 
         Raises:
-            BaseException: what ``score`` raised.
+            BaseException: the exception that ``score`` raised.
         """
         if (thread := self._thread) is not None:
             thread.join()
@@ -96,11 +97,11 @@ class _Part:
     """One reward of an environment.
 
     Attributes:
-        name: of the reward among the others.
+        name: name of the reward.
         weight: factor in the sum.
-        spec: which reward it is.
-        reward: what computes it.
-        place: its number in the pool; None where the driver computes it.
+        spec: specification of the reward.
+        reward: the reward itself.
+        place: its number in the pool; None if the driver computes it.
     """
 
     name: str
@@ -111,17 +112,17 @@ class _Part:
 
 
 class SingleTurn:
-    """Environment of one turn: reward functions compare the response with the record's reference answer, and
-    the conversation ends.
+    """Environment with a single turn: reward functions compare the response with the record's reference
+    answer, and the conversation ends.
 
-    A reward that may fail or take long is computed in processes of a pool, so that no response harms the run
-    or the other samples.
+    A reward that may fail or take long is computed in the processes of a pool, so that no response harms the
+    run or the other samples.
 
     Args:
-        section: the ``env`` section, or that of an environment with a name in it.
+        section: the ``env`` section, or the section of a named environment in it.
 
     Raises:
-        ConfigError: there is no such reward function.
+        ConfigError: a reward function does not exist.
     """
 
     def __init__(self, section: EnvConfig) -> None:
@@ -158,32 +159,34 @@ class SingleTurn:
             self._ahead = ScoresAhead(self._pool.score)
 
     def judges_groups(self, step_rows: int) -> None:
-        """From now on a call has the responses to one prompt, of the so many of a step: what fails on all of
-        a call says little of the reward function before it fails on as many."""
+        """Declare that from now on each call has the responses to one prompt, out of ``step_rows`` responses
+        per step. A reward function that fails on all responses of its calls then counts as broken only once
+        it has failed on that many."""
         self._step_rows = step_rows
 
     @property
     def scores_ahead(self) -> bool:
-        """True if rewards are computed elsewhere, so that they may begin while responses are still
-        sampled."""
+        """True if rewards are computed in other processes, so that scoring may begin while responses are
+        still sampled."""
         return self._ahead is not None
 
     def score_ahead(self, turn: Turn) -> None:
-        """Begin with some responses of the batch that ``step`` will be asked for next. What that returns does
-        not depend on it."""
+        """Begin to score some responses of the batch that ``step`` gets next. The result of ``step`` does not
+        depend on this."""
         if self._ahead is not None:
             self._ahead.begin(self._pooled_tasks(self._as_read(turn)))
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Rewards of the responses, the sums of their parts times their weights.
+        """Return the rewards of the responses, which are the sums of their weighted parts.
 
-        ``reward_errors`` (outages among them) and ``reward_timeouts`` count parts that could not be computed;
-        where there are several rewards, also those of each, ``reward_errors/NAME``.
+        The metrics ``reward_errors`` (including outages) and ``reward_timeouts`` count parts that could not
+        be computed; if there are several rewards, each has its own metrics too, such as
+        ``reward_errors/NAME``.
 
         Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` says ``raise``;
-                a reward function raised on every response; or ``_BATCHES`` batches in a row had none that
-                could be scored.
+            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` is ``raise``; a
+                reward function raised on every response; or none of the responses of ``_BATCHES`` batches in
+                a row could be scored.
         """
         turn = self._as_read(turn)
         columns = self._without_broken(self._scores(turn), turn)
@@ -200,8 +203,8 @@ class SingleTurn:
         )
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why nothing can be compared with a reference answer, as the reward functions say, else the
-        first of their doubts."""
+        """Return why a reward function cannot use a reference answer, else the first doubt of a reward
+        function about it, else None."""
         doubt = None
         for part in self._parts:
             fault = part.reward.fault_of_reference
@@ -213,8 +216,8 @@ class SingleTurn:
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
-        """Return what says the final answer of a response: the first reward that tells right from wrong and
-        knows of one; None without."""
+        """Function that extracts a response's final answer, from the first reward that measures correctness
+        and has such a function; None if there is none."""
         rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
         return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
 
@@ -231,7 +234,7 @@ class SingleTurn:
         )
 
     def _scores(self, turn: Turn) -> list[list[Score]]:
-        """The scores of each reward, a list of B."""
+        """Return the scores of each reward, each a list of B."""
         pooled = self._pooled_scores(turn)
         full = self._tasks(turn) if any(part.place is None for part in self._parts) else []
         rows = len(turn.responses)
@@ -243,7 +246,7 @@ class SingleTurn:
         ]
 
     def _pooled_scores(self, turn: Turn) -> list[Score]:
-        """The scores of the pool, those that were begun ahead among them."""
+        """Return the scores from the pool, including those that were begun ahead."""
         if self._pool is None or self._ahead is None:
             return []
         ahead = self._ahead.take()
@@ -258,8 +261,8 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """Return the tasks of the pool, with a key each: the responses of one reward after those of another,
-        so that the slow ones of both are spread."""
+        """Return the tasks for the pool, each with a key. They are ordered by reward, so that the slow
+        responses of different rewards are spread out."""
         full = self._tasks(turn)
         # What a reward does not read need not go through the pipe to its process.
         short = (
@@ -285,7 +288,7 @@ class SingleTurn:
     def _values_of_parts(
         self, values: Sequence[Sequence[float]], masked: Sequence[bool]
     ) -> dict[str, list[float | None]]:
-        """The numbers of each reward; None for a sample that is masked."""
+        """Return the values of each reward; None for a masked sample."""
         named = zip((part.name for part in self._parts), values, strict=True)
         return {
             name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)]
@@ -293,8 +296,8 @@ class SingleTurn:
         }
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
-        """Return for each sample whether it is left out of training. Reports those without a reward, and
-        refuses to go on where all are."""
+        """Return for each sample whether it is left out of training. Log the samples without a reward, and
+        raise if too many batches in a row have no scored sample."""
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
         unscored = [False] * len(masked)
         for part, column in zip(self._parts, columns, strict=True):
@@ -329,11 +332,12 @@ class SingleTurn:
         return masked
 
     def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
-        """Return the scores, with an outage where a scorer elsewhere fails on every response of a batch. One
-        response does not tell.
+        """Return the scores. If an external scorer fails on every response of a batch, its scores become
+        outages. A single response is not enough to conclude this.
 
         Raises:
-            RewardError: a reward function does so, which is its own fault and no response's.
+            RewardError: a reward function fails on every response, which is its own fault and not that of the
+                responses.
         """
         for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
             # An import that failed is an outage with a trace, and does not come back (``score_of``).
@@ -359,7 +363,7 @@ class SingleTurn:
         return columns
 
     def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
-        """Return whether a sample is left out of training because of one reward that is missing."""
+        """Return whether a sample is left out of training because one of its rewards is missing."""
         assert score.fault is not None
         reward = f"reward {part.name}" if self._has_several else "reward"
         what = (
@@ -391,7 +395,7 @@ class SingleTurn:
         return bool(decision == "mask")
 
     def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """Count the rewards that are missing, by the reason."""
+        """Count the missing rewards by reason."""
         counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
         for part, column in zip(self._parts, columns, strict=True):
             faults = ["error" if score.fault == "outage" else score.fault for score in column]
@@ -402,8 +406,9 @@ class SingleTurn:
         return counts
 
     def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
-        """Return how right each response is: as a reward says beside its number, else the number of the first
-        that tells right from wrong, else the sum. Empty where that is the reward anyway."""
+        """Return the accuracy of each response: the one that a reward reports with its value, else the value
+        of the first reward that measures correctness, else the summed reward. Return an empty list if the
+        accuracy is the reward anyway."""
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
         judge = next(
@@ -426,7 +431,8 @@ class SingleTurn:
 
 
 def _weighted(parts: Sequence[_Part], columns: Sequence[Sequence[float]]) -> list[float]:
-    """The sums of the values of each response times their weights; one reward of weight 1 as it is."""
+    """Return for each response the weighted sum of its values. A single reward of weight 1 is returned
+    unchanged."""
     sums = [parts[0].weight * value for value in columns[0]]
     for part, column in zip(parts[1:], columns[1:], strict=True):
         sums = [total + part.weight * value for total, value in zip(sums, column, strict=True)]

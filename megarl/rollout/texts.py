@@ -1,9 +1,10 @@
-"""Texts of many rows of token ids at once, equal to what ``tokenizer.batch_decode`` gives, in a fraction of
-its time.
+"""Decoding of many rows of token ids at once, with the same results as ``tokenizer.batch_decode`` in a
+fraction of its time.
 
-transformers looks at each token of a list and calls the tokenizers library row by row. Here that library gets
-all rows in one call. Where its decoder joins the bytes that each token stands for (``ByteLevel``: GPT-2,
-Qwen, Llama 3 and others), a table of these bytes decodes batches of more tokens than the table has entries.
+transformers looks at each token of a list and calls the tokenizers library row by row. This module passes all
+rows to that library in one call. If the library's decoder just joins the bytes of the tokens (``ByteLevel``:
+GPT-2, Qwen, Llama 3 and others), a table of these bytes decodes batches that have more tokens than the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ _FINAL = "final"
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return what rewards read of responses: their texts without special tokens, and of Harmony's the last
+    """Return the texts of responses that rewards read: without special tokens, and for Harmony only the last
     message of the final channel.
 
-    Without its special tokens, a response of that format is one text of reasoning, names of channels and
-    answer.
+    Without its special tokens, a Harmony response is a single text of reasoning, channel names and answer.
     """
     marks = _harmony_ids(tokenizer)
     texts = decode_rows(tokenizer, rows)
@@ -47,7 +47,8 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[
 
 
 def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a model writes messages of channels, of which rewards read the final one alone."""
+    """Return whether a model writes messages in channels (Harmony), of which rewards read only the
+    final one."""
     return _harmony_ids(tokenizer) is not None
 
 
@@ -59,8 +60,8 @@ def _harmony_ids(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int] | None
 def _final_message(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], marks: Mapping[str, int], text: str
 ) -> str:
-    """Return the last message of the final channel; the whole text where there are no channels, nothing where
-    none is final."""
+    """Return the last message of the final channel: the whole text if there are no channels, and an empty
+    text if no channel is final."""
     tokens = [int(token) for token in ids]
     channel, message, ends = marks["<|channel|>"], marks["<|message|>"], set(marks.values())
     if channel not in tokens:
@@ -78,7 +79,7 @@ def _final_message(
 
 
 def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return the texts of rows of tokens, special tokens among them."""
+    """Return the texts of rows of tokens, including special tokens."""
     decode = (
         tokenizer.backend_tokenizer.decode_batch
         if _decodes_as_its_backend(tokenizer)
@@ -89,11 +90,11 @@ def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRo
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """The texts of rows of tokens without special tokens, as ``tokenizer.batch_decode(rows,
-    skip_special_tokens=True)`` gives them.
+    """Return the texts of rows of tokens without special tokens, as ``tokenizer.batch_decode(rows,
+    skip_special_tokens=True)`` returns them.
 
-    A tokenizer with a ``decode`` of its own, without a backend of the tokenizers library, or one that cleans
-    spaces up, is asked itself.
+    A tokenizer that overrides ``decode``, has no backend of the tokenizers library, or cleans up spaces is
+    called itself.
     """
     if len(rows) == 0:
         return []
@@ -109,7 +110,7 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str
 
 
 def _decodes_as_its_backend(tokenizer: Any) -> bool:
-    """Return whether transformers does nothing to what the tokenizers library decodes."""
+    """Return whether transformers leaves the texts of the tokenizers library unchanged."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -131,13 +132,13 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """The bytes that each token stands for.
+    """The bytes of each token.
 
     Attributes:
         data: uint8, the bytes of all tokens one after another.
-        first: int64 [tokens + 1], where those of each begin.
-        lengths: int64 [tokens + 1]; 0 for special tokens, for ids that stand for nothing, and in the last
-            entry, for ids beyond.
+        first: int64 [tokens + 1], index of each token's first byte.
+        lengths: int64 [tokens + 1], number of each token's bytes; 0 for special tokens, for unused ids, and
+            in the last entry, which stands for all larger ids.
     """
 
     data: np.ndarray
@@ -146,13 +147,13 @@ class ByteTable:
 
     @classmethod
     def of(cls, tokens: Mapping[int, bytes]) -> ByteTable:
-        """The table of what each id stands for."""
+        """Build the table from the bytes of each id."""
         pieces = [tokens.get(number, b"") for number in range(max(tokens, default=-1) + 2)]
         lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
         return cls(np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, lengths)
 
     def decode(self, rows: TokenRows) -> list[str]:
-        """The text of each row; what is no UTF-8 becomes U+FFFD."""
+        """Return the text of each row; invalid UTF-8 becomes U+FFFD."""
         return [text for part in rows.parts(_AT_ONCE) for text in self._decode(part)]
 
     def _decode(self, rows: TokenRows) -> Iterator[str]:
@@ -179,7 +180,8 @@ _tables: weakref.WeakKeyDictionary[Any, tuple[Any, ByteTable | None]] = weakref.
 
 
 def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
-    """The table of a tokenizer, made once; None where its decoder does more than join bytes."""
+    """Return the cached table of a tokenizer, or None if the tokenizer's decoder does more than join
+    bytes."""
     state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
     if (json.loads(state) or {}).get("type") != "ByteLevel":
         return None
@@ -197,8 +199,8 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """The table, if the library gives the same texts for the whole vocabulary, else None: its next version
-    may decode otherwise."""
+    """Return the table if it gives the library's texts for the whole vocabulary, else None: the library's
+    next version may decode differently."""
     special = {number for number, token in added.items() if token.special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     tokens |= {
@@ -219,7 +221,7 @@ def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Return what a token of byte-level pieces stands for; one with another character stands for its own
+    """Return the bytes of a byte-level token. A token with any other character gives the bytes of its own
     text."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
@@ -228,8 +230,8 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte behind each character of byte-level pieces: printable Latin-1 stands for itself, the others
-    follow from U+0100 on."""
+    """Return the byte of each character in byte-level tokens: printable Latin-1 characters represent
+    themselves, and the other bytes are numbered from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

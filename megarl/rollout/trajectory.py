@@ -1,4 +1,4 @@
-"""Trajectories: the tokens of conversations of a policy with an environment, and the batch that is made of
+"""Trajectories: the tokens of a policy's conversations with an environment, and the batch that is built from
 them."""
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from megarl.distributed.token_batches import pad_arrays, padded
 from megarl.distributed.token_rows import TokenRows
 
 TOKEN_VERSIONS = "token_versions"
-"""Column of a batch, see ``batch_of``."""
+"""Column of a batch with weight versions, see ``batch_of``."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens in the order in which a model sees them: a prompt, and then by turns what it sampled and what it
-    observed.
+    """Tokens in the order in which a model sees them: a prompt, followed alternately by sampled and observed
+    tokens.
 
-    Nothing sampled is decoded and encoded again: the next prompt is these tokens, with the observation's
-    behind them.
+    Sampled tokens are never decoded and encoded again: the next prompt is all tokens so far, followed by
+    those of the observation.
 
-    A conversation is one segment, unless what a model is shown at a later turn does not begin with these
-    tokens, as where the chat template leaves reasoning out of earlier responses: then another segment begins.
+    A conversation is one segment, unless the prompt of a later turn does not begin with the tokens so far,
+    for example because the chat template drops the reasoning from earlier responses. Then another segment
+    begins.
 
     Attributes:
         prompt: [P] int64.
-        pieces: tokens [n] int64, each with the log-probabilities [n] float32 that they were sampled with and
-            the versions [n] int64 of the weights; None for observed ones, and for versions that engines do
-            not tell.
-        rewards: of each response; what is said of the whole conversation, once it has ended, is added to the
-            last one.
-        opening: tokens at the end of the prompt that are an observation, in a segment that is not the first.
-        length, sampled_length: tokens behind the prompt, and those of them that were sampled; counted as they
-            come.
+        pieces: tokens [n] int64, each with the log-probabilities [n] float32 from their sampling and the
+            weight versions [n] int64. Observed tokens have None for both; versions are None too if engines do
+            not report them.
+        rewards: reward of each response; the reward of the whole conversation, known once it has ended, is
+            added to the last one.
+        opening: in a segment that is not the first, the number of tokens at the end of the prompt that are an
+            observation.
+        length, sampled_length: number of tokens after the prompt, and how many of them were sampled; updated
+            as tokens are appended.
     """
 
     prompt: np.ndarray
@@ -50,20 +52,20 @@ class Segment:
     sampled_length: int = field(default=0, init=False)
 
     def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray | None = None) -> None:
-        """Append what the policy said."""
+        """Append tokens that the policy sampled."""
         self.pieces.append((tokens, logprobs, versions))
         self.rewards.append(0.0)
         self.length += len(tokens)
         self.sampled_length += len(tokens)
 
     def observed(self, tokens: np.ndarray) -> None:
-        """Append what the environment said."""
+        """Append tokens that the environment returned."""
         self.pieces.append((tokens, None, None))
         self.length += len(tokens)
 
     @property
     def tokens(self) -> np.ndarray:
-        """[n] int64, all of them."""
+        """All tokens, [n] int64."""
         if not self.pieces:
             return self.prompt
         return np.concatenate([self.prompt, *(tokens for tokens, *_ in self.pieces)])
@@ -73,20 +75,20 @@ class Segment:
 
     @property
     def last_token(self) -> int | None:
-        """The last token of the last piece; None where that has none."""
+        """The last token of the last piece; None if that piece is empty."""
         tokens = self.pieces[-1][0] if self.pieces else self.prompt
         return int(tokens[-1]) if len(tokens) else None
 
 
 def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[Any]:
-    """Return one row a segment.
+    """Build a batch with one row per segment.
 
     Returns:
         ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1
-        on sampled tokens), ``sample_mask`` [B] float (0 where nothing was sampled), ``generation_logprobs``
-        [B, S] float32 (0 but on sampled tokens), ``generation_lengths`` [B] int64 (sampled tokens),
-        ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. Where engines tell them,
-        ``token_versions`` [B, S] int64 (of the weights; 0 but on sampled tokens).
+        on sampled tokens), ``sample_mask`` [B] float (0 if nothing was sampled), ``generation_logprobs`` [B,
+        S] float32 (0 except on sampled tokens), ``generation_lengths`` [B] int64 (sampled tokens),
+        ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. If engines report them,
+        ``token_versions`` [B, S] int64 (weight versions; 0 except on sampled tokens).
     """
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
     # what is observed and what is sampled, by turns, of all segments one after another
@@ -123,7 +125,8 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
 
 
 def token_rewards(segments: Sequence[Segment], width: int) -> torch.Tensor:
-    """[B, width] float32: the reward of each response at its last token; of one without tokens nowhere."""
+    """Return the reward of each response at its last token, [B, width] float32; all other positions are 0.
+    The reward of a response without tokens is dropped."""
     found = np.zeros((len(segments), width), np.float32)
     for row, segment in enumerate(segments):
         rewards, end = iter(segment.rewards), len(segment.prompt)

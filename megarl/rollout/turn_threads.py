@@ -1,4 +1,4 @@
-"""Calls of an environment in threads, a few at a time, of which one that hangs is given up."""
+"""Calls of an environment in threads, a few at a time; a call that hangs is abandoned."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FEW = 8
 
 
 class Call(NamedTuple):
-    """A call that waits or runs.
+    """A call that is waiting or running.
 
     Attributes:
-        number: of the caller's.
-        call: what is called.
-        owner: whose call it is; each owner has ``most`` of them running.
-        most: of this owner.
-        timeout_s: seconds that it may take.
+        number: number that the caller has chosen.
+        call: the function to call.
+        owner: object whose call it is; at most ``most`` calls of an owner run at once.
+        most: maximum number of threads of this owner.
+        timeout_s: time limit in seconds.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a call: with a result or an error, or with neither, because it took too long."""
+    """The end of a call, with a result or an error, or with neither if it timed out."""
 
     number: int
     result: Any = None
@@ -46,16 +46,16 @@ class Ended(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """True if it was given up."""
+        """True if the call timed out."""
         return self.result is None and self.error is None
 
 
 class _Owner:
-    """The threads of an owner, started as they are needed.
+    """The threads of an owner, which are started on demand.
 
     Args:
-        name: of the owner, for messages.
-        most: threads.
+        name: name of the owner, for messages.
+        most: maximum number of threads.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -65,7 +65,7 @@ class _Owner:
 
 
 class TurnThreads:
-    """Runs calls in threads that are kept until ``close``; one whose call never comes back ends with the
+    """Threads that run calls and are kept until ``close``. A thread whose call never returns ends with the
     process."""
 
     def __init__(self) -> None:
@@ -78,11 +78,11 @@ class TurnThreads:
 
     @property
     def busy(self) -> int:
-        """Calls that have not ended."""
+        """Number of calls that have not ended."""
         return len(self._calls)
 
     def start(self, call: Call) -> None:
-        """Run a call as soon as its owner has a thread for it."""
+        """Run a call as soon as its owner has a free thread."""
         owner = self._owners.get(id(call.owner))
         if owner is None:
             owner = self._owners[id(call.owner)] = _Owner(type(call.owner).__name__, call.most)
@@ -93,14 +93,14 @@ class TurnThreads:
             self._add_threads(owner, 1)
 
     def take(self, *, wait: bool, all_of_them: bool = False) -> list[Ended]:
-        """Calls that have ended.
+        """Return calls that have ended.
 
         Args:
-            wait: for one at least, where there are any.
-            all_of_them: wait for all.
+            wait: wait for at least one, if there are any calls.
+            all_of_them: with ``wait``, wait for all.
 
         Raises:
-            RewardError: more calls of an owner hang than it has threads.
+            RewardError: more calls of an owner hang than it may have threads.
         """
         found: list[Ended] = []
         while self.busy:
@@ -111,7 +111,7 @@ class TurnThreads:
         return found
 
     def forget(self) -> None:
-        """Wait no longer for any call."""
+        """Abandon all calls that have not ended."""
         self._given_up += self._calls.values()
         self._calls.clear()
         self._begun.clear()
@@ -120,13 +120,14 @@ class TurnThreads:
         self._owners.clear()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads once their calls have ended."""
         for owner in self._owners.values():
             for _ in range(owner.threads):
                 owner.waiting.put(None)
 
     def _next(self, *, block: bool) -> Ended | None:
-        """The next call that ends; one that takes too long ends here."""
+        """Return the next call that ends; a call that exceeds its time limit ends here. Without ``block``,
+        return None if there is none."""
         while True:
             try:
                 ended = self._ended.get(timeout=_LOOK_SECONDS) if block else self._ended.get_nowait()
@@ -154,7 +155,7 @@ class TurnThreads:
         return ended
 
     def _give_up(self, call: Call) -> None:
-        """Let another thread take the place of the one that hangs."""
+        """Abandon a call that hangs, and start another thread in place of its thread."""
         owner = self._owners[id(call.owner)]
         self._given_up.append(call)
         owner.hanging += 1
@@ -168,7 +169,8 @@ class TurnThreads:
         self._add_threads(owner, min(1, owner.most - owner.threads))
 
     def _grow(self) -> None:
-        """Double the threads of owners whose calls still wait: calls that end at once need few."""
+        """Double the threads of owners whose calls are still waiting. Owners whose calls end at once need few
+        threads."""
         now = time.monotonic()
         if now - self._grown < _LOOK_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""Files that earlier launches left in a run's directory, and the parts that a launch keeps."""
+"""Files that earlier launches left in a run's directory, and the part of them that a launch keeps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _RECIPE = "recipe"
 
 
 def kept_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration that a launch or a checkpoint left in a file; an empty one where there is none
-    that can be read."""
+    """Return the configuration that a launch or a checkpoint left in a file; empty if no file can be read."""
     try:
         found = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, StorageError):
@@ -31,12 +30,12 @@ def kept_config(path: Path) -> Mapping[str, Any]:
 
 
 def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
-    """Refuse to write into the directory of a run that another recipe was started from.
+    """Refuse to write into the directory of a run that was started from another recipe.
 
-    A directory in which no launch has trained yet belongs to nobody.
+    A directory in which no launch has trained yet belongs to no recipe.
 
     Raises:
-        ConfigError: it is another recipe's, and ``checkpointing.accept_changes`` is false.
+        ConfigError: it belongs to another recipe, and ``checkpointing.accept_changes`` is false.
     """
     before, now = kept_config(run_dir / CONFIG_FILE).get(_RECIPE), config.get(_RECIPE)
     if (
@@ -62,12 +61,12 @@ def _has_trained(config: RunConfig, run_dir: Path) -> bool:
 
 
 def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
-    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same;
-    nothing where one is configured.
+    """Take the day that an earlier launch gave its chat template, so that a run's prompts stay the same. A
+    configured day is kept.
 
     Args:
         config: of this launch; its section of the tokenizer gets the day.
-        kept: configurations that earlier launches left; the first that has a day counts.
+        kept: configurations that earlier launches left; the first one with a day counts.
     """
     section = config["policy"]["tokenizer"]
     for path in kept if section.get("template_date") is None else ():
@@ -78,8 +77,8 @@ def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:
 
 
 def kept_configs(config: RunConfig, run_dir: Path) -> list[Path]:
-    """Return where earlier launches left configurations of the run that this launch goes on with; none for
-    one that starts over."""
+    """Return the configuration files of earlier launches that this launch continues; empty for a launch that
+    starts over."""
     if config["checkpointing"]["resume"] == "never":
         return []
     steps = Path(config["checkpointing"]["checkpoint_dir"]).glob(f"step_*/{CONFIG_FILE}")

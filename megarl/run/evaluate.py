@@ -1,5 +1,5 @@
-"""Evaluation of a model by the validation of a configuration, without a trainer: what ``megarl eval``
-runs."""
+"""Evaluation of a model by the validation of a configuration, without a trainer, as ``megarl eval``
+runs it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megarl.rollout.evaluation import ValidatedSet, ValidationSet
 
 DIRECTORY = "evaluations"
-"""Of a run's directory, where results go that are not sent elsewhere."""
+"""Directory of results, in the run's directory, unless they are sent elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Evaluation:
 
     Attributes:
         validated: the samples of all sets.
-        seconds: that sampling and scoring took.
+        seconds: duration of sampling and scoring.
     """
 
     validated: tuple[ValidatedSet, ...]
@@ -63,10 +63,10 @@ class Evaluation:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Refuse a configuration that has nothing to evaluate by.
+    """Refuse a configuration that cannot evaluate.
 
     Raises:
-        ConfigError: its algorithm generates no answers, or it has no validation data.
+        ConfigError: its algorithm generates no responses, or it has no validation data.
     """
     if not generates(config):
         bound = "megarl eval samples answers and scores them, which this algorithm does not"
@@ -87,19 +87,19 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = None) -> ResumePoint:
-    """Return the point that weights are taken from: a checkpoint of a run, or for None the configured model.
+    """Return the point that weights are taken from: a checkpoint of a run, or the configured model for None.
 
-    Names and sizes of its files are compared with its manifest, not their hashes: the optimizer's state,
-    which is most of it, is not read. Of one that has to be signed everything is read.
+    Names and sizes of the checkpoint's files are compared with its manifest, but not their hashes, because
+    the optimizer's state, which is most of it, is not read. A checkpoint that must be signed is read in full.
 
     Args:
         checkpoint: its directory.
         signing_key_file: ``checkpointing.signing_key_file``.
 
     Raises:
-        ConfigError: the directory is no checkpoint, or the key cannot be used.
-        UnusableCheckpointError: it is damaged.
-        StorageError: it cannot be read now.
+        ConfigError: the directory is not a checkpoint, or the key cannot be used.
+        UnusableCheckpointError: the checkpoint is damaged.
+        StorageError: the checkpoint cannot be read now.
     """
     if checkpoint is None:
         return ResumePoint()
@@ -135,19 +135,19 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
 
 
 def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory | None = None) -> Evaluation:
-    """Sample and score the answers to all validation sets, as a validation of a run with these weights does.
+    """Sample and score responses to all validation sets, as a validation of a run with these weights does.
 
-    Nothing is trained: the policy has no optimizer and no reference beside it, and the training data are not
+    Nothing is trained: the policy has no optimizer and no reference policy, and the training data are not
     read.
 
     Args:
         config: of a run, checked by ``check_evaluation`` too.
         weights: see ``weights_to_evaluate``.
-        make_policy: makes the policy; None for a real one on Ray.
+        make_policy: builds the policy; None for a real one on Ray.
 
     Raises:
         MegarlError: the data, the model, the checkpoint or a worker is at fault.
-        ConversionError: the model cannot be carried over.
+        ConversionError: the model cannot be converted.
     """
     if make_policy is None:
         require_this_machine(config, trains=False)
@@ -187,8 +187,8 @@ def _answered(collector: Collector, of_set: ValidationSet, size: int | None) -> 
 
 
 def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """The result as plain values: ``metrics`` under the names that a run logs, the same to the last digit;
-    and ``sets``, each with how it was sampled and all its figures."""
+    """Return the result as plain values: ``metrics`` under the names that a run logs, equal to the last
+    digit; and ``sets``, each with its sampling settings and all its metrics."""
     from megarl.rollout.evaluation import metrics_of_set, validation_metrics
 
     metrics = validation_metrics(evaluation.validated)
@@ -210,7 +210,7 @@ def result_of(evaluation: Evaluation, config: RunConfig, weights: ResumePoint) -
 
 
 def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
-    """Which weights were evaluated; a model's directory by its whole path."""
+    """Return the evaluated weights by name; a model's directory as an absolute path."""
     model = config["policy"]["model_name"]
     return {
         # ``result_path`` compares it with earlier results, from whatever working directory.
@@ -230,12 +230,12 @@ def _sampling_of(plan: SetPlan) -> dict[str, Any]:
 
 
 def result_path(config: RunConfig, weights: ResumePoint) -> Path:
-    """Return the file of a result that is not sent elsewhere: ``evaluations/step_40.json`` of the run's
+    """Return the file of a result that is not sent elsewhere: ``evaluations/step_40.json`` in the run's
     directory, or with the name of the model.
 
-    Where that file has a result of other weights, of other sets or of another way to sample them,
-    ``step_40-2.json`` or the next name without such a result: what is measured again replaces what was
-    measured before, and nothing else.
+    If that file has a result of other weights, other sets or another way to sample them, return
+    ``step_40-2.json`` or the next name without such a result: a repeated measurement replaces the earlier
+    one, and nothing else.
     """
     named = config["policy"]["merged_adapter"] or config["policy"]["model_name"]
     name = f"step_{weights.step}" if weights.checkpoint is not None else Path(named).name
@@ -251,7 +251,7 @@ def result_path(config: RunConfig, weights: ResumePoint) -> Path:
 
 
 def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
-    """Return whether a file has a result of these weights, sets and ways to sample them."""
+    """Return whether a file has a result of these weights, sets and sampling settings."""
     try:
         found = json.loads(path.read_bytes())
         same_weights = all(found.get(key) == value for key, value in of_this.items() if key != "sets")
@@ -265,7 +265,7 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """The figures of each set of ``result_of``, one a row."""
+    """Return a table of the metrics of each set of ``result_of``, one set per row."""
     table = Table(
         title=f"{result['checkpoint'] or result['adapter'] or result['model']}: {result['seconds']:.1f} s"
     )
@@ -294,13 +294,13 @@ def result_table(result: Mapping[str, Any]) -> Table:
 
 
 def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run: bool) -> int:
-    """Evaluate, print a table and write the result as JSON; with ``dry_run`` check everything that needs no
-    data and say what would be done. Returns the exit code.
+    """Evaluate, print a table and write the result as JSON; with ``dry_run`` only check what needs no data,
+    and print the plan. Return the exit code.
 
     Args:
         config: of a run, checked.
-        checkpoint: whose weights are taken; None for the configured model.
-        out: where the result goes; None for a file in the run's directory.
+        checkpoint: provides the weights; None for the configured model.
+        out: file of the result; None for a file in the run's directory.
         dry_run: start nothing.
 
     Raises:
@@ -323,7 +323,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
 
 
 def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:
-    """Say what would be evaluated by what; the model's files are looked at."""
+    """Print which weights would be evaluated on which sets; the model's files are checked."""
     from megarl.run.model_check import check_model_on_disk
 
     check_model_on_disk(config["policy"])

@@ -1,5 +1,5 @@
-"""Inputs: what a run reads before it starts anything: tokenizer, model, environment and data, with all that
-is refused of them."""
+"""Inputs: everything that a run reads before it starts a process: tokenizer, model, environment and data, and
+every reason to refuse them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Inputs:
 
     Attributes:
         tokenizer: of the policy.
-        environment: that responses meet; None where nothing is generated.
+        environment: scores responses; None if nothing is generated.
         train: training data.
-        validation: validation data; None where there are none.
+        validation: validation data; None if there are none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,14 +61,14 @@ class Inputs:
 
 
 def tokenizer_of(policy: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a policy section names; by default that of its model."""
+    """Return the tokenizer that a policy section names, by default that of its model."""
     return get_tokenizer(
         policy.get("tokenizer") or {"name": policy["model_name"]}, policy["trust_remote_code"]
     )
 
 
 def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
-    """Read everything; of the configuration, the section of generation gets what the tokenizer says.
+    """Read everything. The generation section of the configuration is completed with the tokenizer's tokens.
 
     Args:
         config: checked, with its defaults.
@@ -76,7 +76,7 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
 
     Raises:
         MegarlError: data, model, tokenizer or environment cannot be used.
-        ConversionError: the model cannot be carried over.
+        ConversionError: the model cannot be converted.
     """
     with phase("tokenizer and model read"):
         tokenizer, environment, load = _opened(config, stack)
@@ -91,8 +91,8 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
 def read_validation(
     config: RunConfig, stack: ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
-    """Read what a validation alone needs: tokenizer, environment and validation data, as ``read_inputs``
-    does; errors as there."""
+    """Read what a validation needs: tokenizer, environment and validation data, as ``read_inputs`` does, with
+    the same errors."""
     tokenizer, environment, load = _opened(config, stack)
     return tokenizer, environment, _load_validation(config, load)
 
@@ -101,8 +101,8 @@ _Load = Callable[["DataSource | Sequence[DataSource]"], Dataset]
 
 
 def _load_validation(config: RunConfig, load: _Load) -> Dataset:
-    """Load the validation data. A set keeps its name where the form of its records turns out to be that of a
-    named set."""
+    """Load the validation data. A set keeps its name if its records turn out to have the form of a
+    known set."""
     sources = validation_sources(config)
     names = [set_name(source) for source in sources]
     dataset = load(sources)
@@ -113,7 +113,8 @@ def _load_validation(config: RunConfig, load: _Load) -> Dataset:
 
 
 def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBase, Environment | None, _Load]:
-    """The tokenizer, the environment, and what reads sources for them; the model is looked at before."""
+    """Check the model, and return the tokenizer, the environment, and a function that reads sources
+    for them."""
     policy, data = config["policy"], config["data"]
     tokenizer = tokenizer_of(policy)
     if policy["generation"] is not None:
@@ -164,11 +165,11 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
 def _check_observations(
     policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], *, with_tools: bool
 ) -> None:
-    """Refuse a chat template that does not write what an environment says, and say where it writes earlier
-    responses otherwise.
+    """Refuse a chat template that does not render an environment's messages, and log if it renders earlier
+    responses differently in later turns.
 
     Raises:
-        DataError: it does not.
+        DataError: it does not render them.
     """
     from megarl.rollout.collector import observation_encoder
 
@@ -185,11 +186,11 @@ def _check_observations(
 
 
 def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> datetime.date | None:
-    """Return the day that the chat template reads, which the configuration then keeps; None for a template
-    without a clock.
+    """Return the day that the chat template reads, which is then kept in the configuration; None for a
+    template without a clock.
 
     Raises:
-        ConfigError: the configured one is no day, or nothing reads it.
+        ConfigError: the configured value is not a day, or the template does not read it.
     """
     section, key = policy["tokenizer"], "policy.tokenizer.template_date"
     given = section.get("template_date")
@@ -211,7 +212,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
-    """The environment of a run that generates; the stack closes it."""
+    """Return the environment of a run that generates; the stack closes it."""
     if not generates(config):
         return None
     environment = make_environment(config["env"])
@@ -220,8 +221,8 @@ def _environment(config: RunConfig, stack: ExitStack) -> Environment | None:
 
 
 def _judge(config: RunConfig) -> list[Any]:
-    """Return all that decides whether a reference answer is of use: the section of the environment, and the
-    code of a user's own."""
+    """Return everything that decides whether a reference answer is usable: the section of the environment,
+    and the user's own code."""
     section = config.get("env") or {}
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
     # the environment has been made, so that the modules that it names have been imported
@@ -236,7 +237,7 @@ def _judge(config: RunConfig) -> list[Any]:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """The texts of a section and of the sections and lists in it."""
+    """Yield the texts of a section and of the sections and lists in it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -245,8 +246,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
-    """Refuse training data of which a step would take records several times. Repeats count: whoever writes
-    ``repeat`` means it.
+    """Refuse training data of which a step would take a record several times. Repeats count as records,
+    because ``repeat`` asks for them.
 
     Raises:
         DataError: there are fewer records than a step takes.
@@ -275,8 +276,7 @@ def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
 
 
 def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
-    """Say which sources of a mixture have fewer records than a step takes of them, which is what their
-    weights ask for."""
+    """Log the sources of a mixture that have fewer records than a step takes from them by their weights."""
     total = sum(source.weight or 0.0 for source in train.sources)
     for source in train.sources if len(train.sources) > 1 else ():
         records, share = source.end - source.start, (source.weight or 0.0) / total if total else 0.0
@@ -291,7 +291,8 @@ def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
 
 
 def describe_inputs(config: RunConfig) -> list[str]:
-    """Read everything as a run would, and say what was found, a line each. Errors as of ``read_inputs``."""
+    """Read everything as a run would, and return a description, one line each. Errors as in
+    ``read_inputs``."""
     with ExitStack() as stack:
         inputs = read_inputs(config, stack)
         require_a_step_of_records(inputs.train, config)
@@ -312,7 +313,7 @@ def describe_inputs(config: RunConfig) -> list[str]:
 
 
 def _first_record(example: Example, tokenizer: PreTrainedTokenizerBase, with_answers: bool) -> str:
-    """Return the text of an example's tokens, special ones among them, in one line; what is learned is in
+    """Return the text of an example's tokens, including special tokens, in one line; targets are in
     [[brackets]]."""
     ids, learned = list(example.prompt_ids), list[tuple[int, int]]()
     if with_answers:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from megarl.throughput.step import StepThroughput
 
 STEP_TOKENS = "num_tokens"
-"""Metric of a step that counts its tokens without padding; the throughput comes from it."""
+"""Metric: the step's number of tokens without padding, from which the throughput is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When what happens.
+    """The steps of a run and its validations.
 
     Attributes:
         total_steps: number of the last step.
@@ -54,13 +54,13 @@ class Reporting:
 
     Attributes:
         sinks: the log.
-        console: what a person sees.
-        timer: told the phases of a step.
-        memory: the memory figures of the workers, in GiB.
-        throughput: turns seconds and sequences into rates; None for tokens a second of the step alone.
-        restarts: how often engines and workers were restarted, by name; empty where they were not.
-        look_around: called after each step, before anything is written; raises where the directory that all
-            of it goes to is gone.
+        console: output for a person.
+        timer: records the phases of a step.
+        memory: returns the memory figures of the workers, in GiB.
+        throughput: converts seconds and sequences to rates; None for only tokens a second of the step.
+        restarts: numbers of restarts of engines and workers, by name; empty if there were none.
+        look_around: called after each step, before anything is written; raises if the run's directory is
+            gone.
     """
 
     sinks: MetricSinks
@@ -72,7 +72,7 @@ class Reporting:
     look_around: Callable[[], None] = lambda: None
 
     def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
-        """Return the row of a step but for its validation, with what the timer has collected."""
+        """Return the row of a step, with the timer's phases but without its validation."""
         # Nothing was trained before the validation in front of the first step.
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
@@ -94,21 +94,21 @@ class Reporting:
         return row
 
     def write(self, step: int, row: Mapping[str, float], validation: Mapping[str, float]) -> None:
-        """Log a row with the figures of a validation."""
+        """Log a row with the metrics of a validation."""
         self.sinks.log({**row, **_prefixed("validation", validation)}, step)
         if validation:
             self.console.validation(step, validation)
 
 
 class _HeldStep:
-    """A step that is validated while the next one trains: its row and its checkpoint wait for the figures.
+    """A step that is validated while the next one trains: its row and its checkpoint wait for the metrics.
 
     Args:
-        algorithm: that validates.
-        reporting, checkpoints, stop: as of ``run_loop``.
+        algorithm: runs the validation.
+        reporting, checkpoints, stop: as in ``run_loop``.
 
     Attributes:
-        save_took: seconds of the step, and of what was done of its save.
+        save_took: seconds of the step, and of the part of its save that is done.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class _HeldStep:
         self.save_took = 0.0, 0.0
 
     def keep(self, step: int, row: Mapping[str, float]) -> None:
-        """Hold a row back."""
+        """Hold a row until ``finish``."""
         self._row = step, row
 
     def finish(self) -> None:
-        """Log the step with the figures of its validation, which have come by the end of the next step, and
-        are computed now where none follows. Its checkpoint becomes visible.
+        """Log the step with the metrics of its validation, which are complete at the end of the next step, or
+        are computed now if no step follows. Its checkpoint becomes visible.
 
         Raises:
-            ConfigError: as of ``CheckpointWriter.require_metric``.
-            CheckpointError: as of ``CheckpointWriter.complete``.
+            ConfigError: as in ``CheckpointWriter.require_metric``.
+            CheckpointError: as in ``CheckpointWriter.complete``.
         """
         if self._row is None:
             return
@@ -176,11 +176,11 @@ def run_loop(
     """Train the steps after ``first_step``, to the last one or until a stop is requested. Return the last
     finished step.
 
-    The step before a stop gets a checkpoint also when none is due, if the run writes any. A run that saved
-    because its time limit is near goes on if that save left time for another step.
+    If the run writes checkpoints, the step before a stop gets one even if none is due. A run that saved
+    because its time limit is near continues if that save left time for another step.
 
-    A step is validated while the next one trains, where that is possible. Its checkpoint then gets its name
-    with the figures, at the end of the next step.
+    A step is validated while the next one trains, if that is possible. Its checkpoint then gets its name,
+    with the metrics, at the end of the next step.
     """
     stop = stop or StopRequest()
     with _HeldStep(algorithm, reporting, checkpoints, stop) as held:
@@ -280,8 +280,8 @@ def _run_steps(
 def total_steps(
     max_num_steps: int, max_num_epochs: int | None, num_records: int, records_per_step: int
 ) -> int:
-    """The number of the last step: the epochs' last whole step, where that comes before ``max_num_steps``; at
-    least 1."""
+    """Return the number of the last step: the last complete step of the epochs if that comes before
+    ``max_num_steps``; at least 1."""
     if max_num_epochs is None:
         return max_num_steps
     return max(min(max_num_steps, max_num_epochs * num_records // records_per_step), 1)

@@ -1,9 +1,10 @@
-"""Checkpoints that wait in the shared memory of several nodes, that of each rank in its own node's, while
-training goes on.
+"""Checkpoints that wait in the shared memory of several nodes, each rank's part on its own node, while
+training
+continues.
 
 On each node an actor holds the memory and the process that writes (``megarl.checkpoint.node_memory``). It is
-none of the workers: what they have written is brought to the disk also when they are lost after ``hold``.
-When all nodes are through, the manifest is written here, from what they report.
+not one of the workers, so their files are written to disk even if the workers are lost after ``hold``. When
+all nodes have finished, the manifest is written here, from their reports.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _ANSWER_S = 60.0
 
 
 class MemoryOfNodes:
-    """``CheckpointMemory`` of each node that ranks of a run are on.
+    """``CheckpointMemory`` over all nodes of a run's ranks.
 
     Args:
-        checkpoint_dir: directory of the checkpoints, which all nodes see. Hold the run's lock.
-        nodes: of the ranks of each role, by Ray's ids.
+        checkpoint_dir: directory of the checkpoints, which all nodes see. The caller holds the run's lock.
+        nodes: Ray's id of the node of each rank, by role.
     """
 
     def __init__(self, checkpoint_dir: Path, nodes: Mapping[str, Sequence[str]]) -> None:
@@ -53,8 +54,8 @@ class MemoryOfNodes:
         self._tidied = self._begin("tidy")
 
     def take(self, needed: int) -> bool:
-        """Same as in ``CheckpointMemory``. Each node needs room for what it wrote last, or for the share of
-        its ranks."""
+        """Make empty directories on each node, see ``CheckpointMemory``. A node needs room for as much as it
+        wrote last, or for the share of its ranks."""
         refused = self._answers(self._tidied)[1] if self._tidied else {}
         self._tidied, self._may_hold = {}, True
         calls = {
@@ -72,18 +73,18 @@ class MemoryOfNodes:
         return False
 
     def directories(self, role: str) -> list[Path]:
-        """Same as in ``CheckpointMemory``: one for each rank."""
+        """Return one directory for each rank, see ``CheckpointMemory``."""
         return [self._places[node] for node in self._nodes[role]]
 
     def hold(self) -> None:
-        """Same as in ``CheckpointMemory``."""
+        """Open the files on each node, see ``CheckpointMemory``."""
         failed = self._answers(self._begin("hold"))[1]
         if failed:
             said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
             raise CheckpointError(f"what the ranks have left in memory cannot be opened: {said}")
 
     def write(self, target: Path) -> WriteOfNodes:
-        """Same as in ``CheckpointMemory``."""
+        """Begin to write on each node, see ``CheckpointMemory``."""
         return WriteOfNodes(
             self,
             target,
@@ -91,8 +92,8 @@ class MemoryOfNodes:
         )
 
     def free(self) -> None:
-        """Same as in ``CheckpointMemory``. Where an actor does not answer, its process ends with it; where it
-        is gone, its process is too."""
+        """Discard the memory of each node, see ``CheckpointMemory``. An actor that does not reply is killed
+        with its writing process; if an actor is gone, so is its process."""
         if not self._may_hold:
             return
         self._places, self._may_hold = {}, False
@@ -119,7 +120,7 @@ class MemoryOfNodes:
         return self._names[node]
 
     def note_written(self, files: Mapping[str, Mapping[str, Entry]]) -> None:
-        """All nodes are through. Remember how much each has written, which is what it will write."""
+        """Record how much each node has written, which is the estimate for its next checkpoint."""
         self._may_hold = False
         self._written = {
             node: sum(entry["size"] for entry in of_node.values()) for node, of_node in files.items()
@@ -132,7 +133,7 @@ class MemoryOfNodes:
         return {node: ray_calls.submit(getattr(actor, method)) for node, actor in self._actors.items()}
 
     def _answers(self, calls: Mapping[str, ray.ObjectRef[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return by node what calls give within a time, and why the others give nothing."""
+        """Return by node the results of calls that return in time, and the reasons why the others do not."""
         ready, _ = ray_calls.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
         values, failed = {}, {}
         for node, call in calls.items():
@@ -150,9 +151,9 @@ class WriteOfNodes:
     """``Write`` of a checkpoint from the memory of several nodes.
 
     Args:
-        memory: that it waits in.
-        target: directory on the disk.
-        calls: by node, what will say the entries of its files.
+        memory: the memory that the checkpoint waits in.
+        target: directory on disk.
+        calls: by node, the call that will return the entries of its files.
     """
 
     def __init__(self, memory: MemoryOfNodes, target: Path, calls: Mapping[str, ray.ObjectRef[Any]]) -> None:
@@ -161,12 +162,12 @@ class WriteOfNodes:
         self._files: dict[str, dict[str, Entry]] = {}
 
     def has_ended(self) -> bool:
-        """Return whether all nodes are through, or one of them has failed."""
+        """Return whether all nodes have finished, or one has failed."""
         ready, left = ray_calls.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
         return not left or any(_has_failed(call) for call in ready)
 
     def wait(self, longest_s: float) -> float:
-        """Same as in ``Write``. The first node that fails ends the others too."""
+        """Wait for all nodes, see ``Write``. The first node that fails ends the others too."""
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
@@ -185,7 +186,7 @@ class WriteOfNodes:
         return time.monotonic() - self._begun
 
     def abort(self) -> None:
-        """Same as in ``Write``."""
+        """End the write on all nodes, see ``Write``."""
         self._memory.free()
 
     def _entries(self, node: str, call: ray.ObjectRef[Any]) -> dict[str, Entry]:

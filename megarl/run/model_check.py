@@ -1,5 +1,6 @@
-"""Model check: what a driver checks of a model before any worker starts: that its weights can be carried
-over, and that it knows the data's tokens."""
+"""Checks of a model on the driver before any worker starts: that its weights can be converted, and that it
+has the
+data's tokens."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(policy: PolicyConfig) -> int:
-    """Make sure that the configured backend can run the model and that its weights are there and fit its
-    config. Reads headers only.
+    """Require that the configured backend can run the model, and that its weights exist and fit its config.
+    Only headers are read.
 
-    A model that a plain config describes (``converters.families.plain``) is checked without torch and
-    transformers, whose imports take longer than everything else that is checked; every other one, and every
-    refusal of the torch backends, comes from these.
+    A model with a plain config (``converters.families.plain``) is checked without torch and transformers,
+    whose imports take longer than all other checks; every other model, and every refusal by the torch
+    backends, needs them.
 
     Args:
         policy: the ``policy`` section.
@@ -54,7 +55,7 @@ def check_model(policy: PolicyConfig) -> int:
         The model's vocabulary size, unpadded.
 
     Raises:
-        ConversionError: the model cannot be carried over, or its weights do not fit its config.
+        ConversionError: the model cannot be converted, or its weights do not fit its config.
         ModelError: its config cannot be read, or does not fit the weights.
         ConfigError: the model cannot be divided as configured.
     """
@@ -69,8 +70,8 @@ def check_model(policy: PolicyConfig) -> int:
 
 
 def _check_adapter(policy: PolicyConfig) -> None:
-    """Refuse an adapter that does not fit its model, or that brings the base's embeddings and was trained
-    beside others.
+    """Refuse an adapter that does not fit its model, or that contains embeddings of the base and was trained
+    next to others.
 
     Raises:
         ConversionError: with everything that does not fit.
@@ -91,8 +92,8 @@ def _check_adapter(policy: PolicyConfig) -> None:
 
 
 def check_model_on_disk(policy: PolicyConfig) -> None:
-    """``check_model`` without the network: of a directory everything, unless it holds no weights at all; else
-    what ``config.json`` says, where it is on this disk or known.
+    """Check a model as ``check_model`` does, without the network. A directory is checked in full, unless it
+    holds no weights at all; otherwise ``config.json`` is, if it is on this disk or known.
 
     Raises:
         ConversionError, ModelError, ConfigError: as ``check_model``.
@@ -113,8 +114,8 @@ def check_model_on_disk(policy: PolicyConfig) -> None:
 
 
 def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``check_model`` for the models beside the policy, which read its tokens: each has them, under the same
-    ids.
+    """Check the other models of a run as ``check_model`` does. They read the policy's tokens, so each must
+    have them under the same ids.
 
     Args:
         config: of a checked run.
@@ -136,7 +137,7 @@ def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_models_on_disk(config: RunConfig) -> None:
-    """``check_model_on_disk`` for all models of a checked run; errors as there."""
+    """Check all models of a checked run as ``check_model_on_disk`` does, with the same errors."""
     check_model_on_disk(config[POLICY])
     for path in model_sections(config):
         with _named(path):
@@ -145,7 +146,7 @@ def check_models_on_disk(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Inside, errors of a model name its section at ``path``, not ``policy``."""
+    """Make errors of a model inside the block name its section at ``path`` instead of ``policy``."""
     try:
         yield
     except ConfigError as error:
@@ -170,7 +171,7 @@ def _check_vocabulary(
 ) -> None:
     """Refuse a model that would read other tokens than the policy wrote.
 
-    A model brings its tokenizer along. Where it has none, the number of its tokens alone is compared.
+    A model brings its own tokenizer. If it has none, only the number of its tokens is compared.
 
     Raises:
         ModelError: it has another vocabulary.
@@ -214,8 +215,8 @@ def _check_vocabulary(
 
 
 def _plain_file(path: Path) -> Architecture | None:
-    """Read a ``config.json`` that is plain; None for any other. A file that cannot be read is refused by
-    transformers."""
+    """Read a ``config.json`` that is plain; return None for any other. A file that cannot be read is refused
+    by transformers."""
     try:
         return read_plain(read_json_object(path))
     except (FileNotFoundError, ConversionError):
@@ -243,12 +244,12 @@ def _check(
     read: Callable[[], Any],
     source: HuggingFaceSource | None,
 ) -> int:
-    """The vocabulary size; without a source the config alone is checked.
+    """Check a model and return its vocabulary size; without a source only the config is checked.
 
     Args:
         policy: the ``policy`` section.
-        plain: of a plain config.
-        read: reads the config with transformers; called where ``plain`` does not say enough.
+        plain: architecture of a plain config.
+        read: reads the config with transformers; called if ``plain`` is not enough.
         source: the weights.
     """
     if scores(policy):
@@ -269,7 +270,7 @@ def _check(
 
 
 def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
-    """The architecture as Megatron's workers read it; what a user should know of the config is logged."""
+    """Return the architecture as Megatron's workers read it; notes on the config for the user are logged."""
     ignored = policy["megatron_cfg"].get("ignore_config_keys") or ()
     architecture = read_architecture(config, ignored)
     for note in config_notes(config, ignored):
@@ -280,8 +281,8 @@ def _architecture_of(policy: PolicyConfig, config: Any) -> Architecture:
 def _runs_on_torch(
     policy: PolicyConfig, architecture: Architecture, source: HuggingFaceSource | None
 ) -> bool:
-    """Return whether a model certainly runs on the torch backends: one whose tensors and plan are written
-    down here. Any other model has to be built to be checked."""
+    """Return whether a model certainly runs on the torch backends, because its tensors and plan are defined
+    here. Any other model has to be built to be checked."""
     settings = policy.get("dtensor_cfg")
     own_plan = settings and settings["enabled"] and settings["custom_parallel_plan"] is not None
     if architecture.family not in HAND_WRITTEN_PLANS or architecture.head is not None or own_plan:
@@ -312,7 +313,7 @@ def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource 
 
 
 def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSource | None) -> None:
-    """Refuse what the workers of the torch backends would refuse, on a model without memory."""
+    """Refuse a model that the workers of the torch backends would refuse, by building it without memory."""
     from megarl.models.dtensor.plans import choose_plan
     from megarl.models.huggingface.loading import build_on_meta, check_names, is_tied
 
@@ -331,8 +332,8 @@ def _check_for_torch(policy: PolicyConfig, config: Any, source: HuggingFaceSourc
 
 
 def tokens_of_pictures(policy: PolicyConfig) -> frozenset[int]:
-    """Return the tokens that stand for pictures, of a model that also sees and whose config is on this
-    disk."""
+    """Return the tokens that stand for pictures, of a model that has a vision tower and whose config is on
+    this disk."""
     file = config_file(policy["model_name"])
     content = {} if file is None else read_json_object(file)
     found = (content.get(key) for key in TOKENS) if "vision_config" in content else ()
@@ -346,12 +347,12 @@ def check_tokens(
     with_answers: bool,
     pictures: Collection[int] = (),
 ) -> None:
-    """Refuse data whose tokens the model does not have, or has for what is no text.
+    """Refuse data with tokens that the model does not have, or that do not stand for text.
 
     Args:
         dataset: tokenized.
-        tokenizer: what made its tokens; its padding token goes through the model too.
-        vocab_size: token ids lie in [0, vocab_size).
+        tokenizer: tokenizer of the data; its padding token goes through the model too.
+        vocab_size: token ids are in [0, vocab_size).
         with_answers: True when the answers are part of the model's input.
         pictures: ``tokens_of_pictures``.
 

@@ -1,7 +1,7 @@
 """Checks of this machine against a configuration, made before a run creates or starts anything.
 
-A configuration may be right and still not run here: a package, a GPU, a directory, the network is missing.
-Each check yields what it finds, so that one list names everything at once.
+A valid configuration may still not run here, because a package, a GPU, a directory or the network is missing.
+Each check yields its findings, so that one list names everything at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
         trains: False for an evaluation, which needs less.
 
     Raises:
-        MachineError: names everything that was found.
+        MachineError: names all findings.
     """
     found = findings(config, trains=trains)
     if found:
@@ -100,12 +100,12 @@ def require_this_machine(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def findings(config: RunConfig, *, trains: bool = True) -> list[Violation]:
-    """Return everything that this machine lacks. Arguments as of ``require_this_machine``."""
+    """Return everything that this machine lacks. Arguments as in ``require_this_machine``."""
     return [finding for check in (CHECKS if trains else CHECKS_OF_EVALUATION) for finding in check(config)]
 
 
 def require_files_of_models(found: Sequence[Violation]) -> None:
-    """Refuse to read data without a tokenizer, which would be asked for again and again for a minute.
+    """Refuse to read data without a tokenizer, which would be requested repeatedly for a minute.
 
     Raises:
         MachineError: a model or tokenizer is among the findings.
@@ -116,7 +116,7 @@ def require_files_of_models(found: Sequence[Violation]) -> None:
 
 
 def print_findings(found: Sequence[Violation], console: Console) -> None:
-    """Say at the end of a dry run what a real one would be refused for on this machine."""
+    """Print at the end of a dry run the reasons why a real run would be refused on this machine."""
     if found:
         console.print(
             f"not on this machine ({len(found)}); a run here would be refused:",
@@ -127,8 +127,8 @@ def print_findings(found: Sequence[Violation], console: Console) -> None:
 
 
 def missing_engine(config: RunConfig) -> Iterator[Violation]:
-    """Yield the engine that generates, and packages that Megatron-Core needs for what is asked of it, where
-    they are not installed."""
+    """Yield a violation if the rollout engine, or a package that Megatron-Core needs for this configuration,
+    is not installed."""
     kind = engine_of(config)
     package = None if kind is None else kind.missing_package()
     if kind is not None and package is not None:
@@ -155,7 +155,7 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_sinks(config: RunConfig) -> Iterator[Violation]:
-    """Yield packages of metric sinks that are switched on and not installed."""
+    """Yield packages of enabled metric sinks that are not installed."""
     for key, package in _PACKAGES.items():
         if at(config, key) and not _can_be_imported(package):
             fix = f"pip install '{env.DISTRIBUTION}[{package}]', or write {key}=false"
@@ -163,15 +163,15 @@ def missing_sinks(config: RunConfig) -> Iterator[Violation]:
 
 
 def _can_be_imported(package: str) -> bool:
-    """Return whether a package is there, from whatever distribution; a directory of its name (W&B makes one)
-    is none."""
+    """Return whether a package can be imported, from any distribution. A plain directory with its name (W&B
+    makes one) does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def absent_devices(config: RunConfig) -> Iterator[Violation]:
-    """Yield the GPUs or worker slots that a local Ray would lack; a cluster that runs already says itself
-    what it has."""
+    """Yield the GPUs or worker slots that a local Ray would lack. A running cluster reports its own
+    resources."""
     if _ray_address() is not None:
         return
     nodes, ranks = training_shape(View(config))
@@ -205,8 +205,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
-    """Yield rewards and environments of the user's that cannot be imported or called as they are, and
-    programs that cannot be shut in."""
+    """Yield a user's rewards and environments that cannot be imported or called, and programs that cannot be
+    sandboxed."""
     for key, section in environments_of(config.get("env") or {}).items():
         try:
             if is_import_path(section.get("environment", "")):
@@ -219,7 +219,7 @@ def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_data(config: RunConfig) -> Iterator[Violation]:
-    """Yield data files that are not there."""
+    """Yield data files that do not exist."""
     for key, source in itertools.chain.from_iterable(
         sources_of(config["data"], name) for name in ("train", "validation")
     ):
@@ -230,7 +230,7 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_ledger(config: RunConfig) -> Iterator[Violation]:
-    """Yield a replay of a directory that is not of a run that keeps a ledger."""
+    """Yield a replay whose directory does not belong to a run with a ledger."""
     key = replay_key(config)
     replayed = at(config, key)
     if replayed is not None and not (Path(replayed) / LEDGER).is_dir():
@@ -239,8 +239,8 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
-    """Yield directories of the run that cannot be written, or whose file system has no room for what the run
-    leaves there."""
+    """Yield directories of the run that cannot be written, or whose file system has no room for the run's
+    files."""
     # what cannot be made, and what is on one file system, is reported once
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
     for key, (place, size) in _places_of_run(config).items():
@@ -262,7 +262,8 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
 
 
 def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
-    """Return the directories of a run by their keys, each with the bytes that it leaves there in the end."""
+    """Return the directories of a run by their keys, each with the bytes that it holds at the end of
+    the run."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
     # What is left of the run's disk without checkpoints is the export.
     exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
@@ -306,7 +307,7 @@ def unreadable_key(config: RunConfig) -> Iterator[Violation]:
 
 
 def dead_cluster(config: RunConfig) -> Iterator[Violation]:
-    """Yield a Ray cluster that ``RAY_ADDRESS`` names and that does not answer."""
+    """Yield a Ray cluster that ``RAY_ADDRESS`` names and that does not reply."""
     address = _ray_address()
     if address is None or address == "auto":
         return
@@ -322,8 +323,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
 
 
 def low_limits(config: RunConfig) -> Iterator[Violation]:
-    """Yield limits on processes and open files under which a local Ray with the run's workers would not come
-    up."""
+    """Yield limits on processes and open files that are too low for a local Ray with the run's workers."""
     # The hard limit, to which Ray raises the soft one when it starts.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
@@ -340,7 +340,7 @@ def low_limits(config: RunConfig) -> Iterator[Violation]:
 
 
 def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
-    """Yield name, value and use of each limit on processes and threads that holds for this user or
+    """Yield name, value and use of each limit on processes and threads that applies to this user or
     container."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # root is not held to it
@@ -372,8 +372,8 @@ _TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm"
 
 
 def unreachable_models(config: RunConfig) -> Iterator[Violation]:
-    """Yield models and tokenizers of the hub that are not on this disk while the hub does not give them; one
-    look each, all at once."""
+    """Yield models and tokenizers of the hub that are not on this disk and that the hub does not deliver; one
+    request each, all in parallel."""
     names: dict[str, str] = {}
     for path in (POLICY, *model_sections(config)):
         section = at(config, path)
@@ -395,8 +395,7 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
-    """Yield a directory in which there is no tokenizer: transformers would make one of it that knows no
-    token."""
+    """Yield a directory without a tokenizer, from which transformers would build one that knows no token."""
     name = config[POLICY]["tokenizer"]["name"]
     directory = Path(name).expanduser()
     if directory.is_dir() and not any(
@@ -407,7 +406,7 @@ def missing_tokenizer(config: RunConfig) -> Iterator[Violation]:
 
 
 def _is_of_hub(name: str) -> bool:
-    """Return whether a name has to be looked up on the hub: it is no path, and its weights or at least its
+    """Return whether a name has to be looked up on the hub: it is not a path, and its weights or at least its
     config are not in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -422,7 +421,8 @@ def _is_of_hub(name: str) -> bool:
 
 
 class _HubLook(threading.Thread):
-    """One look for a model on the hub. It is a daemon, since a name server may not answer for long."""
+    """One request for a model to the hub, in a daemon thread, because a name server may not reply for
+    long."""
 
     def __init__(self, key: str, model: str) -> None:
         super().__init__(name=f"look for {model}", daemon=True)
@@ -497,4 +497,4 @@ CHECKS: tuple[Check, ...] = (
     unusable_directories,
     unreadable_key,
 )
-"""In the order in which their findings are listed."""
+"""All checks, in the order in which their findings are listed."""

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: tells the workers when to begin recording and when to end."""
+"""Profiles of selected steps: workers are called to begin and to end recording."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "profiles"
-"""Below the run's directory."""
+"""Directory of the traces, below the run's directory."""
 
 
 class StepProfiler:
@@ -24,9 +24,9 @@ class StepProfiler:
     profiler on some ranks.
 
     Args:
-        policy: whose workers record.
+        policy: its workers record.
         section: a checked ``profiler`` section with its defaults.
-        directory: where torch's traces go.
+        directory: directory of torch's traces.
     """
 
     def __init__(self, policy: Policy, section: ProfilerConfig, directory: Path) -> None:
@@ -37,8 +37,8 @@ class StepProfiler:
         self._begun: int | None = None
 
     def begin(self, step: int) -> None:
-        """Start recording, if this is the first step of the range, or of what a resumed run has left of
-        it."""
+        """Start recording if this is the first step of the range, or the first that remains after a
+        resume."""
         if self._begun is not None or step not in self._steps:
             return
         self._policy.start_gpu_profiling()
@@ -52,7 +52,7 @@ class StepProfiler:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Stop recording after ``step``, where anything is recorded."""
+        """Stop recording after ``step``, if recording is in progress."""
         if self._begun is None:
             return
         first, self._begun = self._begun, None
@@ -63,7 +63,7 @@ class StepProfiler:
 
 
 def tell_worker_groups(section: ProfilerConfig) -> None:
-    """Let the worker groups of this process know which of them are to run under Nsight Systems."""
+    """Let this process's worker groups know which of them run under Nsight Systems."""
     if section["nsys_workers"] is not None:
         steps = ":".join(map(str, section["steps"] or ()))
         env.set_variables(

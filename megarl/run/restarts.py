@@ -1,8 +1,9 @@
-"""Restarts within a launch: after workers were lost, all of them are rebuilt, and go on from the newest
-whole checkpoint.
+"""Restarts within a launch: after workers were lost, all of them are rebuilt, and continue from the newest
+complete
+checkpoint.
 
-What one worker held, the others cannot make up for: their collectives are broken, and their step is half
-done. So all of them end, what they took is free again, and the run does in its process what its next launch
+The other workers cannot replace the state of a lost one: their collectives are broken, and their step is half
+done. So all of them end, their resources are free again, and the run does in its process what its next launch
 would do.
 """
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLURM_RESTARTS = 3
-"""Restarts where ``cluster.max_restarts`` says nothing, in a job of Slurm: there nobody waits beside it."""
+"""Default of ``cluster.max_restarts`` in a Slurm job, which nobody watches."""
 
 _LOOK_S = 5.0
 # That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job
@@ -36,27 +37,28 @@ _IN_A_JOB_S = 60.0
 
 
 def most_restarts(cluster: ClusterConfig) -> int:
-    """``cluster.max_restarts``, or what its absence means here."""
+    """Return ``cluster.max_restarts``, or its default here."""
     said = cluster["max_restarts"]
     return int(said) if said is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0
 
 
 def patience_for_places(init_s: float) -> float:
-    """Seconds that places are waited for, of those that building all workers may take."""
+    """Return the seconds to wait for bundles, out of those that building all workers may take."""
     return min(init_s, _IN_A_JOB_S) if env.text("SLURM_JOB_ID") else init_s
 
 
 @dataclass
 class Restarts:
-    """Restarts of one launch: whether there may be another one, and how many there were.
+    """Restarts of one launch: whether another one is allowed, and their number so far.
 
     Attributes:
-        most: restarts of all workers.
-        stop: whether somebody wants the run to stop, which then needs no new workers.
-        outcome: keeps a record of them.
+        most: maximum restarts of all workers.
+        stop: whether a stop of the run is requested, for which no new workers are needed.
+        outcome: keeps a record of the restarts.
         workers: restarts of all workers so far.
-        engines: restarts of the engines alone so far.
-        built: the present workers were built, so that what does not answer in time hangs, and is not absent.
+        engines: restarts of only the engines so far.
+        built: the current workers were built, so that one that does not reply in time hangs, and is not
+            absent.
     """
 
     most: int
@@ -70,11 +72,11 @@ class Restarts:
         """Count a restart of all workers.
 
         Args:
-            error: that ended the present ones, which are gone.
+            error: the error that ended the current workers, which are gone.
 
         Raises:
-            MegarlError: ``error`` itself, where no worker was lost or hangs, somebody wants the run to stop,
-                or there were ``most``.
+            MegarlError: ``error`` itself, if no worker was lost or hangs, a stop of the run is requested, or
+                there were ``most`` restarts.
         """
         # places that the run has had, and that were there before
         # it was rebuilt, are gone by the loss of a node
@@ -93,16 +95,16 @@ class Restarts:
         )
 
     def engines_lost(self, error: MegarlError) -> None:
-        """Count a restart of the engines alone."""
+        """Count a restart of only the engines."""
         self.engines += 1
         self.outcome.restarted(ENGINES, error)
 
     def workers_lost(self, error: MegarlError, step: int) -> None:
-        """Write down a restart of all workers that goes on after ``step``."""
+        """Record a restart of all workers that continues after ``step``."""
         self.outcome.restarted(WORKERS, error, step)
 
     def figures(self) -> dict[str, float]:
-        """Counts for the log; what did not happen is left out."""
+        """Return the counts for the log, without those that are 0."""
         counts = {"worker_restarts": self.workers, "engine_restarts": self.engines}
         return {name: float(count) for name, count in counts.items() if count}
 
@@ -110,16 +112,16 @@ class Restarts:
 def await_places(
     check: Callable[[], None], seconds: float, error: MegarlError, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait until the cluster has places for all workers again.
+    """Wait until the cluster has bundles for all workers again.
 
     Args:
-        check: raises ``ResourceInsufficientError`` where it has not.
-        seconds: how long at most.
-        error: why the workers are rebuilt.
-        wait: for some seconds.
+        check: raises ``ResourceInsufficientError`` if it has not.
+        seconds: maximum wait.
+        error: the reason for rebuilding the workers.
+        wait: waits for some seconds.
 
     Raises:
-        MegarlError: ``error``, where the places did not come.
+        MegarlError: ``error``, if the bundles did not become available.
     """
     end, told = time.monotonic() + seconds, False
     while True:

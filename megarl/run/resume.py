@@ -1,4 +1,4 @@
-"""Resume: what a checkpoint of a run holds, how it is written, and where a resumed run goes on."""
+"""Resume: the contents of a run's checkpoint, how it is written, and where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WEIGHTS, OPTIMIZER, TOKENIZER = "weights", "optimizer", "tokenizer"
-"""Directories of a role's directory in a checkpoint."""
+"""Subdirectories of a role's directory in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ResumePoint:
     Attributes:
         step: finished steps, 0 for a fresh run.
         sampler_state: for ``ResumableSampler.load_state``; None for a fresh run.
-        checkpoint: that the run goes on from; None for a fresh run.
+        checkpoint: the checkpoint that the run continues from; None for a fresh run.
     """
 
     step: int = 0
@@ -56,11 +56,11 @@ class ResumePoint:
     checkpoint: Path | None = None
 
     def weights_path(self, role: Role) -> Path | None:
-        """Weights of the model of a role; None takes those that it is made with."""
+        """Return the weights of a role's model; None for the weights that it is built with."""
         return self._path(role, WEIGHTS)
 
     def optimizer_path(self, role: Role) -> Path | None:
-        """State of its optimizer; None for a fresh one."""
+        """Return the optimizer state of a role's model; None for a fresh one."""
         return self._path(role, OPTIMIZER)
 
     def _path(self, role: Role, part: str) -> Path | None:
@@ -72,15 +72,16 @@ class ResumePoint:
 
 
 def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
-    """The latest valid checkpoint, or the very beginning.
+    """Return the latest valid checkpoint, or the start of training.
 
     Args:
         manager: finds checkpoints.
-        resume: ``"auto"``, or ``"never"`` for the beginning.
+        resume: ``"auto"``, or ``"never"`` for the start of training.
 
     Raises:
-        UnusableCheckpointError: there are checkpoints, and none of them can be used.
-        CheckpointError: a run that is not to resume finds a checkpoint that another launch would resume from.
+        UnusableCheckpointError: there are checkpoints, but none can be used.
+        CheckpointError: ``resume`` is "never", but there is a checkpoint that a later launch would resume
+            from.
     """
     path, damaged = manager.latest_and_damaged()
     if path is None:
@@ -115,13 +116,13 @@ def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
 
 
 def report_changes(start: ResumePoint, config: RunConfig) -> None:
-    """Compare the configuration with that of the checkpoint that a run goes on from, and say what is another
-    one.
+    """Compare the configuration with that of the checkpoint that a run continues from, and log the
+    differences.
 
     Raises:
-        ConfigError: a change would do nothing, or is not accepted (``checkpointing.accept_changes``).
-        UnusableCheckpointError: the checkpoint's is damaged.
-        StorageError: it cannot be read now.
+        ConfigError: a change would have no effect, or is not accepted (``checkpointing.accept_changes``).
+        UnusableCheckpointError: the checkpoint's configuration is damaged.
+        StorageError: the checkpoint's configuration cannot be read now.
     """
     if start.checkpoint is None or not is_file(start.checkpoint / CONFIG_NAME):
         return
@@ -142,12 +143,12 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInFlight:
-    """A checkpoint that is being written while training goes on.
+    """A checkpoint that is being written while training continues.
 
     Attributes:
         step: finished steps.
         path: its temporary directory.
-        write: brings its files there.
+        write: writes its files there.
     """
 
     step: int
@@ -157,13 +158,13 @@ class CheckpointInFlight:
 
 @dataclass(frozen=True, slots=True)
 class UncommittedCheckpoint:
-    """A checkpoint of which all is there but its name, and the figures of the step's validation.
+    """A checkpoint that lacks only its name and the metrics of the step's validation.
 
     Attributes:
         step: finished steps.
         path: its temporary directory.
-        info: of the checkpoint, without these figures.
-        memory: where it waits; None where it is in ``path``.
+        info: of the checkpoint, without these metrics.
+        memory: memory that it waits in; None if it is in ``path``.
         is_last: as for ``CheckpointWriter.saving``.
     """
 
@@ -182,22 +183,22 @@ class CheckpointWriter:
         manager: names, commits and prunes them.
         models: by role; each writes its weights, optimizer state and tokenizer into the role's directory.
         save_period: steps between checkpoints.
-        run_config: kept beside every checkpoint.
-        committed: told the step of every checkpoint from which another start would go on.
-        before_commit: called when all of a checkpoint is written but its name.
+        run_config: stored in every checkpoint.
+        committed: called with the step of every checkpoint that another launch would continue from.
+        before_commit: called when a checkpoint lacks only its name.
         most_failed: number of failed saves in a row that ends the run.
-        estimated_bytes: what a checkpoint takes, where none is there yet.
-        memory: checkpoints wait there while training goes on and another process writes them, at most one at
-            a time; None: training waits.
-        longest_s: that it may take once it is waited for.
-        beside: writes what else a checkpoint has into its directory.
-        turns: bring each model to the devices, where several share them.
-        in_flight: the one that is being written.
-        uncommitted: the one that waits for figures of its validation.
-        seconds: that the last one of them took.
+        estimated_bytes: estimated size of a checkpoint, used before there is one.
+        memory: checkpoints wait there while training continues and another process writes them, at most one
+            at a time; None: training waits.
+        longest_s: maximum seconds for a checkpoint once it is waited for.
+        beside: writes the other contents of a checkpoint into its directory.
+        turns: loads each model onto the devices, if several share them.
+        in_flight: the checkpoint that is being written.
+        uncommitted: the checkpoint that waits for metrics of its validation.
+        seconds: duration of the last one.
         failed: steps whose checkpoints could not be written, since the last one that could.
-        metric_notes: of ``require_metric``: whether a step has had the metric (``_HAD``), and whether its
-            absence was said (``_TOLD``).
+        metric_notes: state of ``require_metric``: whether a step has had the metric (``_HAD``), and whether
+            its absence was logged (``_TOLD``).
     """
 
     manager: CheckpointManager
@@ -219,22 +220,22 @@ class CheckpointWriter:
     metric_notes: set[str] = field(default_factory=set)
 
     def due(self, step: int, last_step: int) -> bool:
-        """Return whether a checkpoint follows this step; one always follows the last."""
+        """Return whether a checkpoint follows this step; one always follows the last step."""
         return step == last_step or step % self.save_period == 0
 
     def require_metric(self, metrics: Mapping[str, float]) -> None:
         """Refuse a ``checkpointing.metric_name`` that the run does not have, before a checkpoint would be
         ranked by it.
 
-        One that an earlier step had, or that is absent from a validation some answers of which could not be
-        scored, is no wrong name: the checkpoint of such a step has no figure, and is the best one only where
-        none has. That is logged once.
+        A metric that an earlier step had, or that is absent from a validation with responses that could not
+        be scored, is not a wrong name: the checkpoint of such a step has no value, and is the best one only
+        if no other has a value. That is logged once.
 
         Args:
-            metrics: of a step that was taken, and of a validation: either tells of its own names alone.
+            metrics: of a step that was taken, and of a validation; each has only its own names.
 
         Raises:
-            ConfigError: with the names that are most like it.
+            ConfigError: with the most similar names.
         """
         name, known = self.manager.metric_name, _ranking_metrics(metrics)
         of_validation = name is not None and name.startswith(_OF_VALIDATION)
@@ -271,8 +272,8 @@ class CheckpointWriter:
         )
 
     def _some_checkpoint_has_it(self) -> bool:
-        """Return whether some checkpoint has the metric; True also where the storage does not say, which is
-        no reason to end a run."""
+        """Return whether any checkpoint has the metric; True also if the storage fails, which is no reason to
+        end a run."""
         try:
             return self.manager.has_metric()
         except StorageError as error:
@@ -291,19 +292,19 @@ class CheckpointWriter:
     ) -> Iterator[None]:
         """Write a checkpoint, run the block, then make the checkpoint visible.
 
-        What the block leaves (the log of the step) so exists before anyone can resume after the step, and
-        never without it.
+        So the block's results (the log of the step) exist before anyone can resume after the step, and never
+        without the checkpoint.
 
-        A checkpoint that cannot be written is removed, with a warning, and the run goes on with the earlier
+        A checkpoint that cannot be written is removed, with a warning, and the run continues with the earlier
         ones.
 
         Args:
             step: finished steps.
-            sampler_state: where the data stand.
+            sampler_state: position in the data.
             metrics: of the step.
-            is_last: asked where the checkpoint could not be written: whether no other one follows, so that
-                going on would lose the step.
-            is_validated: False where figures are still missing: ``complete`` makes it visible then.
+            is_last: called if the checkpoint could not be written: whether no other one follows, so that
+                continuing would lose the step.
+            is_validated: False if metrics are still missing: ``complete`` makes it visible then.
 
         Raises:
             CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
@@ -338,13 +339,13 @@ class CheckpointWriter:
             self.complete({})
 
     def complete(self, figures: Mapping[str, float]) -> None:
-        """Make the checkpoint visible that waits for the figures of its validation, if there is one.
+        """Make the checkpoint that waits for the metrics of its validation visible, if there is one.
 
         Args:
-            figures: of the validation, to be ranked by.
+            figures: of the validation, for the ranking.
 
         Raises:
-            CheckpointError: as of ``saving``.
+            CheckpointError: as in ``saving``.
         """
         if not self.uncommitted:
             return
@@ -366,14 +367,14 @@ class CheckpointWriter:
         self._settled(current.step, failure, current.is_last)
 
     def settle(self, *, wait: bool = False, is_last: Callable[[], bool] = lambda: False) -> None:
-        """Make the checkpoint visible that was written meanwhile, if there is one and it is through.
+        """Make the checkpoint that was written meanwhile visible, if there is one and its write has ended.
 
         Args:
-            wait: until it is.
+            wait: wait until the write has ended.
             is_last: as for ``saving``.
 
         Raises:
-            CheckpointError: as of ``saving``.
+            CheckpointError: as in ``saving``.
         """
         if not self.in_flight or not (wait or self.in_flight[0].write.has_ended()):
             return
@@ -390,9 +391,9 @@ class CheckpointWriter:
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """At the end of a run, for an ``ExitStack``: wait for the checkpoint that is being written, also
-        where an error ends the run, and forget it where the run is to end at once. One that waits for figures
-        is removed: a run resumed from it would never log them."""
+        """Wait at the end of a run, as the exit of an ``ExitStack``, for the checkpoint that is being
+        written, even if an error ends the run; discard it if the run must end at once. A checkpoint that
+        waits for metrics is removed: a run resumed from it would never log them."""
         if self.uncommitted:
             self._discard(self.uncommitted.pop().path)
         # An interrupt ends the run at once; after an error there is time to finish the write.
@@ -412,7 +413,7 @@ class CheckpointWriter:
     def _settled(
         self, step: int, failure: CheckpointError | OSError | None, is_last: Callable[[], bool]
     ) -> None:
-        """Count a checkpoint that is there, or is not."""
+        """Count a checkpoint that was written, or that failed."""
         if failure is not None:
             self._note_failure(step, failure, is_last())
             return
@@ -420,7 +421,7 @@ class CheckpointWriter:
         self.committed(step)
 
     def _discard(self, path: Path | None) -> None:
-        """Remove what there is of a checkpoint, on the disk and in memory."""
+        """Remove the files of a checkpoint, on disk and in memory."""
         if self.memory is not None:
             self.memory.free()
         if path is not None and path.exists():
@@ -430,8 +431,8 @@ class CheckpointWriter:
         return self.manager.bytes_of_latest() or self.estimated_bytes
 
     def _left_in(self, memory: CheckpointMemory) -> CheckpointMemory | None:
-        """The memory, when all models have written there; None where it has no room for them, as was known or
-        came to light."""
+        """Return the memory after all models have written there; None if it has no room for them, as was
+        known before or turned out meanwhile."""
         if not memory.take(self._needed_bytes()):
             return None
         try:
@@ -463,7 +464,7 @@ class CheckpointWriter:
         """Warn of a checkpoint that could not be written.
 
         Raises:
-            CheckpointError: the run is not to go on without.
+            CheckpointError: the run must not continue without it.
         """
         self.failed.append(step)
         directory = self.manager.checkpoint_dir
@@ -493,7 +494,7 @@ class CheckpointWriter:
 
 
 def _below(places: Path | list[Path], *parts: str) -> str | list[str]:
-    """A path below a directory, or below each of a list."""
+    """Return a path below a directory, or below each directory of a list."""
     return (
         [str(place.joinpath(*parts)) for place in places]
         if isinstance(places, list)
@@ -507,8 +508,8 @@ _HAD, _TOLD = "had", "told"
 
 
 def _ranking_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``: names that
-    ``metric_name`` may take."""
+    """Return the step's metrics, those of a validation also as ``val_loss``, ``val_accuracy``, which
+    ``metric_name`` may name."""
     short = {
         f"val_{name.removeprefix('validation/')}": value
         for name, value in metrics.items()

@@ -1,5 +1,5 @@
-"""One whole run, from a configuration to trained weights: assemble the parts, train, and leave nothing
-behind."""
+"""One complete run, from a configuration to trained weights: build the parts, train, and leave nothing
+running."""
 
 from __future__ import annotations
 
@@ -87,42 +87,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PolicyFactory = Callable[..., "Policy"]
-"""Makes the model of a role as ``start_policy`` does, and leaves on the stack what shuts it down."""
+"""Builds the model of a role as ``start_policy`` does, and pushes its shutdown onto the stack."""
 
 CHECKPOINTS = "checkpoints"
 EXPORT_DIRECTORY = "hf"
 NOT_SAVED = 1
 _FROZEN_BY_PYTHON = 10_000
-"""Objects; Python 3.12 has frozen some hundred at its start, and the imports of a run make some hundred
-thousand."""
+"""Maximum number of objects that Python itself freezes: 3.12 freezes some hundred at its start, and the
+imports of a run create some hundred thousand."""
 # By Python's own threshold a step of 1,024 responses had 450 looks: 3 to 11 ms of the driver's 100.
 _OBJECTS_A_COLLECTION = 50_000
-"""New objects that hold others, between two looks of the garbage collector."""
+"""New container objects between two runs of the garbage collector."""
 
 
 def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: float | None = None) -> int:
     """Train a configuration, from the run's latest checkpoint if it has one.
 
-    Leaves in ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
-    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. However it ends, the workers
-    are gone afterwards. Asked to stop (see ``megarl.run.stopping``), it ends after the step it is in, with a
-    checkpoint. After a loss of workers it goes on with new ones from the newest checkpoint,
-    ``cluster.max_restarts`` times.
+    Writes into ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
+    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. However the run ends, the
+    workers are gone afterwards. If a stop is requested (see ``megarl.run.stopping``), it ends after the
+    current step, with a checkpoint. After a loss of workers it continues with new ones from the newest
+    checkpoint, ``cluster.max_restarts`` times.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
-        make_policy: makes the models; None for real policies on Ray.
+        make_policy: builds the models; None for real policies on Ray.
         stop_at: unix seconds at which this launch has to be over, saved; None for the end of its Slurm job,
-            where it is one.
+            if any.
 
     Returns:
-        The exit code: 0 for a finished run, 75 for a stopped one that goes on when it is started again, 130
-        for such a one that Ctrl-C stopped, 1 for a stopped one that has no checkpoints.
+        The exit code: 0 for a finished run, 75 for a stopped run that continues when it is started again, 130
+            for such a run stopped by Ctrl-C, 1 for a stopped run without checkpoints.
 
     Raises:
         MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of
             configuration, data and model are found before any worker starts.
-        ConversionError: the model cannot be carried over; found before any worker starts too.
+        ConversionError: the model cannot be converted; found before any worker starts too.
     """
     forget_objects()
     config = validate_config(config)
@@ -199,7 +199,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
 
 @contextlib.contextmanager
 def _left_as_it_was(run_dir: Path) -> Iterator[None]:
-    """Remove the directories that this launch has made when it is refused before it has written a
+    """Remove the directories that this launch has created if it is refused before it has written a
     configuration there."""
     made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
     try:
@@ -217,14 +217,14 @@ def _left_as_it_was(run_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Everything of a launch that stays when workers are built again.
+    """The part of a launch that stays when workers are rebuilt.
 
     Attributes:
         config: of the run.
         placed: the same with the device decided.
         run_dir, lock, memory, inputs, schedule, attempt, restarts: of this launch.
-        sinks: likewise, so that rows which wait for a full disk do so beyond the workers.
-        make_policy: makes the models.
+        sinks: of this launch too, so that rows that wait for a full disk outlive the workers.
+        make_policy: builds the models.
     """
 
     config: RunConfig
@@ -240,15 +240,15 @@ class _Launch:
     make_policy: PolicyFactory
 
     def look_around(self) -> None:
-        """Check after each step, before anything is written, that the run directory is still there and that
-        shared memory has room; raises otherwise."""
+        """Check after each step, before anything is written, that the run directory still exists and that
+        shared memory has room; raise otherwise."""
         self.memory.look()
         self.lock.require_place()
 
 
 def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: CheckpointManager | None) -> int:
-    """Build all workers and train from a point on; returns the exit code. However it ends, the workers are
-    gone afterwards."""
+    """Build all workers, train from a starting point, and return the exit code. However it ends, the workers
+    are gone afterwards."""
     config, run_dir, inputs, schedule, restarts = (
         launch.config,
         launch.run_dir,
@@ -327,7 +327,7 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
 
 @contextlib.contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Inside, the garbage collector seldom runs, and leaves out what there is already."""
+    """Make the garbage collector run rarely inside the block, and ignore the objects that exist already."""
     # A step makes some hundred thousand objects, most of which are gone at its end without the collector;
     # by Python's own threshold it looks for cycles among them hundreds of times.
     thresholds = gc.get_threshold()
@@ -349,7 +349,7 @@ def _seldom_collected() -> Iterator[None]:
 def _checkpoint_memory(
     launch: _Launch, manager: CheckpointManager, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory | None:
-    """Return the memory that checkpoints wait in while training goes on; None where training waits."""
+    """Return the memory that checkpoints wait in while training continues; None if training waits."""
     if not launch.config["checkpointing"]["async_save"]:
         return None
     if launch.make_policy is not start_policy:
@@ -363,8 +363,8 @@ def _with_decided_device(config: RunConfig) -> RunConfig:
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
-    """Return the point from which new workers go on, that of the next launch. A launch that was to start over
-    finds none but its own checkpoints."""
+    """Return the point from which new workers continue, as the next launch would. A launch that started over
+    finds only its own checkpoints."""
     if manager is None or (resume == "never" and manager.get_latest_checkpoint_path() is None):
         return ResumePoint()
     return find_resume_point(manager, "auto")
@@ -373,8 +373,8 @@ def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumeP
 def _open_checkpoints(
     section: CheckpointingConfig, lock: RunLock, run_dir: Path, stack: ExitStack
 ) -> CheckpointManager | None:
-    """The checkpoints of the run; None where it writes none. Their directory is locked too: another run may
-    write there."""
+    """Return the checkpoints of the run; None if it writes none. Their directory is locked too, because
+    another run may write there."""
     if not section["enabled"]:
         return None
     directory = Path(section["checkpoint_dir"])
@@ -385,11 +385,11 @@ def _open_checkpoints(
 
 
 def _lock(directory: Path, key: str, stack: ExitStack) -> RunLock:
-    """The right to write into a directory, which is made when it is missing.
+    """Lock a directory for writing, and create it if it is missing.
 
     Raises:
-        ConfigError: it cannot be made or written, or has a named pipe or the like in place of a file, which
-            would be waited for.
+        ConfigError: it cannot be created or written, or has a named pipe or similar instead of a file, which
+            would block.
     """
     with _written(key, directory):
         lock = stack.enter_context(RunLock(directory))
@@ -477,7 +477,7 @@ def _writer(
 
 
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
-    """Say why a run ends before its last step; its exit code."""
+    """Report why a run ends before its last step, and return its exit code."""
     advice = (
         "start it again to go on from there"
         if has_checkpoints
@@ -519,7 +519,7 @@ def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
 
 
 def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSinks:
-    """The sinks of a launch. One that starts over sets aside what was logged before it."""
+    """Open the sinks of a launch. A launch that starts over renames the earlier logs."""
     if config["checkpointing"]["resume"] == "never":
         _set_aside(run_dir / METRICS_FILE)
         _set_aside(run_dir / SAMPLES)
@@ -527,14 +527,13 @@ def _open_sinks(config: RunConfig, run_dir: Path, stack: ExitStack) -> MetricSin
 
 
 def _generates(config: RunConfig, schedule: Schedule) -> bool:
-    """Return False for a run that trains on the ledger of another one and validates nothing: nothing is
-    sampled."""
+    """Return whether the run samples; a run that replays a ledger and validates nothing does not."""
     validates = schedule.val_period > 0 or schedule.val_at_start or schedule.val_at_end
     return validates or at(config, replay_key(config)) is None
 
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:
-    """The sinks, with what was logged after the checkpoint taken back, console and timer."""
+    """Return console, timer and sinks, after removing rows that were logged after the checkpoint."""
     # -1 also drops row 0: the validation before the first step is made again.
     launch.sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(launch.config["algorithm"]).section()
@@ -553,8 +552,8 @@ def _open_samples(
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
 ) -> SampleLog | None:
-    """Open the log of samples, without those of steps that come again; None for a run that has none, or is to
-    keep none."""
+    """Open the log of samples, after removing those of steps that will be repeated; None for a run that keeps
+    none."""
     section = config["logger"]["samples"]
     if not section["enabled"] or not generates(config):
         return None
@@ -566,7 +565,7 @@ def _open_samples(
 
 
 def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
-    """Collect what turns a step's seconds into rates: sizes of the model, devices and their peak."""
+    """Return what converts a step's seconds to rates: sizes of the model, devices and their peak."""
     peaks, own = policy.peak_flops(), generation_shape(View(config))
     training, apart = len(peaks), 0 if own is None else own[0] * own[1]
     devices = Devices(training, apart or training, training + apart, sum(peaks) / training)
@@ -575,7 +574,7 @@ def _throughput(config: RunConfig, policy: Policy) -> StepThroughput:
 
 def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: bool) -> None:
     """Write the weights as a Hugging Face model, unless an earlier launch did and this one has not trained;
-    what a killed one left of its own is removed."""
+    the unfinished export of a killed launch is removed."""
     for unfinished in path.parent.glob(".*.partial-*"):
         remove_tree(unfinished)
     if has_trained:
@@ -589,16 +588,15 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
 
 
 def _set_aside(path: Path) -> None:
-    """Give a directory, or a file that is not empty, another name, with a number, so that nothing of it is
-    lost."""
+    """Rename a directory, or a file that is not empty, with a number, so that nothing is lost."""
     if path.is_dir() or (path.is_file() and path.stat().st_size):
         names = (path.with_name(f"{path.stem}.before-{number}{path.suffix}") for number in itertools.count(1))
         rename_surely(path, next(name for name in names if not name.exists()))
 
 
 def _write_config(run_dir: Path, config: RunConfig) -> None:
-    """Leave the configuration in the run's directory; what follows from that directory still does when it is
-    copied or moved."""
+    """Write the configuration into the run's directory; paths that follow from that directory still do after
+    it is copied or moved."""
     written = redacted(config)
     if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:
         del written["checkpointing"]["checkpoint_dir"]

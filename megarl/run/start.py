@@ -1,5 +1,5 @@
-"""Starts what a run consists of on Ray: the places, the policy on them, and the engines where something else
-generates."""
+"""Start of a run's parts on Ray: the bundles, the policy on them, and the engines if the policy does not
+generate."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _DRIVER_IMPORTS = ("transformers.models.auto.tokenization_auto", "megarl.models.
 
 
 def engine_of(config: RunConfig) -> EngineKind | None:
-    """The kind of engine that generates the responses of a run; None where the policy itself generates, or
-    nothing does.
+    """Return the kind of rollout engine of a run, or None if the policy generates itself or nothing is
+    generated.
 
     Raises:
         ConfigError: there is no such engine.
@@ -62,17 +62,17 @@ _ray_start = {"seconds": 0.0}
 
 
 def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = math.inf) -> None:
-    """Start Ray, unless it runs already; the stack ends it. Meanwhile, what the driver needs next is
-    imported.
+    """Start Ray unless it is running already, and import the driver's modules while it starts; closing
+    ``stack`` shuts it down.
 
-    Ray's start is waiting for processes, and importing is computing, so that both together take as long as
-    the longer one. From then on, this process ends with exit code 4, and its launch with a reason, when Ray's
-    control process or the raylet of its node is gone, stopped or silent, or a call of Ray does not come back.
+    Ray's start waits for processes, while importing computes, so both together take as long as the longer
+    one. From then on, this process ends with exit code 4, and its launch with a reason, when Ray's control
+    process or the raylet of its node is gone, stopped or silent, or a call of Ray does not return.
 
     Args:
-        stack: ends it.
-        timeout_s: ``deadlines.init_s``, of which the workers have what is left.
-        least_s: ``deadlines.least_s``, within which a lost Ray is seen.
+        stack: shuts Ray down.
+        timeout_s: ``deadlines.init_s``, of which the workers get what is left.
+        least_s: ``deadlines.least_s``, within which a lost Ray is noticed.
 
     Raises:
         ClusterError: Ray does not start.
@@ -106,11 +106,12 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
 
 
 def _load_openmp() -> None:
-    """Load torch's OpenMP in such a way that its threads sleep while there is nothing to compute.
+    """Load torch's OpenMP so that its threads sleep while there is nothing to compute.
 
-    By default each spins on its core for milliseconds behind every large operation of torch, which took more
-    of the driver's CPU time than all else, on cores that ranks of the same node need. The library reads the
-    variable once, while it is loaded; Ray's processes, which inherit the environment, do not get it.
+    By default each thread spins on its core for milliseconds after every large operation of torch, which took
+    more of the driver's CPU time than everything else, on cores that ranks of the same node need. The library
+    reads the variable once, while it is loaded; Ray's processes, which inherit the environment, do not get
+    it.
     """
     torch = importlib.util.find_spec("torch")
     name = "OMP_WAIT_POLICY"
@@ -128,16 +129,16 @@ def _import_for_driver() -> None:
 
 
 def uses_gpus(device: str, gpus: float) -> bool:
-    """Return whether the ranks of a run take GPUs. ``auto`` does what ``MEGARL_DEVICE`` says, and without it
-    takes GPUs where Ray has some.
+    """Return whether the ranks of a run use GPUs. ``auto`` follows ``MEGARL_DEVICE``, and without it uses
+    GPUs if Ray has some.
 
     Args:
         device: ``cluster.device``.
         gpus: of the Ray cluster.
 
     Raises:
-        ConfigError: ``auto`` would take the CPU where a GPU is to be expected, in a job of Slurm or beside
-            GPUs that the driver shows; or ``MEGARL_DEVICE`` names another device than the configuration.
+        ConfigError: ``auto`` would use the CPU although a GPU is expected, in a Slurm job or on a machine
+            with GPUs; or ``MEGARL_DEVICE`` names another device than the configuration.
     """
     from megarl.distributed.device import wanted_device
 
@@ -189,19 +190,19 @@ def start_policy(
     *,
     trains: bool = True,
 ) -> Policy:
-    """Reserve bundles for the workers and build the model of a role on them, on a Ray that is started where
-    none runs yet; the stack takes all of it down again. One that does not train has neither an optimizer nor
-    a reference policy.
+    """Reserve bundles for the workers and build the model of a role on them, after starting Ray if none is
+    running; the stack shuts all of it down. A model that does not train has neither an optimizer nor a
+    reference policy.
 
     Args:
-        config: of the run; the role says which section the model is made by.
+        config: of the run; the role selects the model's section.
         tokenizer: of the policy.
-        start: where the run goes on.
-        stack: takes down what is started here.
-        role: that the model plays.
+        start: where the run continues.
+        stack: shuts down what is started here.
+        role: of the model.
         beside: a model that was started before, whose bundles this one shares; None reserves bundles for all
             models of the run.
-        trains: False for a policy alone, which nobody trains.
+        trains: False for a policy that is not trained.
     """
     start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
     import ray
@@ -241,7 +242,7 @@ def start_policy(
 
 
 def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
-    """Return which weights a model starts with, and their bytes where they are known."""
+    """Return a text that names the weights a model starts with, and their bytes if known."""
     path = start.weights_path(role)
     files = (
         Path(at(config, role.section)["model_name"]).expanduser().glob("*.safetensors")
@@ -254,8 +255,8 @@ def _weights_in_words(config: RunConfig, start: ResumePoint, role: Role) -> str:
 
 
 def _init_seconds(deadlines: DeadlinesConfig, start: ResumePoint) -> float:
-    """Return the seconds that building the workers may take; a resumed run reads a checkpoint besides. Ray is
-    started once, and counts once: not again where workers are rebuilt, nor for a second model."""
+    """Return the seconds that building the workers may take; a resumed run also reads a checkpoint. Ray's
+    start counts once: not again when workers are rebuilt, nor for a second model."""
     reading = 0.0 if start.checkpoint is None else deadlines["load_s"]
     starting, _ray_start["seconds"] = _ray_start["seconds"], 0.0
     return max(deadlines["init_s"] - starting, 1.0) + reading
@@ -270,11 +271,11 @@ def start_models(
 ) -> dict[Role, Policy]:
     """Build the models of all roles of a run that have workers, the actor first, all on its bundles.
 
-    Each leaves the devices when it is built, where there are several; ``Turns`` brings them back.
+    With several models, each is offloaded once it is built; ``Turns`` loads it back.
 
     Args:
-        config, tokenizer, start, stack: as of ``start_policy``.
-        make_policy: ``start_policy``, or another one of its form.
+        config, tokenizer, start, stack: as in ``start_policy``.
+        make_policy: ``start_policy``, or a function with the same signature.
     """
     actor, *others = model_roles(config)
     built = make_policy(config, tokenizer, start, stack, actor)
@@ -291,13 +292,13 @@ def start_models(
 def checkpoint_memory(
     checkpoint_dir: Path, models: Mapping[Role, Policy], stack: ExitStack
 ) -> CheckpointMemory:
-    """Return the memory in which checkpoints wait while training goes on: that of this node, or of each node
-    that ranks are on.
+    """Return the memory in which checkpoints wait while training continues: that of this node, or of each
+    node with ranks.
 
     Args:
         checkpoint_dir: directory of the checkpoints.
-        models: of the run, as ``start_policy`` makes them.
-        stack: takes down what is started here.
+        models: of the run, as built by ``start_policy``.
+        stack: shuts down what is started here.
     """
     import ray
 
@@ -315,7 +316,7 @@ def checkpoint_memory(
 
 
 def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
-    """The bundles that a number of models of a run share, which nothing has reserved yet."""
+    """Return the bundles that a number of models of a run share, not reserved yet."""
     from megarl.distributed import ray_calls
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
@@ -333,8 +334,7 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
 
 
 def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | None:
-    """The bundles of engines apart from the policy, which nothing has reserved yet; None where there are
-    none."""
+    """Return the bundles of engines on devices of their own, not reserved yet; None if there are none."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
 
     own = generation_shape(View(config)) if engine_of(config) is not None else None
@@ -349,8 +349,8 @@ def _engine_cluster(config: RunConfig, use_gpus: bool) -> RayVirtualCluster | No
 
 
 def watched_memory() -> SharedMemoryWatch:
-    """A watch over the object store of the Ray that runs, if it does. One that is larger than the room went
-    elsewhere, as Ray says."""
+    """Return a watch over the object store of the running Ray, if any. An object store that exceeds the room
+    in shared memory is elsewhere, as Ray reports."""
     import ray
 
     from megarl.distributed import ray_calls
@@ -364,10 +364,10 @@ def watched_memory() -> SharedMemoryWatch:
 
 
 def decided_device(config: RunConfig) -> str:
-    """``cluster.device``, and instead of ``auto`` what that means with the nodes that live now: once some are
-    lost, it could mean another.
+    """Return ``cluster.device``, with ``auto`` resolved for the nodes that live now: after a loss of nodes it
+    could resolve differently.
 
-    ``auto`` where no Ray runs, so that somebody else makes the workers.
+    Return ``auto`` if no Ray is running, so that someone else builds the workers.
 
     Raises:
         ConfigError: as ``uses_gpus``.
@@ -383,8 +383,8 @@ def decided_device(config: RunConfig) -> str:
 
 
 def check_places(config: RunConfig) -> None:
-    """Look whether the living nodes have places for a run's models and engines, after some were lost; all is
-    well where no Ray runs.
+    """Require, after nodes were lost, that the living ones have bundles for a run's models and engines;
+    passes if no Ray is running.
 
     Raises:
         ResourceInsufficientError: they have not.
@@ -400,11 +400,11 @@ def check_places(config: RunConfig) -> None:
 
 
 def start_engines(config: RunConfig, policy: Policy, stack: ExitStack) -> Refit | None:
-    """Start engines beside a policy, on its bundles or on those that the cluster has left; None where the
-    policy itself generates.
+    """Start rollout engines on a policy's bundles or on those that the cluster has left; return None if the
+    policy generates itself.
 
-    Engines on the policy's devices start when it has left them (``started_on_empty_devices``). The stack
-    takes the engines down again.
+    Engines on the policy's devices start after it was offloaded (``started_on_empty_devices``). The stack
+    shuts the engines down.
 
     Raises:
         ConfigError: the engine cannot run the model on these devices.

@@ -1,12 +1,14 @@
-"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and leaves with an
-exit code that says "start me again".
+"""Requests to stop a run, by signal, by file or by the clock: it finishes its step, saves, and exits with a
+code
+that says "start me again".
 
-Ctrl-C is such a request too, with the exit code that shells know; a terminal that closes is one like SIGTERM.
-Ray's processes do not get what is sent to the driver's group (``megarl.distributed.ray_processes``).
+Ctrl-C is such a request too, with the exit code that shells know; a closing terminal counts like SIGTERM.
+Signals to the driver's group do not reach Ray's processes (``megarl.distributed.ray_processes``).
 
-A launcher that has more to say than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there
-stops the run too, and the run writes there the step of the last checkpoint it committed. A signal to a whole
-Slurm job would end Ray's processes, whatever their group; a file reaches the driver alone.
+A launcher that needs more than a signal sets ``MEGARL_ATTEMPT_DIR``: a file ``stop_requested`` there stops
+the
+run too, and the run writes there the step of the last checkpoint that it committed. A signal to a whole Slurm
+job would end Ray's processes, whatever their group; a file reaches only the driver.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from megarl.run.time_left import TimeLeft
 logger = logging.getLogger(__name__)
 
 STOPPED = 75
-"""Exit code of a run that can go on: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that can continue: EX_TEMPFAIL of sysexits.h."""
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, also where the run was saved: whoever pressed it wants no other start."""
+"""Exit code after Ctrl-C, even if the run was saved: the user does not want another start."""
 
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
@@ -45,19 +47,18 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A launcher's word on this start of the run.
+    """A launcher's settings for this start of the run.
 
     Attributes:
         directory: where launcher and run leave files for one another; None without a launcher.
-        notice_s: seconds between the launcher's request to stop and the end of the machines; None when
-            unknown.
+        notice_s: seconds between the launcher's request to stop and the end of the machines; None if unknown.
     """
 
     directory: Path | None = None
     notice_s: int | None = None
 
     def checkpoint_committed(self, step: int) -> None:
-        """Tell the launcher that another start would go on after ``step``. What cannot be written costs no
+        """Tell the launcher that another start would continue after ``step``. A failed write does not end the
         run."""
         if self.directory is None:
             return
@@ -74,7 +75,7 @@ class Attempt:
 
 
 def this_attempt() -> Attempt:
-    """Return what the launcher has put into the environment: ``MEGARL_ATTEMPT_DIR`` and
+    """Return the launcher's settings from the environment: ``MEGARL_ATTEMPT_DIR`` and
     ``MEGARL_STOP_NOTICE_S``."""
     directory = env.text("MEGARL_ATTEMPT_DIR")
     return Attempt(
@@ -83,14 +84,14 @@ def this_attempt() -> Attempt:
 
 
 class StopRequest:
-    """Requests to stop the run, from any source. The loop asks between steps; a signal outside of the
-    loop ends the run at once."""
+    """Requests to stop the run, from any source. The loop checks for one between steps; a signal outside of
+    the loop ends the run at once."""
 
     def __init__(
         self, files: Sequence[Path] = (), notice_s: int | None = None, time_left: TimeLeft | None = None
     ) -> None:
         """Args:
-        files: any of them is a request once it exists.
+        files: each is a request once it exists.
         notice_s: seconds that a launcher leaves between its request and the end.
         time_left: of this launch; a request once another step does not fit into it.
         """
@@ -105,7 +106,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Return who asked, for example ``"SIGUSR1"`` or the path of a file; None as long as nobody did."""
+        """Source of the request, for example ``"SIGUSR1"`` or the path of a file; None without a request."""
         if self._signal is not None:
             return self._signal.name
         file = next((str(path) for path in self._files if path.exists()), None)
@@ -113,12 +114,12 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of a run that stopped because of it and was saved."""
+        """Exit code of a run that was stopped by this request and saved."""
         return INTERRUPTED if self._signal is signal.SIGINT else STOPPED
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, the first signal only leaves a request; whoever is inside asks for it. A second one ends
+        """Make the first signal inside the block a request that the block checks for. A second signal ends
         the run at once."""
         self._looping = True
         try:
@@ -128,7 +129,7 @@ class StopRequest:
 
     @contextmanager
     def keeping_exit_code(self) -> Iterator[None]:
-        """Give whatever ends the block at once the exit code that is meant. Inside a call of Ray it is 1,
+        """Keep the intended exit code of whatever ends the block at once. Inside a call of Ray it would be 1,
         whatever was raised."""
         try:
             yield
@@ -138,12 +139,12 @@ class StopRequest:
             raise SystemExit(self._ended_with) from None
 
     def step_took(self, seconds: float) -> None:
-        """A step has taken so long, with all that belongs to it but its checkpoint."""
+        """Record the seconds of a step, with everything that belongs to it except its checkpoint."""
         if self._time_left is not None:
             self._time_left.took(step_s=seconds)
 
     def save_took(self, step_s: float, save_s: float) -> None:
-        """A step and its save have taken so long. Warns once when both hardly fit between a launcher's
+        """Record the seconds of a step and of its save. Warn once if both hardly fit between a launcher's
         request and the end."""
         if self._time_left is not None:
             self._time_left.took(save_s=save_s)
@@ -162,7 +163,7 @@ class StopRequest:
         self._notice_s = None
 
     def receive(self, number: int, frame: object) -> None:
-        """Handler of the signals."""
+        """Handle a signal."""
         if number == signal.SIGHUP:
             self._leave_terminals()
             if self._signal is not None:
@@ -188,7 +189,8 @@ class StopRequest:
         raise SystemExit(code)
 
     def _leave_terminals(self) -> None:
-        """Write to nowhere what went to a terminal: it is gone, and every write to it would be an error."""
+        """Redirect output to a terminal to nowhere: the terminal is gone, and every write to it would be an
+        error."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._terminals:
             # dup2 and no close: a descriptor that is free would be taken by the next file that is opened.
@@ -196,7 +198,7 @@ class StopRequest:
         os.close(nowhere)
 
     def forget_files(self) -> None:
-        """Remove the files: the request was heard, and must not stop the next start."""
+        """Remove the files: the request was handled, and must not stop the next start."""
         for path in self._files:
             path.unlink(missing_ok=True)
 
@@ -205,12 +207,12 @@ class StopRequest:
 def listening_for_stop(
     run_dir: Path, attempt: Attempt, time_left: TimeLeft | None = None
 ) -> Iterator[StopRequest]:
-    """A request that SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the run's or the
-    attempt's directory, or the end of the launch's time turns on.
+    """Yield a request that is set by SIGTERM, SIGUSR1, SIGINT, SIGHUP, the file ``stop_requested`` in the
+    run's or the attempt's directory, or the end of the launch's time.
 
-    A file in ``run_dir`` that is older than this start counts for nothing. Hold the run's lock. In another
-    thread than the main one, signals are not heard; and not those that this process was started to ignore, as
-    by ``nohup``.
+    A file in ``run_dir`` that is older than this start is ignored. The caller holds the run's lock. Signals
+    are received only in the main thread, and only those that this process was not started to ignore, as by
+    ``nohup``.
     """
     # Not the attempt's file: a launcher may have asked before this process was up.
     (run_dir / STOP_FILE).unlink(missing_ok=True)
@@ -231,8 +233,8 @@ def listening_for_stop(
 
 
 def _say(text: str) -> None:
-    """A line on standard error, past buffers and locks that the interrupted code may be holding. Whoever read
-    it may be gone already: then nothing is written, as an error in the handler of a signal would end the step
-    that the run is to finish."""
+    """Write a line to standard error, bypassing buffers and locks that the interrupted code may hold. If the
+    reader is gone, nothing is written, because an error in a signal handler would end the step that the run
+    is to finish."""
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {text}\n".encode())

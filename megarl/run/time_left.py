@@ -1,5 +1,6 @@
-"""When the time of a launch is over, and whether another step and its checkpoint still fit before: the look
-ahead of a run whose job has a time limit, under any launcher."""
+"""End of a launch's time, and whether another step and its checkpoint still fit before it, for a run whose
+job has
+a time limit, under any launcher."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ _WINDOW = 10
 _SAFETY = 1.2
 
 ENDING_SECONDS = 10.0
-"""That a launch takes to end after its last checkpoint."""
+"""Seconds that a launch takes to end after its last checkpoint."""
 
 _DURATION = re.compile(r"\+(\d+):([0-5]\d)(?::([0-5]\d))?")
 
 
 class TimeLeft:
-    """The time that a launch has left.
+    """The remaining time of a launch.
 
     Args:
-        end: unix seconds at which it is over.
+        end: unix seconds of its end.
         name: of that limit, for messages.
-        clock: unix seconds.
+        clock: returns unix seconds.
     """
 
     def __init__(self, end: float, name: str, clock: Callable[[], float] = time.time) -> None:
@@ -39,21 +40,21 @@ class TimeLeft:
         self._saves: deque[float] = deque(maxlen=_WINDOW)
 
     def took(self, step_s: float | None = None, save_s: float | None = None) -> None:
-        """Note the seconds of a step with all that belongs to it, or of a save."""
+        """Record the seconds of a step with everything that belongs to it, or of a save."""
         for measured, seconds in ((self._steps, step_s), (self._saves, save_s)):
             if seconds is not None:
                 measured.append(seconds)
 
     @property
     def needed_s(self) -> float:
-        """Seconds that another step, its checkpoint and the end of the launch take. A save that was never
-        measured counts like a step."""
+        """Seconds for another step, its checkpoint and the end of the launch. A save that was never measured
+        counts like a step."""
         step = max(self._steps, default=0.0)
         return _SAFETY * (step + max(self._saves, default=step)) + ENDING_SECONDS
 
     @property
     def reason(self) -> str | None:
-        """Return why no other step may begin; None while one fits."""
+        """Reason why no other step may begin; None while one fits."""
         # By the wall clock, as limits of jobs are; a monotonic clock knows no time of day.
         left = self._end - self._clock()
         if left >= self.needed_s:
@@ -66,11 +67,11 @@ class TimeLeft:
 
 
 def read_time(text: str, now: float | None = None) -> float:
-    """Unix seconds of a time that a user gives: ``2026-11-26T18:30`` of this machine's zone, or with a zone
+    """Return the unix seconds of a user's time: ``2026-11-26T18:30`` in this machine's zone, or with a zone
     of its own; or ``+HH:MM[:SS]`` from now on.
 
     Raises:
-        ValueError: it is neither, or is over.
+        ValueError: it has neither form, or is in the past.
     """
     now = time.time() if now is None else now
     duration = _DURATION.fullmatch(text.strip())
@@ -91,11 +92,11 @@ def read_time(text: str, now: float | None = None) -> float:
 
 
 def time_left(stop_at: float | None) -> TimeLeft | None:
-    """The limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever comes
-    first; None without either.
+    """Return the limit of this launch: ``stop_at`` (unix seconds), or the end of its Slurm job, whichever
+    comes first; None without either.
 
     Raises:
-        ValueError: ``SLURM_JOB_END_TIME`` is no whole number.
+        ValueError: ``SLURM_JOB_END_TIME`` is not a whole number.
     """
     limits = [] if stop_at is None else [(stop_at, "--stop-at")]
     # not set by Slurm 22.05 and older

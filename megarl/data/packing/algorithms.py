@@ -98,21 +98,21 @@ class SequencePacker(ABC):
     def compute_metrics(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]
     ) -> dict[str, float]:
-        """Statistics of one packing (see ``PackingMetrics``), without recording it."""
+        """Return statistics of one packing (see ``PackingMetrics``), without recording it."""
         return PackingMetrics().calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """Statistics of all packings so far; empty unless ``collect_metrics``."""
+        """Return statistics of all packings so far; empty unless ``collect_metrics``."""
         return self.metrics.get_aggregated_stats() if self.metrics is not None else {}
 
     def reset_metrics(self) -> None:
-        """Forget the statistics collected so far."""
+        """Clear the statistics collected so far."""
         if self.metrics is not None:
             self.metrics.reset()
 
     @abstractmethod
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
-        """Bins for validated lengths, without regard to the number of bins."""
+        """Return bins for validated lengths, without regard to the number of bins."""
 
     def _validate(self, lengths: Sequence[int]) -> None:
         if self.bin_capacity <= 0:
@@ -195,8 +195,8 @@ class FirstFitShufflePacker(FirstFitPacker):
     """First fit in a random order, which mixes long and short sequences.
 
     Args:
-        seed: makes ``pack`` a pure function of the lengths; None draws from the process-wide generator of
-            Python's ``random``.
+        seed: makes ``pack`` a pure function of the lengths; None uses the process-wide generator of Python's
+            ``random``.
     """
 
     def __init__(
@@ -231,9 +231,10 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Modified first fit decreasing of Johnson and Garey (*A 71/60 theorem for bin packing*, 1985). Lengths
     must be positive.
 
-    Sequences longer than half a bin get a bin each; then those above a third and pairs of those above a sixth
-    are placed beside them where they fit, then anything that fits, and what is left is packed first fit
-    decreasing into new bins."""
+    Sequences longer than half a bin get a bin each. Then those above a third and pairs of those above a sixth
+    are added to them if they fit, then anything that fits, and the rest is packed first fit decreasing into
+    new bins.
+    """
 
     def _validate(self, lengths: Sequence[int]) -> None:
         super()._validate(lengths)
@@ -322,7 +323,7 @@ def get_packer(
     bin_count_multiple: int | None = None,
     seed: int | None = None,
 ) -> SequencePacker:
-    """Make the packer called ``algorithm`` (a member, or its name in any case).
+    """Return the packer called ``algorithm`` (a member, or its name in any case).
 
     Args:
         seed: for ``first_fit_shuffle``; the others are deterministic and ignore it.

@@ -1,4 +1,5 @@
-"""Dealing packed bins to shards so that shards have equal work, in total and micro-batch by micro-batch."""
+"""Distribution of packed bins over shards so that shards have equal work, in total and micro-batch by
+micro-batch."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ hidden size, here 2048."""
 
 
 def sequence_cost(length: int, attention_crossover_length: int = DEFAULT_ATTENTION_CROSSOVER_LENGTH) -> int:
-    """Relative forward-and-backward cost of one sequence, in arbitrary units.
+    """Return the relative forward-and-backward cost of one sequence, in arbitrary units.
 
     A transformer layer spends about ``24 h^2 s`` FLOPs on matrix multiplications and ``2 h s^2`` on causal
     attention (Narayanan et al. 2021, appendix, halved for the causal mask), which is proportional to ``12 h s
-    + s^2``; ``12 h`` is the crossover length."""
+    + s^2``; ``12 h`` is the crossover length.
+    """
     return length * (attention_crossover_length + length)
 
 
 def deal_bins(costs: Sequence[int], shards: int) -> list[int]:
-    """Order bins so that dealing them out round-robin gives every shard equal work.
+    """Order bins so that distributing them round-robin gives every shard equal work.
 
     Bins are taken in rounds of ``shards`` from the costliest down, so that the bins of one round, which run
     at the same time on different shards, cost about the same; within a round the costliest bin goes to the

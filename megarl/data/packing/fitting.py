@@ -1,5 +1,5 @@
-"""The building blocks of the packers: lower bounds on bins, first fit, best fit, spreading over a number of
-bins, splitting bins."""
+"""Building blocks of the packers: lower bounds on bins, first fit, best fit, spreading over a number of bins,
+splitting bins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Split = Callable[[Bin, Sequence[int]], tuple[Bin, Bin]]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Indices by falling length; equal lengths keep their order."""
+    """Return indices by decreasing length; equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
 
@@ -104,8 +104,8 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Divide a bin of two or more sequences at the point that comes nearest to equal loads, neither half
-    empty; keeps the order."""
+    """Divide a bin of two or more sequences at the point closest to equal loads, neither half empty; the
+    order is kept."""
     total = sum(lengths[index] for index in members)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):
@@ -117,11 +117,12 @@ def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int], split: Split) -> list[Bin]:
-    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half comes out
+    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half is
     largest.
 
-    That rule keeps bins from coming out nearly empty as long as the sequences allow it. ``bin_count`` must
-    not exceed the number of sequences."""
+    That rule avoids nearly empty bins as long as the sequences allow it. ``bin_count`` must not exceed the
+    number of sequences.
+    """
     single: list[Bin] = []
     splittable: list[tuple[int, int, Bin, tuple[Bin, Bin]]] = []
 
@@ -144,12 +145,13 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
 
 
 def martello_toth_lower_bound(sequence_lengths: Sequence[int], bin_capacity: int) -> int:
-    """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3): no packing uses fewer bins.
+    """Return the bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3): no packing uses
+    fewer bins.
 
-    For a threshold k the items longer than ``capacity - k`` need a bin each and share it with nothing of
-    length k or more, the other items longer than half a bin need a bin each, and what the items of length k
-    up to half a bin leave over after filling those bins needs more bins. The bound is the best over all k;
-    only lengths that occur need to be tried. Takes O(n log n).
+    For a threshold k, items longer than ``capacity - k`` need a bin each, which they share with no item of
+    length k or more. The other items longer than half a bin need a bin each too. Items of length k up to half
+    a bin that do not fit into the remaining room of those bins need further bins. The bound is the best over
+    all k; only lengths that occur need to be tried. Takes O(n log n).
 
     Args:
         sequence_lengths: lengths in tokens, each from 0 to ``bin_capacity``.

@@ -1,4 +1,4 @@
-"""Figures that say how good a packing is, for one call and summed over many."""
+"""Metrics of the quality of a packing, for one call and summed over many."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackingMetrics:
         self.history: list[dict[str, float]] = []
 
     def reset(self) -> None:
-        """Forget all packings."""
+        """Clear all packings."""
         self.history.clear()
 
     def update(
@@ -40,7 +40,7 @@ class PackingMetrics:
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Statistics of one packing, without adding it.
+        """Return statistics of one packing, without adding it.
 
         Args:
             sequence_lengths: lengths in tokens.
@@ -65,10 +65,10 @@ class PackingMetrics:
         }
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """The statistics over everything added: counts and tokens summed, ratios recomputed from the sums,
-        ``bin_balance`` averaged.
+        """Return the statistics over everything added: counts and tokens summed, ratios recomputed from the
+        sums, ``bin_balance`` averaged.
 
-        ``num_packings`` counts the packings; the dictionary is empty when there is none.
+        ``num_packings`` counts the packings; the dictionary is empty if there are none.
         """
         if not self.history:
             return {}

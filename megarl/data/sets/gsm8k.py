@@ -4,7 +4,7 @@ from megarl.data.rows import NamedSet
 
 
 def _after_number_signs(solution: str) -> str:
-    """The number after ``####``, without the commas that part its thousands."""
+    """Return the number after ``####``, without thousands separators."""
     _, found, answer = solution.rpartition("####")
     if not found or not answer.strip():
         raise ValueError(f"there is no answer after ####; it ends {solution[-60:]!r}")

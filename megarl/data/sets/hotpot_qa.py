@@ -1,5 +1,6 @@
-"""HotpotQA: questions whose answers take two paragraphs of Wikipedia; each has these and eight others beside
-it, which can be searched."""
+"""HotpotQA: questions whose answers need two paragraphs of Wikipedia; each has these and eight others with
+it, which
+can be searched."""
 
 from megarl.data.rows import NamedSet
 

@@ -1,4 +1,4 @@
-"""Generation: what every engine offers, how tokens are chosen, when an answer ends."""
+"""Generation: the interface of all engines, the sampling of tokens, and the end of responses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ def configure_generation_config(
     is_eval: bool = False,
     model_name: str | None = None,
 ) -> GenerationConfig:
-    """A copy of ``config`` with what only the tokenizer knows.
+    """Return a copy of ``config`` with the values that only the tokenizer has.
 
     Args:
         config: the generation configuration.
-        tokenizer: gives ``pad_token_id`` and, where no ``stop_token_ids`` are configured, what ends a
-            response (``megarl.data.stop_tokens``).
-        is_eval: accepted for the NeMo-RL policy API; the policy itself generates alike in training and
-            evaluation.
-        model_name: of the model, whose files may name further ends; by default the configuration's.
+        tokenizer: provides ``pad_token_id`` and, if no ``stop_token_ids`` are configured, the tokens that end
+            a response (``megarl.data.stop_tokens``).
+        is_eval: accepted for the NeMo-RL policy API; the policy itself generates in the same way in training
+            and evaluation.
+        model_name: name of the model, whose files may name further end tokens; defaults to the
+            configuration's.
     """
     filled = dict(config)
     if filled.get("pad_token_id") is None:

@@ -1,5 +1,5 @@
-"""EngineGroup: engines that are workers of a cluster, as the driver sees them. It deals prompts out, collects
-answers, and lets no engine answer with old weights."""
+"""EngineGroup: the driver's interface to engines that are workers of a cluster. It distributes prompts,
+collects responses, and lets no engine generate with stale weights."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ logger = logging.getLogger(__name__)
 NODE = "node"
 """Axis of the workers of one engine, one on each of its nodes."""
 LIFE_SECONDS = 60.0
-"""Seconds that an engine has to answer ``is_alive``, after a call that it was in."""
+"""Seconds that an engine has to respond to ``is_alive``, after its current call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkers:
-    """The workers of some engines. The first worker of an engine speaks for it.
+    """The workers of some engines. The first worker of an engine represents it.
 
     Attributes:
-        make: starts them. The group has the axes ``data_parallel``, one place an engine, and ``NODE``.
-        engines: how many there are.
-        ranks: of one engine.
-        nodes: that one engine is on, with a worker on each.
-        init_timeout_s: seconds that their start may take.
+        make: starts the workers. The group has the axes ``data_parallel``, with one index per engine, and
+            ``NODE``.
+        engines: number of engines.
+        ranks: number of ranks of one engine.
+        nodes: number of nodes of one engine, with a worker on each.
+        init_timeout_s: timeout of their start in seconds.
     """
 
     make: Callable[[], RayWorkerGroup]
@@ -65,25 +66,25 @@ class EngineWorkers:
 class EngineGroup(RolloutEngine):
     """Engines that are workers of a cluster.
 
-    A worker has the methods that are called here: ``generate``, ``prepare_for_generation``,
+    A worker must have the methods that are called here: ``generate``, ``prepare_for_generation``,
     ``finish_generation``, ``is_alive`` and ``shutdown``; ``connect``, ``meet``, ``slices_read``,
-    ``take_slices`` and ``update_from_{handles,policy,broadcast}``; over several nodes ``meeting_place`` and
-    ``join``.
+    ``take_slices`` and ``update_from_{handles,policy,broadcast}``; over several nodes also ``meeting_place``
+    and ``join``.
 
     Args:
-        workers: of the engines.
+        workers: the workers of the engines.
         config: the generation configuration, complete.
-        vocab_size: tokens of the model.
-        longest: most tokens of prompt and answer together.
-        longest_key: dotted key that says so, for messages.
-        seed: where a batch brings no sampling seeds.
+        vocab_size: vocabulary size of the model.
+        longest: maximum tokens of prompt and response together.
+        longest_key: dotted key that sets ``longest``, for messages.
+        seed: used if a batch has no sampling seeds.
 
     Attributes:
-        expected_version: of the weights that were sent last, and that an engine must have to answer; None
-            before the first refit.
+        expected_version: version of the weights that were sent last, which an engine must have to generate;
+            None before the first refit.
 
     Raises:
-        MegarlError: an engine could not be made; none is left behind.
+        MegarlError: an engine could not be started; those already started are shut down.
     """
 
     def __init__(
@@ -134,23 +135,25 @@ class EngineGroup(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that all engines have; None when one of them has others than were sent last,
-        or none."""
+        """Version of the weights that all engines have; None if an engine has no weights, or not those that
+        were sent last."""
         return self.expected_version if set(self._versions) == {self.expected_version} else None
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new engines in place of all present ones, after one has died or hangs. They are refused until
-        a whole refit.
+        """Replace all engines by new ones, after one has died or hangs. The new engines do not generate
+        before a complete refit.
 
-        Engines apart from the policy need a new group before: ``init_collective`` of both sides.
+        Engines on devices of their own need a new process group before that refit: ``init_collective`` on
+        both sides.
 
         Args:
-            policy: on the same devices, which it leaves meanwhile, as at the first start; its parameters are
-                back afterwards, and the engines sleep. Without it engines start next to whatever is on the
-                devices, which on a GPU is refused where it is too much.
+            policy: the policy on the same devices. It is offloaded while the engines start, as at the first
+                start; afterwards its parameters are back on the devices, and the engines sleep. Without it,
+                engines start next to whatever is on the devices, which fails on a GPU with too little free
+                memory.
 
         Raises:
-            MegarlError: an engine could not be made; none is left behind.
+            MegarlError: an engine could not be started; those already started are shut down.
         """
         self._forget()
         self._met, self._wanted, self._sliced = None, None, ()
@@ -159,7 +162,8 @@ class EngineGroup(RolloutEngine):
         started_on_empty_devices(policy if self._colocated else None, self._started_anew)
 
     def is_alive(self) -> bool:
-        """Return whether no process of an engine has ended, and none hangs in a call that was given up."""
+        """Return whether all processes of the engines are running, and none hangs in a call that was
+        abandoned."""
         try:
             answers = self.worker_group.run_all_workers_single_data("is_alive")
             return all(self.worker_group.get_all_worker_results(answers, timeout_s=LIFE_SECONDS))
@@ -174,12 +178,12 @@ class EngineGroup(RolloutEngine):
 
     @property
     def ranks(self) -> int:
-        """Ranks of all engines."""
+        """Number of ranks of all engines."""
         return self._workers.engines * self._workers.ranks
 
     @property
     def connected(self) -> bool:
-        """Return whether ``init_collective`` was called for the present engines."""
+        """True if ``init_collective`` was called for the present engines."""
         return self._connected
 
     def disconnect(self) -> None:
@@ -193,11 +197,11 @@ class EngineGroup(RolloutEngine):
     # refit
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Learn the weights that will arrive, from the policy's ``prepare_refit_info``; engines on its
-        devices are ready afterwards.
+        """Store the descriptions of the weights that will arrive, from the policy's ``prepare_refit_info``;
+        engines on the policy's devices are ready for a refit afterwards.
 
         Raises:
-            RefitError: it is something else.
+            RefitError: the argument is not such a description.
         """
         tensors = Manifest.from_description(state_dict_info).tensors
         self._weights = [
@@ -210,7 +214,7 @@ class EngineGroup(RolloutEngine):
             self._all("connect", weights=self._weights, address=None)
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Have each engine rank find the policy's rank on its device; see ``RolloutEngine.meet``.
+        """Let each engine rank find the policy's rank on its device; see ``RolloutEngine.meet``.
 
         Raises:
             RefitError: an engine rank shares its device with no rank of the policy.
@@ -224,8 +228,8 @@ class EngineGroup(RolloutEngine):
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """Return what the ranks of the engines read, as their loaders were seen to do; None for engines of
-        one rank, which read all. Asked of the engines once."""
+        """Return the slices that the ranks of the engines read, as recorded from their loaders; None for
+        engines of one rank, which read full weights. The engines are asked only once."""
         if self._workers.ranks == 1:
             return None
         if self._wanted is None:
@@ -246,7 +250,7 @@ class EngineGroup(RolloutEngine):
         return self._wanted if any(self._wanted.ranks) else None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Have the engines take these weights as slices from now on."""
+        """Make the engines receive these weights as slices from now on."""
         if tuple(names) != tuple(self._sliced):
             # The policy makes other mailboxes for slices, so engines have to find them again.
             self._met = None
@@ -257,8 +261,8 @@ class EngineGroup(RolloutEngine):
         """Join the policy's group; see ``GenerationInterface.init_collective``.
 
         Raises:
-            RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not that of the engines
-                and one.
+            RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not the number of engine
+                ranks plus one.
         """
         if not self._weights:
             raise RefitError(
@@ -286,10 +290,11 @@ class EngineGroup(RolloutEngine):
         """Load one group of weights into all engines.
 
         Returns:
-            True. What fails raises.
+            True; a failure raises.
 
         Raises:
-            RefitError, WorkerError: an engine could not take them; none answers until a whole refit.
+            RefitError, WorkerError: an engine could not load them; no engine generates until a complete
+                refit.
         """
         self._forget()
         if not ipc_handles:
@@ -302,18 +307,18 @@ class EngineGroup(RolloutEngine):
         return True
 
     def update_weights_from_policy(self, ticket: int) -> list[ray.ObjectRef[Any]]:
-        """Take all weights of a refit from the policy's ranks on the same devices; await the futures after
-        the policy's."""
+        """Receive all weights of a refit from the policy's ranks on the same devices; await the returned
+        futures after the policy's."""
         self._forget()
         self.expected_version = None
         self._receiving = self._call("update_from_policy", ticket=ticket)
         return self._receiving
 
     def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
-        """Take all weights from the policy's group; await the futures with the policy's.
+        """Receive all weights from the policy's group; await the returned futures together with the policy's.
 
         Args:
-            version: of the weights that have to come; by default any, as the policy says.
+            version: required version of the weights; by default any version is accepted.
         """
         self._forget()
         self.expected_version = version
@@ -321,15 +326,15 @@ class EngineGroup(RolloutEngine):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """Return what the futures of ``update_weights_from_*`` gave; asked for before the next answer where
-        nobody calls this."""
+        """Record the versions that the futures of ``update_weights_from_*`` returned. If no caller does this,
+        the futures are awaited before the next generation."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:
             self.expected_version = next((version for version in versions if version is not None), None)
 
     def _forget(self) -> None:
-        """No engine has whole weights any more, as far as is known."""
+        """Record that no engine is known to have complete weights."""
         self._receiving = []
         self._versions = [None] * self._workers.engines
 
@@ -337,7 +342,7 @@ class EngineGroup(RolloutEngine):
         """Require that all engines have the weights that were sent last.
 
         Raises:
-            RefitError: one of them has not.
+            RefitError: an engine does not have them.
         """
         if self._receiving:
             receiving, self._receiving = self._receiving, []
@@ -362,13 +367,13 @@ class EngineGroup(RolloutEngine):
         *,
         sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``; ``truncated`` [B] bool comes on top of the NeMo-RL
-        policy API's keys.
+        """Complete every prompt, in the order of ``data``; the result has ``truncated`` [B] bool in addition
+        to the NeMo-RL policy API's keys.
 
         Raises:
             BatchError: the prompts cannot be used.
-            RefitError: the engines do not all have the version of the weights that was sent last.
-            WorkerError: an engine died; ``restart`` makes new ones.
+            RefitError: some engine lacks the version of the weights that was sent last.
+            WorkerError: an engine died; ``restart`` starts new ones.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(
@@ -395,7 +400,7 @@ class EngineGroup(RolloutEngine):
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
-        """Refuse prompts that an engine would fail over, and have to be restarted."""
+        """Raise a BatchError for prompts on which an engine would fail and have to be restarted."""
         check_batch(
             data,
             required=(),
@@ -406,8 +411,8 @@ class EngineGroup(RolloutEngine):
         stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Log-probabilities of given tokens; see ``RolloutEngine.score``. None where sampling changes the
-        distribution, which engines score before that, and from workers without ``score``."""
+        """Return log-probabilities of given tokens; see ``RolloutEngine.score``. Returns None if workers lack
+        ``score``, or if sampling changes the distribution, because engines score the unchanged one."""
         plain = self.cfg["temperature"] == 1 and self.cfg["top_p"] == 1 and self.cfg["top_k"] is None
         if not plain or not self.scores:
             return None
@@ -419,7 +424,7 @@ class EngineGroup(RolloutEngine):
 
     @property
     def scores(self) -> bool:
-        """Return whether workers have ``score``."""
+        """True if workers have ``score``."""
         return False
 
     def requests(
@@ -431,12 +436,12 @@ class EngineGroup(RolloutEngine):
         sampling: Sampling | None,
         gathers: bool = False,
     ) -> RequestStream:
-        """A stream of requests; where the engines' workers have ``exchange``, each engine goes on while
-        further ones come.
+        """Return a stream of requests. If the engines' workers have ``exchange``, an engine accepts further
+        requests while it completes others.
 
         Args:
-            stop_token_ids, pad_token_id, greedy, sampling: as of ``RolloutEngine.requests``.
-            gathers: as of ``EngineStream``; of no effect on workers without ``exchange``.
+            stop_token_ids, pad_token_id, greedy, sampling: see ``RolloutEngine.requests``.
+            gathers: see ``EngineStream``; ignored for workers without ``exchange``.
         """
         if not self.takes_requests:
             return super().requests(stop_token_ids, pad_token_id, greedy=greedy, sampling=sampling)
@@ -446,7 +451,7 @@ class EngineGroup(RolloutEngine):
 
     @property
     def takes_requests(self) -> bool:
-        """Return whether workers have ``exchange``: they take requests while they complete others."""
+        """True if workers have ``exchange``: they accept requests while they complete others."""
         return False
 
     @property
@@ -455,27 +460,27 @@ class EngineGroup(RolloutEngine):
         return self._workers.engines
 
     def call_engine(self, method: str, engine: int, **options: Any) -> ray.ObjectRef[Any]:
-        """Call one engine, on its first node."""
+        """Call one engine, on its first node, and return the future."""
         return self.worker_group.run_single_worker_single_data(
             method, self.worker_group.get_dp_leader_worker_idx(engine), **options
         )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Take device memory again; ``tags`` says which: ``["weights"]`` before a refit, ``["kv_cache"]``
-        after it."""
+        """Allocate device memory again, selected by ``tags``: ``["weights"]`` before a refit,
+        ``["kv_cache"]`` after it."""
         self._all("prepare_for_generation", tags=kwargs.get("tags"))
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give the devices back to the policy. On a GPU that is shared the weights go too, and only a refit
-        brings them back."""
+        """Free the devices for the policy. On a shared GPU the weights are discarded too, and only a refit
+        restores them."""
         # An engine replies False where its weights went with its memory.
         if not all(self._all("finish_generation")):
             self._forget()
         return True
 
     def shutdown(self) -> bool:
-        """End the engines; True when all ended cleanly. May be called more than once."""
+        """Shut the engines down; return True if all ended cleanly. May be called more than once."""
         try:
             return self.worker_group.shutdown(cleanup_method="shutdown")
         except Exception:
@@ -486,7 +491,7 @@ class EngineGroup(RolloutEngine):
         return self._results(self._call(method, **options))
 
     def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
-        """Call each engine, on its first node."""
+        """Call each engine, on its first node, and return the futures."""
         return self.worker_group.run_all_workers_single_data(method, run_rank_0_only_axes=[NODE], **options)
 
     def _results(self, futures: Any) -> list[Any]:
@@ -501,18 +506,18 @@ class EngineGroup(RolloutEngine):
 
 
 def engine_places(cluster: RayVirtualCluster, ranks: int, key: str) -> list[list[tuple[int, list[int]]]]:
-    """Placement group and first bundle of each engine on each of its nodes.
+    """Return the placement group and the first bundle of each engine on each of its nodes.
 
-    An engine's ranks, tensor parallel times pipeline parallel, are on one node where a node has places for
-    whole engines, and otherwise fill whole neighbouring nodes.
+    An engine's ranks, tensor parallel times pipeline parallel, are on one node if every node's bundles divide
+    into whole engines. Otherwise they fill whole adjacent nodes.
 
     Args:
-        cluster: has the places.
-        ranks: of an engine.
+        cluster: provides the bundles.
+        ranks: number of ranks of an engine.
         key: dotted key of the section with the engine's sizes, for messages.
 
     Raises:
-        ConfigError: the places make no whole engines.
+        ConfigError: the bundles cannot be divided into whole engines.
     """
     counts = [len(group.bundle_specs) for group in cluster.get_placement_groups()]
     if not any(count % ranks for count in counts):

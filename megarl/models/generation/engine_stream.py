@@ -1,9 +1,9 @@
-"""Requests to engines that are workers of a cluster, one by one: each engine goes on with what it has while
-further ones come.
+"""Single requests to engines that are workers of a cluster: an engine accepts further requests while it
+completes others.
 
-An engine's worker is called again and again with the requests that are new, works for a while, and returns
-what has been completed. So one thread drives all engines, and a prompt waits for at most ``TURN_SECONDS``
-until its engine hears of it.
+An engine's worker is called repeatedly with the new requests, works for a while, and returns the completed
+ones. So one thread drives all engines, and a prompt waits at most ``TURN_SECONDS`` until its engine receives
+it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megarl.distributed.token_batches import pad_arrays
 from megarl.models.generation.stream import Completion, Request
 
 TURN_SECONDS = 0.05
-"""Seconds that an engine works before it asks for further requests, where nothing is completed earlier."""
+"""Maximum seconds of one call, if nothing is completed earlier; then the engine receives further requests."""
 
 GATHER_SECONDS = 0.5
-"""Time between fetches of completions that no request follows. An engine is idle for a few ms between
-calls."""
+"""Seconds between fetches of completions if no new requests depend on them. An engine is idle for a few ms
+between calls."""
 
 # After these seconds a call that has not come back is waited for alone, by its deadline.
 _PATIENCE_SECONDS = 5.0
@@ -41,7 +41,7 @@ class Group(Protocol):
         ...
 
     def call_engine(self, method: str, engine: int, **options: Any) -> Any:
-        """The future of a call of one engine."""
+        """Call one engine and return the future."""
         ...
 
     def results(self, futures: list[Any]) -> list[Any]:
@@ -50,14 +50,14 @@ class Group(Protocol):
 
 
 class EngineStream:
-    """Requests to a group of engines.
+    """A stream of requests to a group of engines.
 
     Args:
-        group: of engines that have the newest weights.
-        check: refuses a batch that an engine would fail over.
-        pad_token_id: fills prompts up.
-        options: of every call.
-        gathers: completions are fetched together every ``GATHER_SECONDS``, because no request follows on one.
+        group: engines that have the newest weights.
+        check: raises an error for a batch on which an engine would fail.
+        pad_token_id: pads prompts.
+        options: options of every call.
+        gathers: fetch completions together every ``GATHER_SECONDS``, because no request follows a completion.
     """
 
     in_waves = False
@@ -80,13 +80,13 @@ class EngineStream:
         self._arrived: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Hand requests in. Those of one number go to one engine, which has the beginning of a conversation
-        in its cache."""
+        """Submit requests. Requests of one number go to the same engine, whose cache holds the beginning of
+        their conversation."""
         for number, request in requests.items():
             self._new[number % len(self._new)][number] = request
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Completions that have come; see ``RequestStream``.
+        """Return the completions that have arrived; see ``RequestStream``.
 
         Raises:
             BatchError: a request cannot be used.
@@ -116,13 +116,13 @@ class EngineStream:
         return found
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Give requests up, and wait until their engines have."""
+        """Abort requests, and wait until their engines have stopped them."""
         given_up = set(numbers)
         self.interrupt(given_up)
         self._arrived = {number: each for number, each in self._arrived.items() if number not in given_up}
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Give requests up as they are; see ``RequestStream.interrupt``."""
+        """Interrupt requests and return their partial completions; see ``RequestStream.interrupt``."""
         given_up = set(numbers)
         for call in list(self._calls):
             self._arrived |= self._completed(call)
@@ -136,7 +136,7 @@ class EngineStream:
         return parts
 
     def _call(self) -> None:
-        """Call each engine that has something to do and is in no call."""
+        """Call each engine that has requests and no call in progress."""
         # One call an engine at a time: an engine's worker has one thread.
         busy = {engine for engine, _ in self._calls.values()}
         for engine, new in enumerate(self._new):
@@ -162,7 +162,7 @@ class EngineStream:
         return call
 
     def _completed(self, call: Any) -> dict[int, Completion]:
-        """Wait for a call and return the completions that it brings."""
+        """Wait for a call and return the completions in its result."""
         engine, _ = self._calls.pop(call)
         [answers] = self._group.results([call])
         found = {

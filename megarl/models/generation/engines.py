@@ -1,8 +1,8 @@
 """Rollout engines: their kind, and how they start on the devices of a policy.
 
-An engine is a ``RolloutEngine`` (``megarl.models.generation.interfaces``) and an ``EngineKind`` that says how
-to start it. The kind of a user's own engine is named by import path, ``policy.generation.backend:
-path/to/file.py:KIND``. This module loads neither torch nor Ray.
+An engine consists of a ``RolloutEngine`` (``megarl.models.generation.interfaces``) and an ``EngineKind`` that
+starts it. The kind of a user-defined engine is given by import path, ``policy.generation.backend:
+path/to/file.py:KIND``. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Engines = TypeVar("Engines", bound="RolloutEngine")
 
 
 def started_on_empty_devices(policy: SharesDevices | None, start: Callable[[], Engines]) -> Engines:
-    """Engines that start when the policy has left their devices, and sleep before its parameters return.
+    """Offload the policy, start the engines on its devices, put them to sleep, and load the policy's
+    parameters again.
 
-    vLLM starts only where its whole share of a device is free, and a policy in training leaves less, above
-    all a resumed one with its moments. Gradients and optimizer state stay in host memory until the next step
-    trains.
+    vLLM starts only if its whole share of a device is free. A policy in training leaves less, especially a
+    resumed one with its moments. Gradients and optimizer state stay in host memory until the next training
+    step.
 
     Args:
-        policy: on the same devices; None where they have devices of their own.
+        policy: the policy on the same devices; None if the engines have devices of their own.
         start: starts the engines.
     """
     if policy is None:

@@ -1,4 +1,4 @@
-"""Interfaces of generation engines: input, output, what an engine does, and the check of right padding."""
+"""Interfaces of generation engines: input, output, methods of an engine, and the check of right padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.weight_sync.slices import WantedSlices
 
 Sampling: TypeAlias = Mapping[str, Any]
-"""How tokens are sampled: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
+"""Sampling settings: ``temperature``, ``top_p`` and ``top_k``, as in a generation configuration."""
 
 __all__ = [
     "ColocationConfig",
@@ -45,9 +45,9 @@ class GenerationDatumSpec(TypedDict):
     Attributes:
         input_ids: int64 [B, S], right-padded prompts.
         input_lengths: int64 [B], tokens without padding.
-        stop_strings: texts that end the answer, per sample.
-        sampling_seeds: int64 [B]; the random numbers of a row depend on its seed alone.
-        max_new_tokens: int64 [B], most tokens of each answer, on top of the configured bounds.
+        stop_strings: strings that end the response, per sample.
+        sampling_seeds: int64 [B]; the random numbers of a row depend only on its seed.
+        max_new_tokens: int64 [B], maximum tokens of each response, in addition to the configured limits.
     """
 
     input_ids: torch.Tensor
@@ -58,19 +58,19 @@ class GenerationDatumSpec(TypedDict):
 
 
 GENERATION_INPUTS = tuple(GenerationDatumSpec.__annotations__)
-"""Columns that an engine reads."""
+"""Names of the columns that an engine reads."""
 
 
 class GenerationOutputSpec(TypedDict):
     """Output of ``generate``.
 
     Attributes:
-        output_ids: int64 [B, S'], prompt and answer, right-padded with the pad token.
-        generation_lengths: int64 [B], tokens of the answer.
-        unpadded_sequence_lengths: int64 [B], tokens of prompt and answer.
-        logprobs: float32 [B, S'], of the tokens of the answer; 0 on the prompt and on padding. NaN where the
-            engine does not know them: vLLM gives those of greedy tokens before the temperature, so that they
-            count only where that is 1.
+        output_ids: int64 [B, S'], prompt and response, right-padded with the pad token.
+        generation_lengths: int64 [B], tokens of the response.
+        unpadded_sequence_lengths: int64 [B], tokens of prompt and response.
+        logprobs: float32 [B, S'], of the tokens of the response; 0 on the prompt and on padding. NaN if the
+            engine does not know them: vLLM returns those of greedy tokens before the temperature, so they are
+            valid only if that is 1.
     """
 
     output_ids: torch.Tensor
@@ -82,7 +82,7 @@ class GenerationOutputSpec(TypedDict):
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Check that nothing but ``pad_value`` follows the last token of any row.
+    """Check that only ``pad_value`` follows the last token of each row.
 
     Args:
         data: holds ``input_ids`` and ``input_lengths``, or ``output_ids`` and ``unpadded_sequence_lengths``:
@@ -120,7 +120,8 @@ def verify_right_padding(
 
 
 def _padded_pair(data: BatchedDataDict[Any], pad_value: int) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The tokens and lengths to check, and the key of the tokens, after all checks of type and shape."""
+    """Return the key of the tokens, the tokens and the lengths to check, after all checks of type and
+    shape."""
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     if not isinstance(data, BatchedDataDict):
@@ -166,7 +167,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the process group that weights arrive by. Returns futures."""
+        """Join the process group through which weights arrive, and return futures."""
 
     @abstractmethod
     def generate(
@@ -176,21 +177,21 @@ class GenerationInterface(ABC):
 
         Args:
             data: the prompts.
-            greedy: take the likeliest token instead of sampling.
-            sampling: ``temperature``, ``top_p`` and ``top_k`` in place of the configured ones; an engine that
-                is never validated by sampling need not take it.
+            greedy: take the most likely token instead of sampling.
+            sampling: ``temperature``, ``top_p`` and ``top_k`` that replace the configured ones; an engine
+                that is never validated with sampling need not have this parameter.
         """
 
     def requests(
         self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None
     ) -> RequestStream:
-        """A stream of requests, to be called when the engine is ready. By default each ``poll`` is one call
-        of ``generate``.
+        """Return a stream of requests; call this when the engine is ready. By default each ``poll`` is one
+        call of ``generate``.
 
         Args:
             stop_token_ids: tokens that end a completion.
-            pad_token_id: fills prompts up.
-            greedy, sampling: as of ``generate``.
+            pad_token_id: pads prompts.
+            greedy, sampling: see ``generate``.
         """
         from megarl.models.generation.stream import Waves
 
@@ -198,26 +199,26 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Make ready to generate."""
+        """Prepare to generate."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Give the devices back."""
+        """Free the devices."""
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Learn the names, shapes and types of the weights that will arrive."""
+        """Store the names, shapes and dtypes of the weights that will arrive."""
         raise NotImplementedError
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
-        """Take weights from handles of device memory; False when that failed."""
+        """Load weights from handles of device memory; return False if that failed."""
         raise NotImplementedError
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """Older name of ``update_weights_from_ipc_handles``."""
+        """Load weights as ``update_weights_from_ipc_handles`` does; an older name of that method."""
         return self.update_weights_from_ipc_handles(ipc_handles)
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Take weights from the process group of ``init_collective``. Returns futures."""
+        """Receive weights from the process group of ``init_collective``, and return futures."""
         raise NotImplementedError
 
 
@@ -225,28 +226,30 @@ class SharesDevices(Protocol):
     """A policy that shares its devices with engines."""
 
     def offload_after_refit(self) -> None:
-        """Leave the devices."""
+        """Offload the policy from the devices."""
 
     def prepare_for_lp_inference(self) -> None:
-        """Take them again, as far as log-probabilities need."""
+        """Load onto the devices again what log-probabilities need."""
 
 
 class RolloutEngine(GenerationInterface):
-    """Engines that are not the policy itself, and get its weights by refits.
+    """Engines that are separate from the policy, and get its weights by refits.
 
-    Beyond ``GenerationInterface``, of which ``init_collective`` connects engines to a policy elsewhere and
-    ``update_weights_from_*`` receive weights, this is what a refit needs to know of them.
+    In ``GenerationInterface``, ``init_collective`` connects engines to a policy on other devices, and
+    ``update_weights_from_*`` receive weights. This class adds what a refit needs from the engines.
     """
 
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the weights that all engines have; None where they differ, or have none."""
+        """Version of the weights that all engines have; None if versions differ, or an engine has no
+        weights."""
 
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """Ranks of all engines, each of which is a rank of the group that weights arrive by."""
+        """Number of ranks of all engines; each is a rank of the process group through which weights
+        arrive."""
 
     @property
     @abstractmethod
@@ -255,12 +258,12 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Forget the policy's group, which may be broken; the next refit makes another."""
+        """Forget the policy's group, which may be broken; the next refit creates another."""
 
     @abstractmethod
     def results(self, futures: list[Any]) -> list[Any]:
         """Wait for futures of ``init_collective``, ``update_weights_from_collective`` or
-        ``update_weights_from_policy``.
+        ``update_weights_from_policy``, and return their results.
 
         Raises:
             MegarlError: one of them failed.
@@ -268,18 +271,17 @@ class RolloutEngine(GenerationInterface):
 
     @abstractmethod
     def loaded(self, versions: list[Any]) -> None:
-        """Take note of the results of ``update_weights_from_collective`` or
-        ``update_weights_from_policy``."""
+        """Record the results of ``update_weights_from_collective`` or ``update_weights_from_policy``."""
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Learn where the ranks of a policy on the same devices hand weights over; nothing is sent to engines
-        that know it.
+        """Tell the engines where the ranks of a policy on the same devices provide weights; engines that know
+        it are not called.
 
         Args:
             mailboxes: ``Policy.mailboxes``.
 
         Returns:
-            A number by which the policy's ranks tell the ranks of these engines from others
+            A number by which the policy's ranks distinguish the ranks of these engines from others
             (``Policy.hand_over_weights``).
         """
         bound = f"{type(self).__name__} takes no weights on the policy's devices: it has no meet"
@@ -290,17 +292,18 @@ class RolloutEngine(GenerationInterface):
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
-        """Return what the engines' ranks read of the weights, asked of them once; None where they take full
-        weights. For ``Policy.send_slices``, whose result goes to ``take_slices``."""
+        """Return the slices of the weights that the engines' ranks read, which are asked only once; None if
+        they read full weights. Pass the result to ``Policy.send_slices``, and its result to ``take_slices``.
+        """
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Learn which weights come as slices from now on; nothing is sent to engines that know it."""
+        """Set the weights that arrive as slices from now on; engines that know them are not called."""
         if names:
             raise NotImplementedError(f"{type(self).__name__} takes whole weights")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
-        """Take all weights of a refit from the policy's ranks on the same devices, to be called together with
+        """Receive all weights of a refit from the policy's ranks on the same devices; call this together with
         ``Policy.hand_over_weights``.
 
         Args:
@@ -314,8 +317,9 @@ class RolloutEngine(GenerationInterface):
         )
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Return of each engine [B, S] float32, log-probabilities of given tokens as it serves them, without
-        a cache: as ``Policy.get_logprobs``. None from engines that cannot compute them.
+        """Return each engine's log-probabilities of given tokens, [B, S] float32, from the model as the
+        engine serves it, without a cache: as ``Policy.get_logprobs``. Engines that cannot compute them return
+        None.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -323,33 +327,34 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def weight_digests(self) -> list[dict[str, int]] | None:
-        """``Policy.weight_digests`` of the copy of the model that each rank has a part of, read from the
-        parameters behind the load; a name of its own for each further copy that differs. None from engines
-        that keep weights in forms of their own."""
+        """Return ``Policy.weight_digests`` of the model copy that each rank has a part of, computed from the
+        parameters after the load. Further copies of a tensor that differ have names of their own. Engines
+        that store weights in formats of their own return None."""
         return None
 
     def is_alive(self) -> bool:
-        """Return whether all engines still answer; asked after a call of theirs has failed. Where not,
-        ``restart`` follows.
+        """Return whether all engines still respond; called after one of their calls has failed. If they do
+        not, ``restart`` follows.
 
-        An engine that cannot be restarted need not say: its errors end the run.
+        An engine that cannot be restarted may return True always: its errors end the run.
         """
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new engines in place of all present ones. They know what weights will arrive, and are refused
-        until a whole refit.
+        """Replace all engines by new ones. The new engines know which weights will arrive, and do not
+        generate before a complete refit.
 
         Args:
-            policy: whose weights they get; where it is on the same devices, it leaves them meanwhile.
+            policy: the policy whose weights they get; if it is on the same devices, it is offloaded while
+                they start.
 
         Raises:
-            MegarlError: an engine could not be made; none is left behind.
+            MegarlError: an engine could not be started; those already started are shut down.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be restarted: write cluster.max_engine_restarts: 0"
         )
 
     def shutdown(self) -> bool:
-        """End the engines; whether all ended cleanly."""
+        """Shut the engines down; return whether all ended cleanly."""
         return True

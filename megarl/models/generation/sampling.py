@@ -1,5 +1,5 @@
-"""Choosing the next token. Every random number is a function of the row's own seed, so that what is sampled
-does not depend on the layout, on the micro-batch a row is in, or on its neighbours.
+"""Sampling of the next token. Every random number is a function of the row's own seed, so that the sampled
+tokens do not depend on the layout, on the row's micro-batch, or on its neighbours.
 
 Legend: b rows, V vocabulary.
 """
@@ -20,14 +20,14 @@ from megarl.key import defaults_of
 
 
 def seed_of(text: str) -> int:
-    """A seed in [0, 2**63), a hash of what it depends on."""
+    """Return a seed in [0, 2**63), the hash of ``text``."""
     # hash() differs from process to process, and seeds have to be those of the resumed run.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seeds_of_call(seed: int, call: int, rows: int) -> torch.Tensor:
-    """[rows] int64, seeds of a batch that brings none: a function of ``seed`` and of the number of the call,
-    whatever the sizes of earlier batches."""
+    """Return seeds [rows] int64 for a batch without seeds: a function of ``seed`` and of the number of the
+    call, independent of the sizes of earlier batches."""
     # Philox can start at any counter. Its lowest word counts the numbers of one call: with the calls in it,
     # each call would draw the numbers of the call before it again, four rows on.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=call << 64))
@@ -42,8 +42,8 @@ class SamplingSettings:
         greedy: take the most likely token (the lowest index on a tie) and ignore top-k and top-p.
         temperature: logits are divided by it.
         top_k: keep this many most likely tokens; None keeps all.
-        top_p: of those, keep the smallest set of most likely ones with at least this share of their
-            probability; 1 keeps all.
+        top_p: of the tokens that top-k keeps, keep the smallest set of most likely ones with at least this
+            share of their probability; 1 keeps all.
 
     Tokens that tie with the last one kept stay as well.
     """
@@ -66,17 +66,17 @@ class SamplingSettings:
         )
 
     def keeps_all(self, size: int) -> bool:
-        """Return whether every one of ``size`` tokens can be sampled."""
+        """Return whether each of ``size`` tokens can be sampled."""
         return (self.top_k is None or self.top_k >= size) and self.top_p >= 1.0
 
 
 MODEL_ITSELF = SamplingSettings()
-"""Tokens are sampled from the model's own distribution."""
+"""Settings that sample tokens from the model's own distribution."""
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
-    """[len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et al., SC'11) of
-    ``seeds[r]``."""
+    """Return uniform numbers [len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et
+    al., SC'11) of ``seeds[r]``."""
     # numpy's Philox and not torch's generators, whose streams differ between CPU and CUDA.
     rows = [np.random.Generator(np.random.Philox(key=int(seed) % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
@@ -85,16 +85,16 @@ def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
 def choose_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, settings: SamplingSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row and its log-probability.
+    """Choose the next token of each row, and return the tokens and their log-probabilities.
 
     Args:
         logits: [b, V] over the true vocabulary.
-        uniforms: [b] float64 in [0, 1), one number a row; not read when greedy.
-        settings: how to sample.
+        uniforms: [b] float64 in [0, 1), one number per row; not read when greedy.
+        settings: the sampling settings.
 
     Returns:
-        tokens [b] int64; log-probabilities [b] float32 under the distribution that they were sampled from;
-        greedy ones under that of the temperature alone.
+        tokens [b] int64; log-probabilities [b] float32 under the distribution that the tokens were sampled
+        from. For greedy tokens this distribution uses only the temperature.
     """
     # float32 before the division, as training scores them: rounding would put ties elsewhere.
     scaled = logits.float() if settings.temperature == 1.0 else logits.float() / settings.temperature
@@ -107,12 +107,12 @@ def choose_tokens(
 
 
 def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """Return what top-k, and then top-p (Holtzman et al., ICLR 2020), leave of a distribution.
+    """Return the lowest logit that top-k, and then top-p (Holtzman et al., ICLR 2020), keep in each row.
 
     Args:
         scaled: [b, V] float32 logits, already divided by the temperature, in any order of tokens; minus
-            infinity where there is none.
-        settings: how to sample.
+            infinity for a missing token.
+        settings: the sampling settings.
 
     Returns:
         [b] float32: tokens with at least this logit are kept.
@@ -132,10 +132,10 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """[b, n] float64: the sum of each row up to and with each column, of values of at least 0.
+    """Return the inclusive cumulative sum of each row, [b, n] float64, of non-negative values.
 
-    On a CUDA device torch adds in an order that may change from run to run, and refuses where deterministic
-    algorithms are asked for.
+    On a CUDA device torch adds in an order that may change from run to run, and raises an error if
+    deterministic algorithms are required; then the sum is computed in blocks.
     """
     return (
         sum_in_blocks(values)
@@ -145,8 +145,8 @@ def running_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_in_blocks(values: torch.Tensor, width: int = 512) -> torch.Tensor:
-    """``running_sum`` by products with a triangle of ones, which always add in one order: within blocks, and
-    over the blocks before."""
+    """Return ``running_sum``, computed by products with a triangle of ones, which always add in the same
+    order: within blocks, and over the preceding blocks."""
     rows, columns = values.shape
     blocks = F.pad(values, (0, -columns % width)).view(rows, -1, width)
     within = blocks @ torch.ones(width, width, dtype=values.dtype, device=values.device).triu()
@@ -159,13 +159,13 @@ def sum_in_blocks(values: torch.Tensor, width: int = 512) -> torch.Tensor:
 
 
 BLOCK = 256
-"""Tokens whose probabilities are added up first: of a vocabulary only the sums of blocks, and one block, are
-needed in float64."""
+"""Number of tokens in a block whose probabilities are summed first, so that only the sums of the vocabulary's
+blocks, and one block, are needed in float64."""
 
 
 def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[b] int64: the token at which the cumulative distribution [b, V] float32 first exceeds the row's
-    uniform number."""
+    """Return the tokens [b] int64 at which each row's cumulative distribution, of ``probabilities`` [b, V]
+    float32, first exceeds its uniform number."""
     blocks = F.pad(probabilities, (0, -probabilities.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
     cumulative = running_sum(sums)
@@ -180,11 +180,11 @@ def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> t
 
 
 def _first_above(cumulative: torch.Tensor, threshold: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """[b, 1] int64: the first place where ``cumulative`` [b, n], the sum of ``parts``, exceeds the threshold
-    [b, 1].
+    """Return the first index [b, 1] int64 at which ``cumulative`` [b, n], the running sum of ``parts``,
+    exceeds the threshold [b, 1].
 
-    Rounding may put the threshold on the very end, or beyond: the last part that is not zero is the answer
-    there.
+    Rounding may put the threshold at the end of the sum or beyond it; then the index is that of the last part
+    that is not zero.
     """
     found = torch.searchsorted(cumulative, threshold, right=True)
     after_last = (parts > 0).flip(-1).byte().argmax(dim=-1, keepdim=True)

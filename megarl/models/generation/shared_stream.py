@@ -1,8 +1,9 @@
-"""One stream of requests that many callers share, and that goes on over refits.
+"""One stream of requests that many callers share, and that continues over refits.
 
-Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves them without any request, so that
-they can take weights or validate. What has been sampled of a request until then is kept: engines get it as
-part of the prompt when they go on, with new weights and without any cache of the old ones.
+Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves the engines without requests, so
+that they can load weights or validate. Tokens that a request has sampled until then are kept: when the
+request continues, the engines get them as part of the prompt, with new weights and without any cache of the
+old weights.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class _Open:
     """A request that is not complete.
 
     Attributes:
-        request: as it was handed in.
-        caller: who waits for it.
-        number: the caller's.
-        pieces: what weights of one version have sampled, each.
+        request: the request as it was submitted.
+        caller: the view that waits for it.
+        number: the caller's number of the request.
+        pieces: the sampled tokens, one piece for each version of the weights.
     """
 
     request: Request
@@ -40,17 +41,17 @@ class _Open:
     pieces: list[Completion] = field(default_factory=list)
 
     def add(self, piece: Completion, version: int) -> None:
-        """Put behind the others what weights of a version have sampled."""
+        """Append the tokens that weights of ``version`` have sampled."""
         if len(piece.tokens):
             versions = np.full(len(piece.tokens), version, np.int64)
             self.pieces.append(piece._replace(versions=versions))
 
     def rest(self, most: int) -> Request:
-        """The request for what is still missing. Draws go on by another seed: engines begin each request's
-        from the start.
+        """Return a request for the tokens that are still missing. It has another seed, because engines start
+        each request's random numbers from the beginning.
 
         Args:
-            most: tokens of a completion, as configured.
+            most: configured maximum number of tokens of a completion.
         """
         request = self.request
         if not self.pieces:
@@ -62,7 +63,7 @@ class _Open:
         return Request(tokens, seed, bound - done, request.stop_strings)
 
     def completed(self, truncated: bool) -> Completion:
-        """Join the pieces to the completion."""
+        """Join the pieces into the completion."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
         tokens, logprobs = (
@@ -86,11 +87,11 @@ class SharedView:
         self.found: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Hand requests in; they wait while the stream has a pause."""
+        """Submit requests; they wait while the stream is paused."""
         self._shared.submit(self, requests)
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Completions that have come; see ``RequestStream.poll``.
+        """Return the completions that have arrived; see ``RequestStream.poll``.
 
         Raises:
             MegarlError: the stream was closed.
@@ -98,24 +99,24 @@ class SharedView:
         return self._shared.take(self, timeout_s)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Wait no longer for requests."""
+        """Stop waiting for requests."""
         self._shared.forget(self, set(numbers))
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Nothing: a caller of many does not stop the engines."""
+        """Return no completions and interrupt nothing: one of many callers cannot stop the engines."""
         del numbers
         return {}
 
 
 class SharedStream:
-    """Requests of many callers, each in a thread of its own, to the same engines.
+    """Requests of many callers, each in its own thread, to the same engines.
 
     Args:
-        connect: a stream to engines that are ready, with the newest weights.
-        most_new_tokens: of a completion, as configured.
-        stops_at_texts: completions end at configured texts. One that is cut at a pause could not be seen to:
-            such requests are completed before it.
-        drains: no request goes on with new weights: a pause waits for all of them.
+        connect: returns a stream to engines that are ready, with the newest weights.
+        most_new_tokens: configured maximum number of tokens of a completion.
+        stops_at_texts: completions end at configured stop strings. A stop string that spans a pause would be
+            missed, so a pause waits until such requests are complete.
+        drains: no request continues with new weights: a pause waits for all requests.
     """
 
     def __init__(
@@ -142,14 +143,14 @@ class SharedStream:
         self._failure: BaseException | None = None
 
     def view(self) -> SharedView:
-        """A stream for one caller."""
+        """Return a stream for one caller."""
         return SharedView(self)
 
     def resume(self, version: int) -> None:
-        """Go on, with engines that have the weights of a version.
+        """Continue, with engines that have the weights of a version.
 
         Args:
-            version: steps of training behind them.
+            version: number of training steps that produced the weights.
         """
         if self._closed:
             # by a run that ends while its engines validate
@@ -162,15 +163,15 @@ class SharedStream:
 
     @property
     def failed(self) -> bool:
-        """The engines failed: nothing is sampled until the next ``resume``."""
+        """True if the engines failed: nothing is sampled until the next ``resume``."""
         return self._failure is not None
 
     def pause(self) -> None:
-        """Leave the engines without any request.
+        """Remove all requests from the engines.
 
         Raises:
-            MegarlError: they failed. What was sampled since ``resume`` of requests that are not complete is
-                lost; ``resume`` with other engines goes on with what there was before.
+            MegarlError: the engines failed. Tokens of incomplete requests that were sampled since ``resume``
+                are lost; ``resume`` with other engines continues from the tokens before.
         """
         if self._thread is None:
             return
@@ -189,7 +190,7 @@ class SharedStream:
                 self._with_engines.clear()
 
     def close(self) -> None:
-        """Have callers wait no longer. What engines are at work on ends when they do."""
+        """Release all waiting callers. Requests that are running in engines end when the engines do."""
         self._closed = True
         self._stop()
 
@@ -199,7 +200,7 @@ class SharedStream:
             self._changed.notify_all()
 
     def _take_parts(self) -> None:
-        """Keep what has been sampled of requests that are not complete."""
+        """Store the tokens that incomplete requests have sampled."""
         assert self._stream is not None
         # First: an interrupt would cut these as well.
         while any(map(self._is_completed_first, self._with_engines)):
@@ -212,12 +213,12 @@ class SharedStream:
                 self._open[number].add(part, self._version)
 
     def take_busy_seconds(self) -> float:
-        """Seconds that engines had something to do since the last call; to be called in a pause."""
+        """Return the seconds in which engines had requests since the last call; call this in a pause."""
         found, self._busy_s = self._busy_s, 0.0
         return found
 
     def submit(self, caller: SharedView, requests: Mapping[int, Request]) -> None:
-        """Take requests of a caller."""
+        """Accept requests of a caller."""
         with self._changed:
             for number, request in requests.items():
                 self._open[self._next] = _Open(request, caller, number)
@@ -226,7 +227,7 @@ class SharedStream:
             self._changed.notify_all()
 
     def take(self, caller: SharedView, timeout_s: float | None) -> dict[int, Completion]:
-        """Completions for a caller, once there are any."""
+        """Wait for completions of a caller, and return them."""
         with self._changed:
             self._changed.wait_for(lambda: caller.found or self._closed, timeout_s)
             if self._closed:
@@ -235,7 +236,7 @@ class SharedStream:
             return found
 
     def forget(self, caller: SharedView, numbers: set[int]) -> None:
-        """Deliver some requests of a caller no more."""
+        """Drop some requests of a caller; they are not delivered."""
         with self._changed:
             gone = {
                 key for key, each in self._open.items() if each.caller is caller and each.number in numbers
@@ -244,7 +245,7 @@ class SharedStream:
             self._new = [key for key in self._new if key not in gone]
 
     def _is_completed_first(self, number: int) -> bool:
-        """Return True for a request that a pause waits for."""
+        """Return whether a pause waits until the request is complete."""
         found = self._open.get(number)
         return found is not None and (
             self._drains or self._stops_at_texts or bool(found.request.stop_strings)
@@ -269,7 +270,7 @@ class SharedStream:
             self._failure = error
 
     def _taken(self) -> dict[int, Request]:
-        """Requests that have been handed in; waits for one where the engines have none."""
+        """Return the requests that have been submitted; wait for one if the engines have none."""
         assert self._stream is not None
         with self._changed:
             if not self._with_engines:

@@ -1,4 +1,4 @@
-"""When an answer is finished: stop tokens and stop strings, row by row."""
+"""The end of responses: stop tokens and stop strings, row by row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megarl.errors import BatchError
 
 
 class StopRules:
-    """Stop tokens and stop strings of the rows of one batch. What stops an answer stays part of it.
+    """Stop tokens and stop strings of the rows of one batch. The token or string that ends a response stays
+    part of it.
 
     Args:
-        stop_token_ids: any of these ends an answer.
-        stop_strings: for each row, the texts that end it as soon as its decoded answer contains one.
-        tokenizer: decodes answers; needed only when some row has stop strings.
+        stop_token_ids: each of these ends a response.
+        stop_strings: for each row, strings that end it as soon as its decoded response contains one.
+        tokenizer: decodes responses; needed only if a row has stop strings.
     """
 
     def __init__(
@@ -27,12 +28,12 @@ class StopRules:
         self._tokenizer = tokenizer
 
     def finished(self, rows: np.ndarray, newest: np.ndarray, answers: np.ndarray) -> np.ndarray:
-        """Return for each of ``rows``, whether its newest token ends it, bool.
+        """Return whether each of ``rows`` ends with its newest token, [n] bool.
 
         Args:
             rows: [n] indices of rows in the batch.
             newest: [n] int64.
-            answers: [b, t] int64, of all rows of the batch their tokens so far, the newest included.
+            answers: [b, t] int64, the response tokens so far of all rows of the batch, the newest included.
         """
         finished = np.isin(newest, self._token_ids)
         for place, row in enumerate(rows if any(self._strings) else ()):
@@ -47,10 +48,10 @@ class StopRules:
 def stop_strings_of_rows(
     configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int
 ) -> list[tuple[str, ...]]:
-    """Stop strings of every row: those of the configuration and the row's own together.
+    """Return the stop strings of every row: those of the configuration together with the row's own.
 
     Raises:
-        BatchError: one is empty or no string.
+        BatchError: a stop string is empty or not a string.
     """
     common = tuple(configured or ())
     _refuse_empty(common, "policy.generation.stop_strings")

@@ -1,5 +1,5 @@
-"""Requests one by one: prompts are handed to engines and completions fetched as they come, next to
-``generate``, which takes a batch."""
+"""Streams of single requests: prompts are submitted to engines and completions are fetched as they arrive,
+whereas ``generate`` processes a batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class Request(NamedTuple):
     """A prompt to complete.
 
     Attributes:
-        prompt: [P] int64, its tokens.
-        seed: of its random numbers; None where the engine may draw as it likes.
-        max_new_tokens: most tokens of the completion, on top of the configured bounds; None for those alone.
-        stop_strings: texts that end the completion, on top of the configured ones; None for those alone.
+        prompt: [P] int64, the prompt's tokens.
+        seed: seed of its random numbers; None if the engine may choose them.
+        max_new_tokens: maximum tokens of the completion, in addition to the configured limits; None for the
+            configured limits alone.
+        stop_strings: strings that end the completion, in addition to the configured ones; None for the
+            configured ones alone.
     """
 
     prompt: np.ndarray
@@ -35,11 +37,11 @@ class Completion(NamedTuple):
     """Response of an engine to a prompt.
 
     Attributes:
-        tokens: [n] int64, what was sampled, the stop token among them.
-        logprobs: [n] float32, of each of them as it was sampled.
-        truncated: a length limit ended it, not a stop.
-        versions: [n] int64, steps of training behind the weights that sampled each token; None where they are
-            those that the engines had all the time.
+        tokens: [n] int64, the sampled tokens, including the stop token.
+        logprobs: [n] float32, log-probability of each token when it was sampled.
+        truncated: True if a length limit ended the completion, not a stop.
+        versions: [n] int64, number of training steps of the weights that sampled each token; None if the
+            engines' weights did not change.
     """
 
     tokens: np.ndarray
@@ -49,40 +51,40 @@ class Completion(NamedTuple):
 
 
 class RequestStream(Protocol):
-    """Requests to engines that are ready, by numbers of the caller's.
+    """A stream of requests to engines that are ready, by the caller's numbers.
 
     Attributes:
-        in_waves: ``poll`` completes all that waits, together. What comes out then depends on what waits
-            together only by rounding; a caller that wants the same bits each time hands in the same requests
-            before each ``poll``.
+        in_waves: True if ``poll`` completes all waiting requests together. Then a result depends on the other
+            waiting requests, but only by rounding; for bitwise equal results a caller submits the same
+            requests before each ``poll``.
     """
 
     in_waves: bool
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Hand requests in."""
+        """Submit requests."""
         ...
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Completions that have come since the last call, by the numbers of their requests.
+        """Return the completions that have arrived since the last call, by the numbers of their requests.
 
         Args:
-            timeout_s: how long to wait for the first one; None for as long as it takes.
+            timeout_s: seconds to wait for the first completion; None to wait without limit.
         """
         ...
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Give requests up: no ``poll`` brings them any more."""
+        """Abort requests: no ``poll`` returns them any more."""
         ...
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Give requests up as they are: what has been sampled of each. One that is completed meanwhile is not
-        among them, and comes by the next ``poll``."""
+        """Interrupt requests and return the partial completion of each. A request that is completed meanwhile
+        is not among them; the next ``poll`` returns it."""
         ...
 
 
 class Generates(Protocol):
-    """Anything that completes a batch; see ``GenerationInterface.generate``."""
+    """An object that completes a batch; see ``GenerationInterface.generate``."""
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
         """Complete every prompt."""
@@ -90,17 +92,17 @@ class Generates(Protocol):
 
 
 class Waves:
-    """A stream to whatever has ``generate``: each ``poll`` is one call, for all that was handed in since the
-    last one.
+    """A stream to an object with ``generate``: each ``poll`` is one call, for all requests submitted since
+    the last one.
 
-    A call that raises leaves its requests waiting, so that a new engine can be asked again.
+    If a call raises, its requests keep waiting, so that they can be retried with a new engine.
 
     Args:
-        engine: that is ready to generate.
-        pad_token_id: fills prompts up.
+        engine: an engine that is ready to generate.
+        pad_token_id: pads prompts.
         stop_token_ids: tokens that end a completion.
-        greedy: take the likeliest token always.
-        sampling: in place of the configured temperature, top-p and top-k; None for those.
+        greedy: always take the most likely token.
+        sampling: replaces the configured temperature, top-p and top-k; None keeps the configured ones.
     """
 
     in_waves = True
@@ -128,15 +130,15 @@ class Waves:
             self._waiting.pop(number, None)
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Forget requests, of which nothing has been sampled: a wave is completed as a whole."""
+        """Forget requests and return no partial completions: a wave is completed as a whole."""
         self.abort(numbers)
         return {}
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Complete what waits, in the order of the numbers.
+        """Complete the waiting requests, in the order of their numbers.
 
         Raises:
-            BatchError: what came back does not continue the prompts row by row.
+            BatchError: the generated rows do not continue the prompts row by row.
         """
         if not self._waiting:
             return {}
@@ -189,7 +191,7 @@ class Waves:
 
 
 def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Refuse an output whose rows are not those of the prompts, in their order."""
+    """Raise a BatchError if the rows of an output do not continue the prompts in their order."""
     ids, ends, new = output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"]
     width = prompts.shape[1]
     fits = (

@@ -1,10 +1,11 @@
 """The Megatron-Core backend.
 
-Megatron-Core warns at import, on every rank, about each optional package that is absent. The choice of layer
-spec and optimizer is logged by us, once, so those warnings are silenced before Megatron is imported; and it
-chooses at import how its small functions are compiled, and whether there is a Transformer Engine. What later
-releases say of their own plans to who builds on them, some of it for every layer, is nothing that a user can
-act on; `megarl doctor` and the README say that GPTModel is deprecated.
+At import, Megatron-Core warns on every rank about each optional package that is absent. We log the chosen
+layer spec and optimizer ourselves, once, so this package silences those warnings before it imports
+Megatron-Core. At import, Megatron-Core also chooses how its small functions are compiled, and whether
+Transformer Engine is present. Later releases log their own deprecation plans, some for every layer; users
+cannot act on these, so they are hidden as well. `megarl doctor` and the README state that GPTModel is
+deprecated.
 """
 
 import logging

@@ -1,8 +1,7 @@
-"""AdamW with one step counter a parameter group, as the fused optimizers of Transformer Engine and Apex keep
-it.
+"""AdamW with one step counter per parameter group, as in the fused optimizers of Transformer Engine and Apex.
 
 torch's own AdamW keeps a step tensor with every parameter. Megatron-Core's distributed optimizer saves
-optimizer state as slices of parameters and carries only what stands in the parameter groups next to them, so
+optimizer state as slices of parameters, and next to them only the contents of the parameter groups, so
 torch's counters are lost or shared after a resume. With the counter in the group, save, load and resharding
 need no special case.
 """
@@ -28,8 +27,8 @@ from megarl.models.engine.state_formats import BLOCK
 class GroupStepAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
 
-    The arithmetic is that of ``torch.optim.adamw.adamw``'s fused kernel; only the place of the step counter
-    differs: ``param_group["step"]``, an int.
+    The arithmetic is that of ``torch.optim.adamw.adamw``'s fused kernel. Only the step counter is stored
+    elsewhere: in ``param_group["step"]``, an int.
 
     Args:
         params: parameters or parameter groups.
@@ -38,8 +37,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         decoupled: False gives Adam with the decay added to the gradient instead.
-        capturable: newer Megatron-Core states it; only False is possible, because the step counter is a
-            number on the host.
+        capturable: set by newer Megatron-Core; only False is possible, because the step counter is a number
+            on the host.
 
     Raises:
         ConfigError: ``capturable`` is True.
@@ -64,7 +63,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` its two moments, both zero, if it has none."""
+        """Create the two moments of ``parameter``, both zero, unless it has them."""
         if not self.state[parameter]:
             self.state[parameter] = {
                 "exp_avg": torch.zeros_like(parameter.data),
@@ -73,7 +72,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update from the gradients now in ``.grad``; parameters without one are left alone."""
+        """Update the parameters from the gradients in ``.grad``; parameters without a gradient are left
+        alone."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,15 +123,15 @@ class GroupStepAdam(GroupStepAdamW):
 
 
 class ShardedAdamW(LowPrecisionAdamW):
-    """``LowPrecisionAdamW`` over the shards of Megatron-Core's distributed optimizer, whose counter of steps
-    stands in the parameter group.
+    """``LowPrecisionAdamW`` over the shards of Megatron-Core's distributed optimizer, with the step counter
+    in the parameter group.
 
-    Gradients are read where data parallelism has them (``decoupled_grad``), in the type that it reduces them
-    in.
+    It reads gradients from ``decoupled_grad``, where data parallelism leaves them, in the dtype of the
+    reduction.
 
     Attributes:
-        gradient_factor: of the next step, where the norm is clipped: gradients of 16 bits would be rounded
-            once more.
+        gradient_factor: scales the gradients of the next step, to clip their norm; scaling 16-bit gradients
+            themselves would round them once more.
     """
 
     gradient_factor = 1.0
@@ -139,8 +139,8 @@ class ShardedAdamW(LowPrecisionAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; parameters without a gradient are left alone. What is on the device is queued first,
-        and runs while the CPU steps the rest."""
+        """Update the parameters; those without a gradient are left alone. The parameters on the device are
+        queued first, and their kernels run while the CPU updates the parameters in host memory."""
         in_host_memory, host = [], self._in_host_memory()
         if host is not None:
             host.begin()
@@ -182,21 +182,21 @@ class ShardedAdamW(LowPrecisionAdamW):
 
         Args:
             parameter: a shard.
-            gradient: of this rank's shard, flat.
-            wait: see there.
+            gradient: the gradient of this rank's shard, flat.
+            wait: see ``HostAdam``.
         """
         host, kept = self._in_host_memory(), self.host_part[parameter]
         if host is not None and kept:
             host.copy_early(parameter, gradient[:kept], wait)
 
     def forget_early(self) -> None:
-        """Forget gradients that were copied for a step that is not taken."""
+        """Forget gradients that were copied early for a step that is skipped."""
         if self._host is not None:
             self._host.forget()
 
     def place_states(self) -> None:
-        """Choose what has its state in host memory: the share that the settings say, of all numbers, from the
-        first parameter on. The last shard of it is cut."""
+        """Choose the parameters whose state is kept in host memory: the configured share of all numbers, from
+        the first parameter on. The last of these shards is split."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         count = sum(parameter.numel() for parameter in parameters)
         left = round(self.settings.host_share * count)
@@ -207,17 +207,18 @@ class ShardedAdamW(LowPrecisionAdamW):
             self.host_part[parameter], left = part, left - part
 
     def copy_weights(self) -> None:
-        """Let float32 copies follow weights that were written from outside."""
+        """Update the float32 copies of weights that were written from outside."""
         for parameter in self.state:
             self._copy_weights(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters, and the state as it is stored, which Megatron-Core does not save."""
+        """Return the hyperparameters, and the state in its stored format, which Megatron-Core does
+        not save."""
         # Past LowPrecisionAdamW, whose own form is for the torch backends: DCP streams the states here.
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the hyperparameters; the state is read by ``write_state``."""
+        """Load the hyperparameters; ``write_state`` loads the state."""
         kept = self.state
         # Without states: torch would cast each to the dtype of its parameter, which breaks stored formats.
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
@@ -225,15 +226,15 @@ class ShardedAdamW(LowPrecisionAdamW):
 
 
 def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> None:
-    """Have the buckets of a model copy the gradients of states that are in host memory while the backward
-    pass goes on, each as soon as data parallelism has reduced it.
+    """Make a model's buckets copy the gradients of states in host memory during the backward pass, each as
+    soon as data parallelism has reduced it.
 
-    The step itself has to wait for the end of the pass: its gradients are multiplied by what clipping makes
-    of the norm of all, and a norm that is not finite forbids it.
+    The step itself has to wait for the end of the backward pass: clipping scales its gradients by the norm of
+    all gradients, and a norm that is not finite forbids the step.
 
     Args:
-        chunks: whose gradient reductions overlap with the backward pass.
-        inner: a distributed optimizer, whose Adam is a ``ShardedAdamW`` with states in their places.
+        chunks: the model chunks, whose gradient reductions overlap with the backward pass.
+        inner: a distributed optimizer, whose Adam is a ``ShardedAdamW`` that has placed its states.
     """
     for chunk in chunks:
         tied = chunk.module.share_embeddings_and_output_weights
@@ -255,9 +256,9 @@ def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> No
 
 
 def _is_final(name: str, parameter: Any, tied: bool) -> bool:
-    """Return whether data parallelism is the last to sum a gradient up. Megatron-Core's
-    ``finalize_model_grads`` goes on with those of whole parameters under sequence parallelism, of norms, and
-    of a tied embedding."""
+    """Return whether data parallelism is the last to reduce the gradient of a parameter. Megatron-Core's
+    ``finalize_model_grads`` reduces further the gradients of whole parameters under sequence parallelism, of
+    norms, and of a tied embedding."""
     later = parameter.ndim == 1 or (tied and ("word_embeddings" in name or "output_layer" in name))
     marks = ("sequence_parallel", "average_gradients_across_tp_domain")
     return not later and not any(getattr(parameter, mark, False) for mark in marks)

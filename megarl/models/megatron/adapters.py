@@ -1,21 +1,22 @@
-"""Low-rank adapters of Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context
-and data parallelism.
+"""Low-rank adapters of Megatron-Core's parallel linear layers, under tensor, sequence, pipeline, context and
+data parallelism.
 
 A layer that Megatron fuses (query, key and value; gate and up) has one pair of factors for each matrix in it,
-as in PEFT. The factor that faces the cut side of the layer is cut with it, and the other one is whole on
-every tensor-parallel rank:
+as in PEFT. The factor on the sharded side of the layer is sharded with it; the other factor is whole on every
+tensor-parallel rank:
 
-    column-parallel   h = s A x, whole on every rank   B cut by rows      gradient of A: from h of all ranks
-    row-parallel      h = s sum over ranks of A x      A cut by columns   gradient of B: from its own output
+    column-parallel   h = s A x, whole on every rank   B split by rows      gradient of A: from h of all ranks
+    row-parallel      h = s sum over ranks of A x      A split by columns   gradient of B: from its own output
 
-Under sequence parallelism a rank finds the gradient of the whole factor for its run of the sequence alone.
-Such a factor says so (``sequence_parallel``), and Megatron-Core adds these up over the ranks as it does those
-of norms; having no ``tensor_model_parallel`` mark, it counts once in the gradient's norm. Data parallelism,
-the optimizer and checkpoints see the factors alone, because nothing else asks for gradients.
+Under sequence parallelism a rank computes the gradient of the whole factor for its own run of the sequence
+only. Such a factor is marked ``sequence_parallel``, and Megatron-Core sums its gradients over the ranks as it
+does those of norms. Because the factor has no ``tensor_model_parallel`` mark, it counts once in the gradient
+norm. Data parallelism, the optimizer and checkpoints see the factors alone, because nothing else requires
+gradients.
 
-An expert that is cut over ranks gets all tokens on each of them, and what the ranks give is added up behind
-the layer of experts. Its whole factor finds a part of its gradient on each, so these parts are added up, and
-the first of the ranks counts it in the norm.
+An expert that is sharded over ranks gets all tokens on each rank, and the outputs of the ranks are summed
+after the layer of experts. Each rank computes a part of the gradient of the whole factor, so these parts are
+summed, and the first of the ranks counts the gradient in the norm.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Pair:
     """A matrix A and the matrices B that it is multiplied by.
 
     Attributes:
-        module: the layer that A is of, by its Hugging Face name; of a stack of experts the part of one.
-        rows: of B, of all parts.
+        module: the Hugging Face name of A's layer; in a stack of experts, the part of one expert.
+        rows: number of rows of B, over all parts.
         parts: rows of B, by the number of the rule's part that they change.
     """
 
@@ -99,16 +100,16 @@ class Pair:
 class Adapter(nn.Module):
     """The adapters of the matrices in one parallel linear layer.
 
-    Its parameters are ``lora_A_q_proj`` [r, in] and ``lora_B_q_proj`` [rows of q_proj, r], and so on: of this
-    tensor-parallel rank.
+    Its parameters are this tensor-parallel rank's shards, such as ``lora_A_q_proj`` [r, in] and
+    ``lora_B_q_proj`` [rows of q_proj, r].
 
     Args:
         linear: the layer.
-        rule: of its weight.
-        layout: of this rank's shard of the weight.
-        pairs: of matrices; those of an expert in a stack share A.
-        settings: of all adapters.
-        switch: of all adapters.
+        rule: the rule of the layer's weight.
+        layout: the layout of this rank's shard of the weight.
+        pairs: pairs of matrices; those of an expert in a stack share A.
+        settings: settings of all adapters.
+        switch: switch of all adapters.
     """
 
     def __init__(
@@ -178,12 +179,12 @@ class Adapter(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Return rows of all matrices A together."""
+        """Number of rows of all matrices A together, R."""
         return self._settings.rank * len(self._pairs)
 
     @torch.no_grad()
     def fill(self, first: FirstFactors) -> None:
-        """Give the factors the values that they begin with."""
+        """Set the factors to their initial values."""
         group = self._group
         for pair in self._pairs:
             whole = first.read(pair.module, "A", self._rule.parts[0].shape[1])
@@ -199,8 +200,8 @@ class Adapter(nn.Module):
                 own[: len(values)].copy_(values)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[s, B, in] to what is added to the layer's output [s, B, out], both as they are on the ranks around
-        the layer."""
+        """Return what is added to the layer's output [s, B, out], given the layer's input [s, B, in]; both
+        have the layer's own sharding over the ranks."""
         return self.added(inputs, [self], lambda values, weights: F.linear(values, weights[0]))
 
     def added(
@@ -212,9 +213,9 @@ class Adapter(nn.Module):
         """Return what adapters add to the output of their layers.
 
         Args:
-            inputs: of the layers [..., in].
-            adapters: of layers alike: this one, or those of all experts of this rank.
-            product: of values [..., k] with weights [adapters, n, k].
+            inputs: inputs of the layers [..., in].
+            adapters: adapters of layers of one shape: this one, or those of all experts of this rank.
+            product: multiplies values [..., k] by weights [adapters, n, k].
         """
         share, settings = self._settings.dropout, self._settings
         if settings.drops_input:
@@ -226,7 +227,8 @@ class Adapter(nn.Module):
         return output if settings.drops_input else drop(output, share, self)
 
     def inner(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the product of A, whole on every rank of a column-parallel layer."""
+        """Return the scaled product of the input and A, which is whole on every rank of a column-parallel
+        layer."""
         hidden = (
             F.linear(drop(inputs, self._settings.dropout, self), self._down_of([self])[0])
             * self._settings.scaling
@@ -234,11 +236,11 @@ class Adapter(nn.Module):
         return self._between(hidden)
 
     def up(self) -> torch.Tensor:
-        """Return B of this rank, [rows of the layer, R]."""
+        """Return this rank's B, [rows of the layer, R]."""
         return self._up_of([self])[0]
 
     def _between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Bring what A gave to where B needs it."""
+        """Reduce, scatter or gather the output of A into the input that B needs."""
         group = self._group
         if self.is_row and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
@@ -249,7 +251,7 @@ class Adapter(nn.Module):
         return copy_to_tensor_model_parallel_region(hidden, group=group)
 
     def _down_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
-        """The matrices A of each adapter, [adapters, R, in]."""
+        """Return the matrices A of each adapter, [adapters, R, in]."""
         names = [_parameter("A", pair.module) for pair in self._pairs]
         return torch.cat(
             [_stacked(adapters, name, summed_over=None if self.is_row else self._of_ranks) for name in names],
@@ -257,8 +259,8 @@ class Adapter(nn.Module):
         )
 
     def _up_of(self, adapters: Sequence[Adapter]) -> torch.Tensor:
-        """The matrices B of each adapter [adapters, out, R], those of a pair in its part of R, with rows as
-        the layer has them."""
+        """Return the matrices B of each adapter, [adapters, out, R], each pair's in its own columns of R, and
+        with rows in the order of the layer."""
         rank, ups = self._settings.rank, []
         for place, pair in enumerate(self._pairs):
             around = (place * rank, self.rank - (place + 1) * rank)
@@ -276,18 +278,19 @@ class Adapter(nn.Module):
 
     @property
     def _of_ranks(self) -> Any:
-        """The ranks that an expert is cut over; None for another layer, or where there is one."""
+        """Process group that an expert is sharded over; None for another layer, or for a group of one
+        rank."""
         return self._group if self._of_expert and self._group.size() > 1 else None
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the layer's weight with the adapters in it."""
+        """Return this rank's shard of the layer's weight with the adapters merged into it."""
         return merged(
             weight.detach(), self._up_of([self])[0], self._down_of([self])[0], self._settings.scaling
         )
 
     def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
-        """Yield the layer and the letter of each factor, this rank's part of it, and the dimension that it is
-        cut along; None for a whole one."""
+        """Yield each factor as its layer, its letter, this rank's shard, and the sharded dimension, None if
+        the factor is whole."""
         for pair in self._pairs:
             modules = [("A", pair.module), *(("B", self._names[part]) for part in pair.parts)]
             for letter, module in modules:
@@ -297,7 +300,7 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the factors as Megatron-Core's modules do; keys in the checkpoint are those of
+        """Return the factors in the form of Megatron-Core's modules, with the checkpoint keys of
         Megatron-Bridge's CanonicalLoRA."""
         state: dict[str, Any] = {}
         for pair in self._pairs:
@@ -323,8 +326,8 @@ class Adapter(nn.Module):
         return state
 
     def _stored(self, part: int | None) -> str:
-        """Return CanonicalLoRA's name of a part of a fused layer; nothing for all of it, or in another
-        layer."""
+        """Return CanonicalLoRA's name prefix of a part of a fused layer; an empty string for the whole layer,
+        or for a layer that is not fused."""
         return f"{PARTS[self._rule.kind][part]}." if part is not None and self._rule.kind in PARTS else ""
 
 
@@ -333,7 +336,8 @@ def _parameter(letter: str, module: str) -> str:
 
 
 def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.Tensor:
-    """Parameters of one name as one tensor [adapters, ...], whose gradient is added up over some ranks."""
+    """Stack the adapters' parameters of one name into a tensor [adapters, ...], whose gradient is summed over
+    the group ``summed_over``."""
     parameters = (
         torch.stack([adapter.get_parameter(name) for adapter in adapters])
         if len(adapters) > 1
@@ -347,8 +351,8 @@ def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.
 
 
 def _order_of(layout: ShardLayout, parts: Sequence[int], rows: Mapping[int, int]) -> torch.Tensor:
-    """Return where each row of a shard stands among the rows of ``parts``, one part behind the other; behind
-    them all for a row of another part."""
+    """Return the index of each row of a shard among the concatenated rows of ``parts``; a row of another part
+    gets the index after the last."""
     total, firsts, position = sum(rows.values()), {}, 0
     for part in parts:
         start = min(span.start for span in layout.spans if span.part == part)
@@ -364,7 +368,7 @@ def _order_of(layout: ShardLayout, parts: Sequence[int], rows: Mapping[int, int]
 
 
 class _Adapted:
-    """A parallel linear layer with an adapter; in a checkpoint it has the adapter alone."""
+    """A parallel linear layer with an adapter; a checkpoint contains only the adapter."""
 
     adapter: Adapter
     tp_group: dist.ProcessGroup
@@ -400,17 +404,17 @@ class AdaptedRowLinear(_Adapted, RowParallelLinear):
 
 
 class Adapters:
-    """All adapters of a model, of which this rank has those of its pipeline stage.
+    """All adapters of a model; this rank has those of its pipeline stage.
 
     Args:
-        settings: of the configuration.
+        settings: adapter settings of the configuration.
         architecture: the model.
         groups, experts: the process groups.
-        seed: of the matrices A.
+        seed: seed of the initial matrices A.
 
     Raises:
-        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another
-            one.
+        ConfigError: no layer is chosen, or one that cannot be adapted; or the adapter to continue from
+            differs.
     """
 
     def __init__(
@@ -448,7 +452,7 @@ class Adapters:
         self._score: torch.Tensor | None = None
 
     def put_beside(self, chunks: Sequence[LanguageModule]) -> None:
-        """Give layers their adapters, and let nothing else be trained. A collective over the world.
+        """Add the adapters to their layers and freeze all other parameters. A collective over the world.
 
         Raises:
             ConfigError: a model chunk would have nothing to train.
@@ -522,8 +526,8 @@ class Adapters:
         return adapter
 
     def _of_another_base(self, rule: Rule, weight: torch.Tensor) -> str:
-        """Return the module of an embedding, or of an output layer, that is not the one of the adapter to go
-        on from."""
+        """Return the module name of an embedding or output layer that differs from the base of the adapter to
+        continue from; an empty string if it does not differ."""
         module = rule.parts[0].name.removesuffix(".weight")
         stored = self._first.base_of(module) if rule.kind is Kind.VOCAB else None
         if stored is None:
@@ -546,11 +550,11 @@ class Adapters:
             raise ConfigError([Violation(f"{KEY}.target_modules", list(self.settings.targets), bound, fix)])
 
     def exported(self, held: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return this rank's shards as refits and exports send them: a layer's with the adapter in it, made
-        when it is asked for.
+        """Return this rank's shards for refits and exports; an adapted layer's adapter is merged into its
+        shard when the shard is read.
 
         Args:
-            held: the shards as they are, by the names of the rules.
+            held: the shards without adapters, by the names of the rules.
         """
         return _Exported(held, self._by_weight if self.switch.is_on else {})
 
@@ -561,7 +565,7 @@ class Adapters:
         )
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """PEFT's names and whole factors, those of one pipeline stage after the other. A collective over the
+        """Yield PEFT's names and full factors, one pipeline stage after the other. A collective over the
         world."""
         if (
             self._architecture.mixture is not None
@@ -581,7 +585,7 @@ class Adapters:
             yield SAVED_SCORE, self._whole_score()
 
     def _whole_score(self) -> torch.Tensor:
-        """Return the score layer, which the last pipeline stage has."""
+        """Return the score layer's weight, sent from the last pipeline stage to the others."""
         groups, adapter = self._groups, next(iter(self._by_weight.values()))
         if self._score is not None:
             score = self._score.detach().clone()
@@ -596,7 +600,7 @@ class Adapters:
         return score
 
     def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Layers, letters and whole factors, of experts one after another."""
+        """Yield layers, letters and full factors, those of experts one expert after another."""
         own = [(name, *factor) for name, adapter in self._by_weight.items() for factor in adapter.factors()]
         listing = [
             (is_expert(name), module, letter, tuple(tensor.shape), cut)
@@ -629,7 +633,8 @@ class Adapters:
                 yield from ((module, letter, factor) for module, factor in zip(modules, whole, strict=True))
 
     def write_run_config(self, directory: Path) -> None:
-        """Say the scale in the form of Megatron-Bridge, for ``megarl convert adapter``."""
+        """Write the adapters' rank and alpha in the format of Megatron-Bridge, for ``megarl convert
+        adapter``."""
         peft = {
             "_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA",
             "dim": self.settings.rank,
@@ -641,7 +646,7 @@ class Adapters:
 
 
 def _vocabulary(architecture: Architecture) -> list[str]:
-    """Names of embedding and output layer, where these are matrices of their own."""
+    """Return the names of the embedding and the output layer; an empty list if the two are tied."""
     rules = [rule for rule in all_rules(architecture) if rule.kind is Kind.VOCAB and rule.emits]
     return (
         [] if architecture.tied_embeddings else [rule.parts[0].name.removesuffix(".weight") for rule in rules]
@@ -649,7 +654,7 @@ def _vocabulary(architecture: Architecture) -> list[str]:
 
 
 class _Exported(Mapping[str, torch.Tensor]):
-    """Shards by name, some of them with adapters in them."""
+    """Shards by name, some with adapters merged into them."""
 
     def __init__(
         self, held: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter | EmbeddingAdapter]
@@ -669,12 +674,12 @@ class _Exported(Mapping[str, torch.Tensor]):
 
 
 def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a whole factor from the parts of the ranks that it is cut over."""
+    """Return a full factor, gathered from the ranks of ``group`` if it is sharded."""
     return part if cut is None else torch.cat(list(_together(part, group)), dim=cut)
 
 
 def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensors of all ranks of a group, a dimension more in front."""
+    """Gather the tensors of all ranks of a group, stacked in a new first dimension."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     # A list of views of one tensor: the parts arrive where they belong, without a further copy.
     dist.all_gather(list(whole), tensor.contiguous(), group=group)
@@ -689,15 +694,15 @@ def _listed(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _modules(rules: Iterable[Rule]) -> list[str]:
-    """Names of the layers that may have an adapter."""
+    """Return the names of the layers that may have an adapter."""
     return [
         part.name.removesuffix(".weight") for rule in rules if rule.kind in CUT_KINDS for part in rule.parts
     ]
 
 
 def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settings: AdapterSettings) -> None:
-    """Refuse what gives some experts of a layer an adapter and others none: ranks that share experts would
-    train different things."""
+    """Raise a ConfigError if only some experts of a layer would have an adapter: ranks that share experts
+    would then train different parameters."""
     of_layer: dict[str, list[str]] = {}
     for module in experts:
         of_layer.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", module), []).append(module)
@@ -719,6 +724,7 @@ def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settin
 
 
 def _begin_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Let gradients reach the first layer: those of a layer that is recomputed are asked for by its input
-    alone, and that of the first one comes from an embedding that is not trained."""
+    """Make the embedding's output require a gradient, so that gradients reach the first layer. A recomputed
+    layer computes gradients only if its input requires one, and the first layer's input comes from an
+    embedding that is not trained."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

@@ -1,5 +1,5 @@
-"""The Megatron backend: the engine's ``Backend`` protocol on real Megatron-Core, with moves between the
-device and host memory."""
+"""The Megatron backend: it implements the engine's ``Backend`` protocol with Megatron-Core, and moves the
+model between the device and host memory."""
 
 from __future__ import annotations
 
@@ -64,14 +64,15 @@ from megarl.weight_sync.slices import Slice, Slices
 
 
 class Mover:
-    """Moves parts of a model between the device and host memory. On a CPU both places are the same memory and
-    nothing happens.
+    """Mover of parts of a model between the device and host memory. On a CPU the device's memory is host
+    memory, and nothing is moved.
 
-    Gradients are not kept: their buffer is freed on the way to the host and comes back zeroed.
+    Gradients are not kept: their buffer is freed on the move to the host, and is zero after the move to the
+    device.
 
     Args:
         chunks: the model chunks of this stage.
-        optimizer: theirs; None for a model that is only read.
+        optimizer: the optimizer of the chunks; None for a model that is only read.
         runtime: device of this process.
     """
 
@@ -86,7 +87,7 @@ class Mover:
         self.optimizer_copies = HostCopies(runtime)
 
     def move(self, part: Part, place: Place) -> None:
-        """Move ``part`` to ``place`` and wait for it."""
+        """Move ``part`` to ``place`` and wait until the copies are done."""
         if not self._runtime.is_cuda:
             return
         if part == "optimizer":
@@ -108,12 +109,13 @@ class Mover:
 
 
 def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put optimizer state, and the float32 copies of half-precision parameters, where ``move`` puts a tensor.
+    """Replace the optimizer state, and the float32 copies of half-precision parameters, with what ``move``
+    returns for each tensor.
 
-    Without such copies (a float32 model), or where they are state (formats below float32), what the optimizer
-    updates are the model's parameters themselves, or views into their buffer. They go and come with the
-    parameters; Megatron's own ``offload_to_cpu`` would take the model's weights along, or read a buffer that
-    has been freed before. States that are kept in host memory stay there.
+    Without such copies (a float32 model), or if they are state (formats below float32), the optimizer updates
+    the model's parameters themselves, or views into their buffer. These move with the parameters; Megatron's
+    own ``offload_to_cpu`` would also move the model's weights, or read a buffer that is already freed. States
+    in host memory stay there.
     """
     for inner in with_parameters(optimizer):
         if (
@@ -139,11 +141,11 @@ def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: b
 
 class LooseParameters:
     """The parameters outside Megatron-Core's buffers (all of them without the distributed optimizer), which
-    leave the device and come back.
+    it moves off the device and back.
 
-    Their memory goes and the tensors stay, as in Megatron-Core's own buffers. A parameter that is given a
-    tensor of another device gets a new node in the graph of gradients, without the hook by which data
-    parallelism collects its gradient: from then on it is zero.
+    The memory is freed while the tensors remain, as in Megatron-Core's own buffers. A parameter that is given
+    a tensor of another device would get a new node in the autograd graph, without the hook by which data
+    parallelism collects its gradient, which would be zero from then on.
 
     Args:
         chunks: the model chunks of this stage.
@@ -156,8 +158,8 @@ class LooseParameters:
         self._away: list[torch.Tensor] = []
 
     def move(self, place: Place) -> None:
-        """Free their memory on the device once it is copied to the host, or take it and fill it again;
-        without waiting."""
+        """Copy the parameters to the host and free their memory on the device, or allocate and fill that
+        memory again; do not wait for the copies."""
         memories = self._memories()
         if place == "host":
             self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
@@ -173,7 +175,7 @@ class LooseParameters:
         self._away = []
 
     def _memories(self) -> list[torch.UntypedStorage]:
-        """Each once, in the order of the parameters."""
+        """Return each storage once, in the order of the parameters."""
         found: dict[int, torch.UntypedStorage] = {}
         for model in self._chunks:
             buffered = {
@@ -206,12 +208,12 @@ class MegatronBackend:
         policy: the policy configuration, already validated.
         source: Hugging Face weights to start from.
         runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: for Megatron's random-number tracker, and of a new score layer.
+        seed: seed of Megatron's random-number tracker, and of a new score layer.
         with_optimizer: False for a model that is only read.
 
     Raises:
-        ConversionError: the model's config or weights cannot be carried over.
-        ModelError: transformers cannot let the model score.
+        ConversionError: the model's config or weights cannot be converted.
+        ModelError: transformers has no scoring form of the model.
     """
 
     def __init__(
@@ -258,7 +260,7 @@ class MegatronBackend:
     def _build(
         self, policy: PolicyConfig, source: HuggingFaceSource, seed: int, with_optimizer: bool
     ) -> None:
-        """Groups, model with its weights, optimizer and schedule."""
+        """Build the process groups, the model with its weights, the optimizer and the schedule."""
         megatron = policy["megatron_cfg"]
         sizes = parallel.ParallelSizes(
             tensor=megatron["tensor_model_parallel_size"],
@@ -330,12 +332,12 @@ class MegatronBackend:
 
     @property
     def stages(self) -> list[Any]:
-        """The bare model of each chunk of this pipeline stage."""
+        """The unwrapped model of each chunk of this pipeline stage."""
         return [chunk.module for chunk in self.chunks]
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Process group of the replicas whose tokens meet in the same experts, so that they run in step."""
+        """Process group of the replicas that share experts, and therefore run in lockstep."""
         return self.experts.replicas
 
     def forward_backward(
@@ -376,8 +378,8 @@ class MegatronBackend:
         return replace(outcome, metrics=self._recorded.metrics()) if self._recorded is not None else outcome
 
     def _empty_cache(self, level: int) -> None:
-        """Give cached device memory back where ``empty_unused_memory_level`` asks for it: from 1 after a
-        pass, from 2 also after a step."""
+        """Free cached device memory if ``empty_unused_memory_level`` is at least ``level``: 1 after a pass, 2
+        after a step."""
         if self.policy["megatron_cfg"]["empty_unused_memory_level"] >= level:
             self.runtime.empty_cache()
 
@@ -396,7 +398,7 @@ class MegatronBackend:
         return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``TakesWeights``."""
+        """Yield the parameters that every tensor-parallel rank holds whole; see ``TakesWeights``."""
         return (
             (name, tensor)
             for name, tensor in self.parameters()
@@ -407,8 +409,8 @@ class MegatronBackend:
         return None if self.adapters is None else self.adapters.switch.off()
 
     def sync_parameters(self) -> None:
-        """Finish parameter gathers that would otherwise overlap with the next forward pass, and stop starting
-        new ones."""
+        """Finish parameter gathers that would otherwise overlap with the next forward pass, and start no new
+        ones."""
         for chunk in self.chunks if self._gathers_ahead else ():
             if chunk.remove_forward_pre_hook_handles:
                 # The hook would gather parameters in the middle of an export, in another order on each rank.
@@ -424,8 +426,8 @@ class MegatronBackend:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """Parameters were written from outside: a tied output layer and the optimizer's own copies have to
-        follow."""
+        """Update a tied output layer, and the optimizer's own copies, after parameters were written from
+        outside."""
         self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
@@ -433,8 +435,8 @@ class MegatronBackend:
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
-        """Copy the first stage's embedding to the last of several stages, which has one of its own where they
-        are tied."""
+        """Send the first stage's embedding to the last stage, which has its own copy if the two are tied; do
+        nothing with a single stage."""
         groups = self.groups
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
@@ -472,7 +474,7 @@ class MegatronBackend:
 
     @property
     def gathered_bytes(self) -> int:
-        """Buckets of an export that are there at once."""
+        """Bytes of the buckets of an export that exist at the same time."""
         return BUCKETS * self._bucket_bytes
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
@@ -531,7 +533,7 @@ class MegatronBackend:
                 share_random_state(self.runtime, self.groups.tensor)
 
     def close(self) -> None:
-        """Destroy the parallel groups and take the redirection back."""
+        """Destroy the parallel groups and undo the redirection of ``torch.cuda``."""
         self._staging.close()
         parallel.destroy()
         cuda_redirect.restore()

@@ -1,5 +1,5 @@
-"""Builds this worker's part of the model: a GPTModel or HybridModel of Megatron for each chunk of its
-pipeline stage, wrapped for data parallelism."""
+"""Builds this worker's part of the model: one Megatron GPTModel or HybridModel for each chunk of its pipeline
+stage, wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ from megarl.patched import patched
 def build_chunks(
     policy: PolicyConfig, architecture: Architecture, groups: ParallelGroups
 ) -> list[LanguageModule]:
-    """The uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved) on the
-    current device; weights have to be loaded before anything else. A collective over the world.
+    """Return the uninitialised model chunks of this pipeline stage (one, unless the pipeline is interleaved)
+    on the current device; weights have to be loaded before anything else. A collective over the world.
 
-    A model that is to score has a ``ScoreLayer`` in the place, and under the name, of its output layer."""
+    A scoring model has a ``ScoreLayer`` instead of its output layer, under the output layer's name.
+    """
     # gated delta nets stand in the portable layers alone
     fused = architecture.gated_delta is None and uses_transformer_engine(
         policy, has_experts=architecture.mixture is not None
@@ -107,11 +108,11 @@ _MODEL_CLASS = "policy.megatron_cfg.model_class"
 
 
 def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
-    """The function that makes a model chunk of the class that is chosen: ``_gpt_model``, or
+    """Return the function that builds a model chunk of the chosen class: ``_gpt_model``, or
     ``megarl.models.megatron.hybrid.hybrid_model``.
 
     Raises:
-        ConfigError: this Megatron-Core lacks the class.
+        ConfigError: the installed Megatron-Core lacks the class.
     """
     # null takes GPTModel while Megatron-Core has it, and HybridModel afterwards.
     if chosen != "hybrid" and _has_gpt_model():
@@ -150,7 +151,7 @@ def _gpt_model(
     options: Mapping[str, Any],
     **ends: Any,
 ) -> LanguageModule:
-    """See ``hybrid_model``."""
+    """Build a GPTModel chunk; see ``hybrid_model``."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the step.
@@ -161,9 +162,9 @@ def _gpt_model(
 
 @contextlib.contextmanager
 def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
-    """Yarn's rotary embeddings make a table for the model's original length at once, and keep a context
-    rank's two of 2c equal parts of it: inside, a length that has no such parts is rounded up. Rows of it that
-    nobody asks for change nothing."""
+    """Round the length of Yarn's rotary tables up to a multiple of 2c for c context-parallel ranks, within
+    the context. Yarn's rotary embedding builds a table for the model's original length at construction, and a
+    context-parallel rank keeps two of its 2c equal parts. The added rows are never read."""
     make = YarnRotaryEmbedding._set_cos_sin_cache
     parts = 2 * context_size if context_size > 1 else 1
 
@@ -176,22 +177,22 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
 
 
 def _output_layers_that_add_apart() -> contextlib.AbstractContextManager[None]:
-    """Inside, Megatron-Core builds an output layer whatever its configuration says of adding gradients inside
-    the products: it does so by an extension of Apex alone, and refuses the layer where that is absent, also
-    where all others are Transformer Engine's."""
+    """Return a context in which Megatron-Core builds an output layer whatever its configuration sets for
+    fused gradient accumulation. It implements this fusion only with an extension of Apex, and refuses to
+    build the layer without Apex, even if all other layers are Transformer Engine's."""
     return patched((layers, "_grad_accum_fusion_available", True))
 
 
 class ScoreLayer(torch.nn.Module):
-    """The score layer of a last stage: every tensor-parallel rank has all of it, and gives the scores of all
+    """The score layer of a last stage, whole on every tensor-parallel rank; it returns the scores of all
     positions.
 
-    With sequence parallelism each rank scores its own run of the sequence, and finds a part of the weight's
-    gradient, which Megatron-Core adds up as those of norms.
+    With sequence parallelism each rank scores its own run of the sequence, and computes a part of the
+    weight's gradient, which Megatron-Core sums as it does the gradients of norms.
 
     Args:
         config: of the model.
-        labels: scores of a position.
+        labels: number of scores of a position.
         group: the tensor-parallel ranks.
     """
 
@@ -210,8 +211,8 @@ class ScoreLayer(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: Any
     ) -> tuple[torch.Tensor, None]:
-        """[s, B, H] to [S, B, labels] with s = S / ranks under sequence parallelism, otherwise S; called as
-        the output layer is."""
+        """Return the scores [S, B, labels] of hidden states [s, B, H], where s = S / ranks under sequence
+        parallelism, otherwise S. The arguments are those of an output layer."""
         own = self._forward_impl(
             hidden, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group
         )
@@ -227,11 +228,11 @@ def _plain_linear(
 
 
 def keep_products_in_float32(layer: ColumnParallelLinear | ScoreLayer) -> None:
-    """Let a layer of 16-bit weights give float32: the sums of its products as they were added up, and not
-    rounded to 16 bits afterwards.
+    """Make a layer of 16-bit weights return float32: its products as they were accumulated, not rounded to 16
+    bits.
 
-    Its gradients are those that it has anyway: they come to it in float32, are rounded to its own dtype, and
-    are multiplied so.
+    Its gradients do not change: they arrive in float32, are rounded to the layer's dtype, and are multiplied
+    in that dtype.
     """
     layer._forward_impl = _float32_linear
 
@@ -246,9 +247,9 @@ def _float32_linear(
     tp_group: dist.ProcessGroup,
     **unused: Any,
 ) -> torch.Tensor:
-    """[s, B, H] to float32 [S, B, V / ranks] with s = S / ranks under sequence parallelism, otherwise S;
-    named as Megatron-Core calls it. Options for a gradient that is added to another one inside the product
-    are of no use here: autograd adds it."""
+    """Return the float32 product [S, B, V / ranks] of [s, B, H] and the weight, where s = S / ranks under
+    sequence parallelism, otherwise S. The parameter names are those that Megatron-Core passes. Options for
+    fused gradient accumulation are ignored, because autograd accumulates the gradient."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -259,8 +260,8 @@ def _float32_linear(
 
 class Float32Product(torch.autograd.Function):
     """The float32 product [..., V] of [..., H] and the transpose of [V, H], both of 16 bits. On a CUDA device
-    the operands are multiplied as they are, which was not tried on one; on a CPU they are widened. Float32
-    operands are taken too, whose product is the usual one."""
+    the operands are multiplied in their own dtype, which was not tested on one; on a CPU they are converted
+    to float32 first. Float32 operands are accepted too, and give the usual product."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -289,8 +290,8 @@ def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] |
     leaves them alone.
 
     Args:
-        model: keeps its embeddings of past lengths, so it must not have run.
-        scaling: arguments of Megatron's own llama3 scaling, of which its model passes on the factor alone.
+        model: a model that has not run, because it caches its rotary embeddings by length.
+        scaling: arguments of Megatron's own llama3 scaling; Megatron's model passes on only the factor.
     """
     if scaling is not None:
         rotary = model.rotary_pos_emb
@@ -300,13 +301,13 @@ def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] |
 
 
 def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Say that experts are reduced over the expert-data-parallel ranks and have an optimizer of their own, in
-    every layout.
+    """Mark experts as reduced over the expert-data-parallel ranks, with an optimizer of their own, in every
+    layout.
 
-    Megatron-Core does so only where the expert-parallel size is more than 1. Up to 0.16 it so forgets that
-    experts which are all on one rank, but not cut as the other layers are, have other data-parallel ranks as
-    well; and optimizer state of a layout with expert parallelism, which is in two parts, could not be read in
-    a layout without.
+    Megatron-Core marks them only if the expert-parallel size is more than 1. Up to 0.16 it ignores that
+    experts have other data-parallel ranks also if all are on one rank but not sharded like the other layers.
+    Moreover, the optimizer state of a layout with expert parallelism, which has two parts, could not be
+    loaded in a layout without it.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -316,13 +317,13 @@ def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
-    """Biases behind the second matrix of experts, which Megatron-Core allows only where experts are not cut
-    over ranks.
+    """Correct the handling of biases after the second matrix of experts, which Megatron-Core supports only
+    for experts that are not sharded over ranks.
 
-    It takes such a bias for a copy of that of the first tensor-parallel rank, although the others have other
-    experts: it leaves it out of the gradient's norm there, and with sequence parallelism adds up the
-    gradients of different experts. And where all experts are on one rank it adds the bias in place to the
-    result of a reduction that does nothing but get in the way of its gradient.
+    Megatron-Core treats such a bias as a copy of the first tensor-parallel rank's bias, although the other
+    ranks have other experts: it leaves the bias out of the gradient norm on these ranks, and with sequence
+    parallelism it sums the gradients of different experts. If all experts are on one rank, it adds the bias
+    in place to the result of a reduction, which does nothing except interfere with its gradient.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -334,9 +335,10 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Groups of buckets that are reduced together, those of each buffer by themselves: next to 16-bit weights
-    a gated delta net has float32 ones, and gloo reduces tensors of one type at a time. Megatron-Core puts all
-    buffers of a chunk beyond the first into one group. Its newer releases pass more options."""
+    """Return groups of buckets that are reduced together, formed separately for each buffer. Next to 16-bit
+    weights a gated delta net has float32 ones, and gloo reduces tensors of one dtype at a time, but
+    Megatron-Core puts all buffers of a chunk beyond the first into one group. Newer Megatron-Core releases
+    pass more options."""
     groups: list[Any] = []
     for buffer in buffers:
         # One buffer a call: partition_buckets then forms no group across dtypes.
@@ -347,8 +349,8 @@ def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any)
 def wrap_for_data_parallel(
     chunks: Sequence[LanguageModule], policy: PolicyConfig, groups: ParallelGroups
 ) -> list[DistributedDataParallel]:
-    """``chunks`` with Megatron's gradient and parameter buffers; their config learns how the schedules have
-    to synchronise gradients."""
+    """Wrap ``chunks`` with Megatron's gradient and parameter buffers, and set in their config how the
+    schedules synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)
     # chunks beyond the first have time to reduce their gradients while the others run

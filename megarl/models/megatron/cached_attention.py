@@ -1,8 +1,8 @@
-"""Attention of Megatron that decodes rows that are padded on the left: with ``DecodedRows`` as its cache, and
-with rotation by each row's positions.
+"""Megatron attention that decodes left-padded rows, with ``DecodedRows`` as its cache and with rotation by
+each row's positions.
 
-Keys are rotated by the positions of their own rows before they are cached; Megatron rotates all cached keys
-again in every pass.
+Keys are rotated by the positions of their own rows before they are cached; Megatron itself rotates all cached
+keys again in every pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megarl.models.megatron.rotary import rotate, rotation
 
 
 class CachesRows:
-    """An attention layer of Megatron whose keys and values go to ``DecodedRows`` while rows are decoded.
+    """A Megatron attention layer that stores its keys and values in ``DecodedRows`` while rows are decoded.
 
     Attributes:
-        rows: that are being decoded; set by ``decoding``.
+        rows: the rows that are being decoded; set by ``decoding``.
     """
 
     rows: DecodedRows | None = None
@@ -43,7 +43,7 @@ class CachesRows:
         rotary_pos_emb: Any,
         *others: Any,
     ) -> tuple[Any, ...]:
-        """Store keys and values in our cache, in the place of Megatron's own method; rotate nothing."""
+        """Store keys and values in our cache, which replaces Megatron's own method; rotate nothing."""
         if inference_context is None:
             return query, key, value, rotary_pos_emb, self.attn_mask_type, None
         assert self.rows is not None, "inside of decoding()"
@@ -58,8 +58,8 @@ class CachesRows:
 
 
 class RowSelfAttention(CachesRows, SelfAttention):
-    """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), but for the
-    kernel of Transformer Engine, which needs no positions."""
+    """Self-attention that rotates queries and keys itself (``megarl.models.megatron.rotary``), unless
+    Transformer Engine's kernel does it, which needs no positions."""
 
     _angles: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class RowSelfAttention(CachesRows, SelfAttention):
     def forward(
         self, *arguments: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **options: Any
     ) -> Any:
-        """See ``SelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
+        """Run the attention of ``SelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
         options["packed_seq_params"] = packed_seq_params
         if self.rows is None and self.config.apply_rope_fusion:
             return super().forward(*arguments, rotary_pos_emb=rotary_pos_emb, **options)
@@ -81,7 +81,8 @@ class RowSelfAttention(CachesRows, SelfAttention):
             self._angles = self._positions = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """See ``SelfAttention``."""
+        """Return what ``SelfAttention`` returns, with query and key rotated unless the kernel rotates
+        them."""
         found = super().get_query_key_value_tensors(*arguments, **options)
         if self._angles is None:
             return found
@@ -94,8 +95,8 @@ class RowSelfAttention(CachesRows, SelfAttention):
 
 
 class _AnglesOfRows:
-    """Rotary angles [positions, 1, 1, d] of a model with latent attention, which takes those of a run of
-    cached positions: of each row its own."""
+    """Rotary angles [positions, 1, 1, d] of a model with latent attention. The model slices them by a run of
+    cached positions, and gets the angles of each row's own positions."""
 
     def __init__(self, angles: torch.Tensor, rows: DecodedRows) -> None:
         self._angles, self._rows = angles, rows
@@ -121,13 +122,12 @@ def _of_rows(rotary: Callable[..., Any], rows: DecodedRows) -> Callable[..., Any
 def decoding(
     stages: Sequence[torch.nn.Module], rows: DecodedRows, portable: Callable[[Any], torch.nn.Module]
 ) -> Iterator[None]:
-    """Let the attention of all stages decode rows.
+    """Make the attention of all stages decode rows, within the context.
 
     Args:
         stages: model chunks.
-        rows: learn of each pass before it.
-        portable: makes the core attention for an attention layer that has another one, which cannot leave
-            padding out.
+        rows: the rows, which are updated before each pass.
+        portable: builds the core attention that replaces one which cannot leave padding out.
     """
     with contextlib.ExitStack() as stack:
         for attention in (module for stage in stages for module in stage.modules()):

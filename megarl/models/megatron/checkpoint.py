@@ -1,12 +1,13 @@
-"""Checkpoints through Megatron-Core's dist-checkpointing: any layout reads what any other wrote.
+"""Checkpoints through Megatron-Core's dist-checkpointing, which any layout can load whatever layout saved
+them.
 
-A checkpoint directory appears whole or not at all: everything is written next to it, synced to disk, and
-moved to its name by rank 0 alone.
+A checkpoint directory appears complete or not at all: everything is written next to it, synced to disk, and
+then renamed by rank 0 alone.
 
 The distributed optimizer's state goes through ``state_stream``, at the right offsets. Megatron-Core up to
-0.19 lays the gathered buckets of a buffer end to end without their padding, but then cuts parameters out by
-their offsets *with* padding: with two or more buckets (large models, or tied embeddings over pipeline stages)
-every parameter beyond the first bucket is saved from the wrong place.
+0.19 concatenates the gathered buckets of a buffer without their padding, but then slices parameters by their
+offsets *with* padding. With two or more buckets (large models, or tied embeddings over pipeline stages) every
+parameter beyond the first bucket is saved from the wrong offset.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def exact_offsets() -> Iterator[StateStream]:
-    """Inside, the state of Megatron's distributed optimizer that is to be saved or loaded are outlines, whose
-    values the stream has for ``save_sharded``, or takes from a checkpoint."""
+    """Yield a stream that saves and loads the state of Megatron's distributed optimizer. Within the context,
+    Megatron-Core sees only outlines of this state; the stream has their values for ``save_sharded``, or reads
+    them from a checkpoint."""
     stream = StateStream()
 
     def parameter_state(
@@ -67,7 +69,8 @@ def exact_offsets() -> Iterator[StateStream]:
         return stream.outlines(optimizer)
 
     def is_loaded(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
-        """Outlines have no values; these are read afterwards, to where they belong."""
+        """Do nothing: outlines have no values, and the stream reads the values into the optimizer
+        afterwards."""
 
     # Megatron-Core has the collector go over all objects of the process, for the sake of gathered tensors,
     # which there are none of
@@ -89,19 +92,20 @@ _BOUNDS = ("max_lr", "min_lr")
 
 
 def _metadata() -> dict[str, Any]:
-    """Return how optimizer state is cut: so that any layout can read it. A fresh dict each time, because
-    Megatron adds its process groups to it."""
+    """Return the metadata that makes Megatron save optimizer state in a form that any layout can load. The
+    dict is new each time, because Megatron adds its process groups to it."""
     return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _entry(chunk: int) -> str:
-    """Return where one of several model chunks stands in a state dict, as in Megatron-LM. The tensors have
-    the names of their layers."""
+    """Return the key of one of several model chunks in a state dict, as in Megatron-LM. The tensors have the
+    names of their layers."""
     return f"model{chunk}"
 
 
 def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return the sharded state of a checkpoint: all of a model, or where it has adapters these alone."""
+    """Return the sharded state of a checkpoint: that of the whole model or, if it has adapters, only that of
+    the adapters and other trained parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # each layer by itself, because not every one need have them
         states = [
@@ -135,9 +139,9 @@ def save_weights(
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
-    Config, tokenizer and so on of the Hugging Face directory ``model`` go with them, so that the checkpoint
-    can be exported by itself (``megarl convert export``); its config then says ``dtype``, and what else is
-    ``said``. ``add`` writes further files, on rank 0.
+    The config, tokenizer and other files of the Hugging Face directory ``model`` are copied with them, so
+    that the checkpoint can be exported by itself (``megarl convert export``). The copied config gets
+    ``dtype`` and the entries of ``said``. ``add`` writes further files, on rank 0.
     """
     with appears_whole(directory) as partial, cuda_literals():
         save_sharded(_sharded(chunks), partial, StateStream(), buffer)
@@ -149,11 +153,11 @@ def save_weights(
 
 
 def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> None:
-    """Read weights that any layout wrote. A collective over all ranks; after an error some of the weights may
-    be the checkpoint's.
+    """Load weights that any layout wrote. A collective over all ranks; after an error some weights may
+    already be the checkpoint's.
 
     Raises:
-        CheckpointError: it holds another model, or is damaged.
+        CheckpointError: the checkpoint holds another model, or is damaged.
     """
     with cuda_literals():
         loaded = _load(_sharded(chunks), directory, "weights", StreamedLoad(_places_of(chunks)))
@@ -171,7 +175,7 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
-    """Addresses of the memory of all parameters and buffers."""
+    """Return the addresses of the storages of all parameters and buffers."""
     modules = [chunk.module for chunk in chunks]
     tensors = itertools.chain.from_iterable(
         itertools.chain(module.parameters(), module.buffers()) for module in modules
@@ -211,11 +215,11 @@ def load_optimizer(
     runtime: DeviceRuntime,
     directory: Path,
 ) -> None:
-    """Read what ``save_optimizer`` wrote. Random-number states come back where this rank existed when they
-    were saved. A collective over all ranks; after an error some of the state may be the checkpoint's.
+    """Load what ``save_optimizer`` wrote. Random-number states are restored if this rank existed when they
+    were saved. A collective over all ranks; after an error some of the state may already be the checkpoint's.
 
     Raises:
-        CheckpointError: it belongs to another model, or is damaged.
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
     """
     with cuda_literals(), fused_style_adam(), exact_offsets() as stream:
         _initialize_state(optimizer)
@@ -251,8 +255,9 @@ def load_optimizer(
 
 
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
-    """Refuse the state of a distributed optimizer where this one is none, and the reverse: Megatron-Core
-    keeps master weights and moments of the two in different forms. Local."""
+    """Raise a CheckpointError if the stored state is that of a distributed optimizer and this optimizer is
+    not distributed, or the reverse: Megatron-Core stores master weights and moments of the two in different
+    forms. Local."""
     # From the index alone, before any tensor is read: the two forms fail deep inside Megatron-Core.
     stored = any(
         key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata
@@ -270,11 +275,11 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
 
 
 def require(directory: Path) -> None:
-    """Refuse a path that is no finished dist-checkpointing directory. Local.
+    """Raise an error unless the path is a finished dist-checkpointing directory. Local.
 
     Raises:
-        CheckpointError: it is none.
-        StorageError: the storage does not say.
+        CheckpointError: it is not one.
+        StorageError: the storage could not be read.
     """
     if not is_file(directory / CONFIG_FNAME):
         raise CheckpointError(
@@ -284,8 +289,9 @@ def require(directory: Path) -> None:
 
 
 def require_output(directory: Path, *, scores: bool) -> None:
-    """Refuse the weights of a language model for one that scores, and the reverse: Megatron-Core takes an
-    output layer of any number of rows, for vocabularies that are padded to another one. Local."""
+    """Raise a CheckpointError if the weights are a language model's and this model scores, or the reverse.
+    Megatron-Core itself accepts an output layer of any number of rows, because vocabularies may be padded
+    differently. Local."""
     stored = read_plain_index(directory).state_dict_metadata.get(OUTPUT_LAYER)
     rows = stored.size[0] if isinstance(stored, TensorStorageMetadata) else None
     if scores != (rows == 1):
@@ -298,8 +304,8 @@ def require_output(directory: Path, *, scores: bool) -> None:
 
 
 def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: StreamedLoad) -> dict[str, Any]:
-    """Return what ``directory`` holds for every entry of ``wanted``; a missing or a left-over tensor is an
-    error, not a warning, and an error of one rank is one on all."""
+    """Return what ``directory`` holds for every entry of ``wanted``. A missing or surplus tensor is an error,
+    not a warning, and an error of one rank is raised on all ranks."""
     readers: list[tuple[Any, str, Any]] = []
     loaded: dict[str, Any] = {}
     missing: list[str] = []
@@ -320,9 +326,9 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
 
 
 def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tuple[Any, str, Any]]:
-    """Read what each rank reads by itself, before all of them read tensors together: an error of it would
-    leave the others waiting. Tried again where the storage fails for a moment, and plain values alone,
-    whatever the environment says of torch's default. Local.
+    """Read the files that each rank reads by itself, before all ranks read tensors together, because an error
+    in the joint read would leave the other ranks waiting. Transient storage failures are retried. Only plain
+    values are unpickled, whatever the environment sets for torch's default. Local.
 
     Returns:
         Replacements of Megatron-Core's functions, for ``patched``, that return what was read.
@@ -361,7 +367,7 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
 
 
 def _shared_beside_tensors(directory: Path) -> Any:
-    """Read what all ranks share, where it is an object among the tensors."""
+    """Read the state that all ranks share from a checkpoint that stores it as an object among the tensors."""
     with restricted_loading():
         return read_again(lambda: serialization.load_common_state_dict(directory), str(directory))
 
@@ -373,8 +379,8 @@ def _read(
     strategy: StreamedLoad,
     readers: Sequence[tuple[Any, str, Any]],
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return what ``directory`` holds for ``wanted``; tensors that are only in the checkpoint, and those that
-    are only asked for by this rank."""
+    """Return what ``directory`` holds for ``wanted``, the names of tensors that are only in the checkpoint,
+    and the names of those that only this rank requests."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
         # RETURN_ALL: raising here would be local to a rank; the caller compares over all ranks.
         loaded, missing, unexpected = dist_checkpointing.load(
@@ -385,7 +391,7 @@ def _read(
 
 @contextlib.contextmanager
 def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
-    """Inside, errors of Megatron-Core and of DCP become megarl's."""
+    """Convert errors of Megatron-Core and of DCP into megarl's, within the context."""
     try:
         yield
     # DCP's is no Exception, and holds those of all ranks; megarl's own among them go on as they are.
@@ -409,34 +415,33 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
 
 
 def _on_all_ranks(own: Any) -> list[Any]:
-    """Return the object of each rank, by rank. A collective over all ranks."""
+    """Gather the object of each rank, in the order of the ranks. A collective over all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return everywhere
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
-    """Names of tensors; the (empty) extra state of linear layers differs between layer specs and does not
-    count."""
+    """Return the sorted names of tensors. The (empty) extra state of linear layers is left out, because it
+    differs between layer specs."""
     return sorted(key for key in keys if not key.endswith(_EXTRA_STATE))
 
 
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that has not stepped yet its (zero) state, so that there is something to save or to
-    fill."""
+    """Create the (zero) state of an optimizer that has not stepped yet, so that it can be saved or filled."""
     for inner in with_parameters(optimizer):
         if inner.init_state_fn is not None and not inner.optimizer.state:
             inner.init_state_fn(inner.optimizer, inner.config)
 
 
 def _states_of(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The state of each optimizer of a chain, or of a single one."""
+    """Yield the state of each optimizer of a chain, or of a single optimizer."""
     yield from [state] if "optimizer" in state or "param_groups" in state else state.values()
 
 
 def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Leave out the float32 copies of no weights. Those of rank 0, whose first stage may have no experts,
-    would stand in the checkpoint for everyone's."""
+    """Return the state without empty lists of float32 copies. Rank 0's first stage may have no experts, and
+    its empty list would be stored in the checkpoint for all ranks."""
     for each in _states_of(state):
         if _COPIES in each and not any(each[_COPIES]):
             del each[_COPIES]
@@ -444,8 +449,8 @@ def _without_empty_copies(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """Put back what an optimizer without parameters on this rank expects, and Megatron-Core's reader leaves
-    out because it is empty."""
+    """Add the empty entries that an optimizer without parameters on this rank expects, and that
+    Megatron-Core's reader leaves out."""
     for each in _states_of(loaded):
         each.get("optimizer", each).setdefault("state", {})
         each.setdefault(_COPIES, [])
@@ -453,12 +458,12 @@ def _with_empty_states(loaded: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
-    """Give groups that lack a count of steps that of the others: all parameters step together. A collective
-    over all ranks.
+    """Set the step count of groups that lack one to that of the other groups; all parameters step together. A
+    collective over all ranks.
 
-    A group counts where a rank has parameters of it, and a checkpoint keeps the counts of rank 0 alone:
-    behind a first pipeline stage of dense layers, the moments of all experts would come back with Adam's
-    bias correction at its first step.
+    A group counts steps only on ranks that have parameters of it, and a checkpoint stores only rank 0's
+    counts. If the first pipeline stage has only dense layers, the moments of all experts would be loaded with
+    Adam's bias correction at its first step.
     """
     groups = optimizer.param_groups
     # Over all ranks: a group may have parameters on other ranks alone, and counts only there.

@@ -1,23 +1,23 @@
 """Lets Megatron-Core, which is written for CUDA, run in a process without CUDA.
 
-Everything that is redirected is listed here and nowhere else. It happens in three layers:
+Everything that is redirected is listed in this module. It happens in three layers:
 
-* *Stand-ins*, installed by ``install`` and taken back by ``restore``: ``torch.cuda.current_device`` answers
-  the CPU device, streams and events do nothing, and the CUDA random-number functions work on the CPU
-  generator. They cost nothing in a forward pass. ``Tensor.record_stream`` is among them: it looks at the type
-  of its argument before any function mode is asked.
+* *Stand-ins*, installed by ``install`` and removed by ``restore``: ``torch.cuda.current_device`` returns the
+  CPU device, streams and events do nothing, and the CUDA random-number functions work on the CPU generator.
+  They cost nothing in a forward pass. ``Tensor.record_stream`` is among them, because it checks the type of
+  its argument before any function mode is called.
 * ``CudaLiterals``, a ``TorchFunctionMode`` that rewrites ``device="cuda"``, ``.cuda()``, ``pin_memory`` and
-  the answer of ``Tensor.type()``. It costs one to three microseconds for each torch call made under it, so
+  the result of ``Tensor.type()``. It costs one to three microseconds for each torch call made under it. So
   ``cuda_literals`` is entered only where Megatron-Core uses such literals (building, optimizer step, schedule
-  bookkeeping, checkpoints) and ``plain_torch`` leaves it again inside the model's forward and backward pass.
-  Modes are thread-local: a helper thread has to enter it itself.
-* ``without_compiler``, around the import of Megatron-Core, which gives small functions to ``torch.compile``
-  (its fused activations, a router's count of tokens). On a CPU they stay plain functions: torch's compiler
-  takes seconds of every worker's start to load, then runs a C++ compiler, and fuses nothing worth it there.
+  bookkeeping, checkpoints), and ``plain_torch`` disables it inside the model's forward and backward pass.
+  Modes are thread-local: a helper thread has to enter the mode itself.
+* ``without_compiler``, around the import of Megatron-Core, which passes small functions to ``torch.compile``
+  (its fused activations, a router's token count). On a CPU they stay plain functions: torch's compiler takes
+  seconds to load at every worker's start, then runs a C++ compiler, and there is little for it to fuse.
 
-In a process that computes on CUDA every function here does nothing at all. Which device that is, megarl's
-runtime says: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and Megatron-Core
-sees no CUDA.
+In a process that computes on CUDA every function here does nothing at all. megarl's runtime decides which
+device that is: with ``MEGARL_DEVICE=cpu`` a process on a machine with GPUs is redirected too, and
+Megatron-Core sees no CUDA.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ _TENSOR_TYPES = {
 
 
 def needed() -> bool:
-    """True in a process that computes on a CPU."""
+    """Return True in a process that computes on a CPU."""
     return not runtime().is_cuda
 
 
 def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """Stands for ``torch.compile``, as a decorator with and without options."""
+    """Return the function uncompiled; replaces ``torch.compile`` as a decorator with and without options."""
     return _uncompiled if model is None else model
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Context in which ``torch.compile`` gives functions back as they are (in a process with CUDA: nothing).
+    """Make ``torch.compile`` return functions unchanged, within the context; do nothing in a process with
+    CUDA.
 
-    Megatron-Core takes hold of ``torch.compile`` once, when it is first imported: if that is here, none of
-    its functions is ever compiled.
+    Megatron-Core binds ``torch.compile`` once, at its first import. If that import happens in this context,
+    none of Megatron-Core's functions is ever compiled.
     """
     # Asked without starting CUDA: this runs at import, before the process has chosen its device.
     if will_use_cuda():
@@ -66,7 +67,8 @@ def without_compiler() -> Iterator[None]:
 
 
 class _InertEvent:
-    """Stands for a CUDA event: everything on a CPU has happened by the time it is recorded."""
+    """A stand-in for a CUDA event that does nothing: on a CPU all work is done by the time the event is
+    recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -85,7 +87,7 @@ class _InertEvent:
 
 
 class _InertStream:
-    """Stands for a CUDA stream: work on a CPU is already in order."""
+    """A stand-in for a CUDA stream that does nothing: work on a CPU is already in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = CPU
@@ -128,21 +130,21 @@ def _manual_seed(seed: int) -> None:
 
 
 def _rotary_angles_of_context_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """Chunks r and 2c - 1 - r of 2c of the rotary angles; Megatron's own picks them through page-locked
-    memory, inside the forward pass."""
+    """Return chunks r and 2c - 1 - r of the 2c chunks of the rotary angles, for rank r of c; Megatron's own
+    function selects them through page-locked memory, inside the forward pass."""
     size, rank = cp_group.size(), cp_group.rank()
     chunks = pos_emb.chunk(2 * size, dim=seq_dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
 
 
 def _splits_as_they_are(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's own turns the numbers of tokens that ranks exchange into numpy only on their way from CUDA;
-    collectives want them so."""
+    """Return the token counts that ranks exchange, as numpy on request. Collectives require numpy, and
+    Megatron's own function converts only tensors that it moves from CUDA."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Gathers and reduce-scatters of parts of different lengths, which gloo does not have."""
+    """Yield replacements for gathers and reduce-scatters of parts of different lengths, which gloo lacks."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_uneven(
@@ -176,8 +178,8 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Reduce-scatters of gradients and gathers of parameters among one rank: NCCL does nothing there, gloo
-    copies all of them to itself."""
+    """Yield replacements that skip reduce-scatters of gradients and gathers of parameters in groups of one
+    rank: NCCL does nothing there, but gloo copies all of them to itself."""
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
@@ -193,7 +195,8 @@ def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
-    """Autograd without the rewriting of literals, of which functions' backward passes have none."""
+    """Return ``backward`` without the rewriting of literals, since the backward passes of autograd functions
+    have none."""
 
     def run(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
         with plain_torch():
@@ -221,7 +224,7 @@ _CUDA_STAND_INS: dict[str, Any] = {
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of everything that ``install`` changes."""
+    """Yield (owner, attribute, replacement) of everything that ``install`` changes."""
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
     yield torch.Tensor, "record_stream", _nothing
@@ -255,7 +258,7 @@ _depth = 0
 
 
 def install() -> None:
-    """Put the stand-ins in place. Calls nest; each needs its ``restore``. Does nothing in a process with
+    """Install the stand-ins. Calls nest, and each needs its own ``restore``. Does nothing in a process with
     CUDA."""
     global _depth
     if not needed():
@@ -267,7 +270,7 @@ def install() -> None:
 
 
 def restore() -> None:
-    """Undo one ``install``; the outermost one puts every original back."""
+    """Undo one ``install``; undoing the outermost one restores every original."""
     global _depth
     if _depth == 0:
         return
@@ -283,7 +286,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 class CudaLiterals(TorchFunctionMode):
-    """Rewrites the literals in Megatron-Core's source that name CUDA (see the module's docstring)."""
+    """A function mode that rewrites the literals in Megatron-Core's source that name CUDA (see the module's
+    docstring)."""
 
     def __torch_function__(
         self,
@@ -308,11 +312,11 @@ class CudaLiterals(TorchFunctionMode):
 
 
 def cuda_literals() -> contextlib.AbstractContextManager[Any]:
-    """Context in which CUDA literals mean the CPU (nothing in a process with CUDA)."""
+    """Return a context in which CUDA literals mean the CPU; it does nothing in a process with CUDA."""
     return CudaLiterals() if needed() else contextlib.nullcontext()
 
 
 def plain_torch() -> contextlib.AbstractContextManager[Any]:
-    """Context inside ``cuda_literals`` in which torch calls go straight through, for the passes through the
-    model."""
+    """Return a context, used inside ``cuda_literals``, in which torch calls are not intercepted, for the
+    forward and backward passes."""
     return torch._C.DisableTorchFunction() if needed() else contextlib.nullcontext()

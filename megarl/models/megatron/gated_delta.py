@@ -1,12 +1,12 @@
-"""A gated delta net in the place of attention in Megatron's GPT layers: Megatron's own parallel linear layers
+"""A gated delta net that replaces attention in Megatron's GPT layers: Megatron's own parallel linear layers
 around the engine's functions (``megarl.models.engine.gated_delta``).
 
-Megatron-Core has a gated delta net of its own, which wants kernels that are not here, and neither packs
-sequences nor shares them over context-parallel ranks. Parameters have its names; the rows of projection and
-convolution stand key head by key head (``converters.families.gated_delta``).
+Megatron-Core has its own gated delta net, which needs kernels that are not installed here, and neither packs
+sequences nor shards them over context-parallel ranks. Parameters have its names; the rows of projection and
+convolution are ordered by key head (``converters.families.gated_delta``).
 
-Legend: S positions here, B rows; H key heads and G value heads of this tensor-parallel rank; K and V their
-widths; W width of the convolution.
+Legend: S positions on this rank, B rows; H key heads and G value heads of this tensor-parallel rank; K and V
+their widths; W width of the convolution.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GatedDeltaSubmodules:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of each value head, times the SiLU of its gate. The weight is the same for all heads, and not
+    """RMS norm of each value head, times the SiLU of its gate. All heads share one weight, which is not
     zero-centred."""
 
     def __init__(self, config: TransformerConfig, width: int, group: dist.ProcessGroup) -> None:
@@ -61,7 +61,7 @@ class GatedNorm(torch.nn.Module):
         )
 
     def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[..., V] of heads and gates."""
+        """Return the gated norm [..., V] of heads and gates [..., V]."""
         # each tensor-parallel rank has other heads: their gradients of the weight add up
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
         wide = wide_dtype(heads)
@@ -75,7 +75,7 @@ class GatedDeltaMixer(MegatronModule):
 
     Attributes:
         context: the ranks that share every sequence.
-        rows: that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
+        rows: the rows that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
 
     Raises:
         ModelError: the key heads cannot be divided over the tensor-parallel ranks.
@@ -142,10 +142,10 @@ class GatedDeltaMixer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *unused: Any, packed_seq_params: Any = None, **ignored: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, hidden] to the same, S divided over the tensor-parallel ranks under sequence parallelism; B
-        is 1 of packed sequences.
+        """Return the output [S, B, hidden] of hidden states [S, B, hidden], with S divided over the
+        tensor-parallel ranks under sequence parallelism; B is 1 for packed sequences.
 
-        Masks are not needed: sequences are padded on the right only, where nothing that comes later is read.
+        Masks are not needed: sequences are padded on the right only, and no token reads later positions.
         """
         projected, _ = self.in_proj(hidden_states)
         length, rows = projected.shape[:2]
@@ -175,8 +175,8 @@ class GatedDeltaMixer(MegatronModule):
         return self.out_proj(normed.reshape(length, rows, -1))
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query and key [t, H, K] of unit length, and value [t, G, V], of what comes out of the convolution,
-        [t, channels]."""
+        """Split the output of the convolution, [t, channels], into query and key [t, H, K] of unit length,
+        and value [t, G, V]."""
         net = self.net
         by_head = F.silu(convolved).unflatten(1, (self.key_heads, -1))
         query, key, value = by_head.split([net.key_width, net.key_width, net.values // net.key_heads], dim=-1)
@@ -185,7 +185,8 @@ class GatedDeltaMixer(MegatronModule):
     def _read_prompts(
         self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, length: int, rows: DecodedRows
     ) -> torch.Tensor:
-        """Outputs [p * length, G, V] of p prompts that are padded on the left; keeps the state of each."""
+        """Return the outputs [p * length, G, V] of p left-padded prompts, and store the state of each
+        prompt."""
         prompts, reach = len(mixed) // length, self.net.convolution - 1
         by_position = mixed.unflatten(0, (length, prompts))
         if rows.row_lengths is not None:
@@ -205,7 +206,7 @@ class GatedDeltaMixer(MegatronModule):
     def _step(
         self, mixed: torch.Tensor, decay: torch.Tensor, step: torch.Tensor, rows: DecodedRows
     ) -> torch.Tensor:
-        """Outputs [b, G, V] of one more token a row; changes the states in their place."""
+        """Return the outputs [b, G, V] of one more token per row; update the states in place."""
         tails, states = rows.states(self.layer_number)
         seen = torch.cat((tails, mixed[:, None]), dim=1)
         convolved = (seen * self.conv1d.weight.squeeze(1).t()).sum(1)
@@ -218,7 +219,8 @@ class GatedDeltaMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the sharded state; what Megatron's modules do not describe themselves is cut by rows."""
+        """Return the sharded state; parameters that Megatron's modules do not describe themselves are sharded
+        by rows, except the norm's weight."""
         cut = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         own = {**cut, "out_norm.weight": self.out_norm.weight}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -232,5 +234,5 @@ class GatedDeltaMixer(MegatronModule):
 
 
 def gated_delta_spec() -> ModuleSpec:
-    """The layer spec of a gated delta net."""
+    """Return the layer spec of a gated delta net."""
     return ModuleSpec(module=GatedDeltaMixer, submodules=GatedDeltaSubmodules())

@@ -1,7 +1,8 @@
 """Generation by Megatron itself, with a key-value cache, in any layout of tensor, pipeline, context and data
 parallelism.
 
-Replicas that share experts decode the rows of all of them, so that their passes meet, and each keeps its own.
+Replicas that share experts decode the rows of all these replicas, so that their collectives match, and each
+replica keeps the results of its own rows.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoupledGroups(ParallelGroups):
-    """Groups of a replica that learns from the last stage of the first of the coupled replicas.
+    """Groups of a replica that receives values from the last stage of the first of the coupled replicas.
 
-    All of them compute the same, but in products of other shapes, so that rounding could make two of them
-    draw different tokens and fall out of step.
+    All coupled replicas compute the same rows, but in products of different shapes, so that rounding could
+    make two of them sample different tokens and diverge.
     """
 
     replicas: dist.ProcessGroup
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """See ``ParallelGroups``."""
+        """Broadcast values from the first replica's last stage; see ``ParallelGroups``."""
         ParallelGroups.from_last_stage(self, values)
         # After the pipeline: by then every stage of the first replica has its last stage's values.
         dist.broadcast(values, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return values
 
     def object_from_last_stage(self, value: Any) -> Any:
-        """See ``ParallelGroups``."""
+        """Broadcast an object from the first replica's last stage; see ``ParallelGroups``."""
         box = [ParallelGroups.object_from_last_stage(self, value)]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return box[0]
@@ -66,13 +67,13 @@ def decode_together(
     groups: ParallelGroups,
     replicas: dist.ProcessGroup,
 ) -> BatchedDataDict[Any]:
-    """Return what ``decode_rows`` gives for the rows of this replica, run on the rows of all replicas.
+    """Run ``decode_rows`` on the rows of all replicas, and return the results of this replica's rows.
 
     Args:
-        decode_rows: decodes rows with some groups.
-        data: this replica's rows; it may have none.
-        groups: of this replica.
-        replicas: those that share experts. A collective over them.
+        decode_rows: decodes rows with given groups.
+        data: this replica's rows; may be empty.
+        groups: the groups of this replica.
+        replicas: the replicas that share experts. A collective over them.
     """
     # Whole rows as objects: their numbers and widths differ between replicas, and prompts are small.
     parts: list[Any] = [None] * dist.get_world_size(replicas)
@@ -94,7 +95,7 @@ def decode_together(
 
 
 def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of all parts, padded to one width."""
+    """Concatenate the rows of all parts, padded to one width."""
     width = max(part["input_ids"].shape[1] for part in parts)
 
     def join(key: str) -> Any:
@@ -147,7 +148,7 @@ def generate(
 
 
 class _CachedForward:
-    """All model chunks of all pipeline stages, with a cache; see ``Forward``."""
+    """The forward pass through all model chunks of all pipeline stages, with a cache; see ``Forward``."""
 
     def __init__(
         self, backend: MegatronBackend, decoded: DecodedRows, graphs: Graphs, rows: int, positions: int
@@ -162,14 +163,16 @@ class _CachedForward:
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor | None:
-        """See ``Forward``; logits are on the last stage."""
+        """Read prompts and return the logits of each row on the last stage, None on others; see
+        ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
         # Rows with the same prompt take the same logits, each with random numbers of its own.
         return None if logits is None else logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """See ``Forward``; logits are on the last stage."""
+        """Decode one token per row and return the logits on the last stage, None on others; see
+        ``Forward``."""
         positions = self.decoded.advance()
 
         def run(chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -187,12 +190,13 @@ class _CachedForward:
         return self._through_stages((self.decoded.count, 1), run)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """See ``Forward``."""
+        """Keep only some rows in the cache; see ``Forward``."""
         self.decoded.keep(rows)
 
     def _chunk(self, chunk: int, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
-        """One model chunk: hidden states [n, b, H], or logits [b, V] of the last position. Tokens [b, n] are
-        read by the first chunk of the model alone, the others have hidden states."""
+        """Run one model chunk and return hidden states [n, b, H], or the logits [b, V] of the last position
+        from the model's last chunk. Only the model's first chunk reads tokens [b, n]; the others read hidden
+        states."""
         stage = self.backend.stages[chunk]
         if hidden is not None:
             # How Megatron-Core's schedules hand hidden states to a stage; forward takes none.
@@ -209,12 +213,13 @@ class _CachedForward:
     def _through_stages(
         self, shape: Sequence[int], run: Callable[[int, torch.Tensor | None], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Run the chunks of this stage in turn with those of the others, and return what the last one of the
-        model gives, on its stage.
+        """Run the chunks of this stage in turn with those of the others, and return the output of the model's
+        last chunk, None on other stages.
 
         Args:
             shape: [b, n] of the tokens.
-            run: one chunk: its number, and hidden states [n, b, H], or None for the first chunk of the model.
+            run: runs one chunk, given its number and hidden states [n, b, H], None for the first chunk of the
+                model.
         """
         output = None
         for chunk, stage in enumerate(self.backend.stages):
@@ -226,8 +231,8 @@ class _CachedForward:
         return output
 
     def _receive(self, config: Any, shape: Sequence[int]) -> torch.Tensor:
-        """Hidden states [n, b, hidden] of the stage before this one; for the first stage that is the last, of
-        the chunk before."""
+        """Receive hidden states [n, b, hidden] from the previous stage; the first stage receives those of the
+        previous chunk from the last stage."""
         groups = self.backend.groups
         rows, positions = shape
         hidden = torch.empty(
@@ -252,11 +257,11 @@ class _CachedForward:
 
 @contextlib.contextmanager
 def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Decoding takes one position at a time, which cannot be split over ranks: run it without sequence and
-    context parallelism.
+    """Disable sequence and context parallelism within the context: decoding takes one position at a time,
+    which cannot be split over ranks.
 
-    Both change only where activations are, not what is computed, so the same weights serve. Context-parallel
-    ranks all do the same.
+    Both only change where activations are stored, not what is computed, so the same weights serve. All
+    context-parallel ranks compute the same.
     """
     alone = ContextShare()
     replaced: list[tuple[Any, str, Any]] = []

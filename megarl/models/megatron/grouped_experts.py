@@ -1,11 +1,11 @@
-"""Experts of a rank in grouped matrix products without Transformer Engine: each product of Megatron's loop
-over experts at once.
+"""A rank's experts as grouped matrix products without Transformer Engine: each product of Megatron's loop
+over experts is computed for all experts at once.
 
-A loop launches some twenty-five operations an expert, forward and backward; the grouped product
-(``torch.nn.functional.grouped_mm``) takes the same few whatever the number of experts. Parameters, their
-names and their checkpoints are those of Megatron's loop (``SequentialMLP``), whose subclass this is. On a CPU
-torch's grouped product makes the products of the loop, and everything is the same to the bit but gradients of
-biases and the gradient's norm, which are summed up in another order. On a GPU it has not been run yet.
+The loop launches some twenty-five operations per expert, forward and backward; the grouped product
+(``torch.nn.functional.grouped_mm``) launches the same few for any number of experts. Parameters, their names
+and their checkpoints are those of Megatron's loop (``SequentialMLP``), which is the base class here. On a CPU
+torch's grouped product computes the products of the loop, and all results are bitwise equal except gradients
+of biases and the gradient norm, which are summed in another order. On a GPU it has not been run yet.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
 _ALIGNMENT = 16
 
 Linears: TypeAlias = tuple[list[Any], list[Any]]
-"""The first and the last linear layer of each expert of a rank: what has ``weight`` [N, K] and ``bias`` [N]
-or None."""
+"""The first and the last linear layer of each expert of a rank: objects with ``weight`` [N, K], and ``bias``
+[N] or None."""
 
 
 class _FromLast(torch.nn.ModuleList):
     """A list of modules that are registered from the last to the first.
 
-    Megatron's buffers of weights and gradients have parameters in the reverse of their order. So the weights
-    of these modules are there in the order of the experts, at equal distances, where one tensor can show all
-    of them.
+    Megatron's buffers of weights and gradients hold parameters in the reverse of their order. So the weights
+    of these modules are there in the order of the experts, at equal distances, and one tensor can view all of
+    them.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -50,10 +50,10 @@ class _FromLast(torch.nn.ModuleList):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts of a rank, whose products are grouped.
+    """Megatron's experts of a rank, with grouped products.
 
-    Where that cannot be, they run one after another: no token came, the rank has one expert, or one of their
-    widths is no multiple of 16 bytes.
+    The experts run one after another if no token arrived, the rank has one expert, or one of their widths is
+    not a multiple of 16 bytes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -73,15 +73,15 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the tokens that came to this rank through its experts.
+        """Run the tokens that were sent to this rank through its experts.
 
         Args:
-            permuted_local_hidden_states: [t, H], those of the first expert first.
+            permuted_local_hidden_states: [t, H], sorted by expert.
             tokens_per_expert: [E of this rank] integers whose sum is t.
-            permuted_probs: [t], what each token's result is multiplied by.
+            permuted_probs: [t], the factor of each token's result.
 
         Returns:
-            [t, H], biases included; None, because nothing is left to be added.
+            [t, H], biases included; and None, because no bias is left to add.
         """
         if not self._can_group or not permuted_local_hidden_states.shape[0]:
             experts: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
@@ -103,7 +103,8 @@ def linears_of(experts: SequentialMLP) -> Linears:
 
 
 def can_group(linears: Linears) -> bool:
-    """Return whether torch has a grouped product for several experts of these widths."""
+    """Return whether torch can group the products of these layers: it needs several experts and aligned
+    widths."""
     first, last = (of_layer[0].weight for of_layer in linears)
     # An adapter's products have its rank as a width, which the kernel wants aligned as well.
     ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
@@ -116,18 +117,18 @@ def can_group(linears: Linears) -> bool:
 def grouped_mlp(
     config: Any, linears: Linears, tokens: torch.Tensor, limits: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
-    """Return what experts make of tokens, biases included.
+    """Return the experts' outputs for their tokens, biases included.
 
     Args:
-        config: Megatron's, of the experts.
-        linears: of the experts.
-        tokens: [t, H], those of the first expert first.
+        config: Megatron's config of the experts.
+        linears: the linear layers of the experts.
+        tokens: [t, H], sorted by expert.
         limits: [E] int32 on the device of the tokens, the number of tokens up to the end of each expert's.
-            What is behind the last limit goes to no expert, and its results are undefined.
-        probs: [t], what each token's result is multiplied by.
+            Tokens after the last limit go to no expert, and their results are undefined.
+        probs: [t], the factor of each token's result.
 
     Returns:
-        [t, H] of the dtype of ``tokens``.
+        [t, H] in the dtype of ``tokens``.
     """
     whole = _WholeMLP(config, linears, limits)
     # Megatron's own forward, called on our module: activation and weighting by probs stay its.
@@ -139,8 +140,8 @@ def grouped_mlp(
 
 
 class _WholeMLP(torch.nn.Module):
-    """All experts as the one MLP whose forward pass Megatron has: what is between the products is
-    Megatron's own."""
+    """All experts as a single MLP for Megatron's forward pass, which computes everything between the
+    products."""
 
     def __init__(self, config: Any, linears: Linears, limits: torch.Tensor) -> None:
         super().__init__()
@@ -154,8 +155,8 @@ class _GroupedLinear(torch.nn.Module):
     """The linear layers of all experts.
 
     Attributes:
-        bias: [t, N] what is to be added to the last result; None where the layers have no biases, or they are
-            added already.
+        bias: [t, N] to be added to the last result; None if the layers have no biases, or if these are added
+            already.
     """
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
@@ -190,7 +191,7 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """[t, K] times the weights [N, K] of each token's expert, to [t, N]."""
+    """The product [t, N] of tokens [t, K] and the weights [N, K] of each token's expert."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, limits: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -235,22 +236,21 @@ class _OfTokens(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, each row behind the last one, with the strides of that also where a dimension has one
-    entry."""
+    """Return the values as contiguous rows, with contiguous strides even in a dimension of size 1."""
     return tensor.contiguous().view(-1).view(tensor.shape)
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape as one tensor with a dimension more in front: their own memory where they are in
-    one piece of it at equal distances, as weights do in the buffers of Megatron's distributed optimizer,
-    otherwise a copy."""
+    """Stack tensors of one shape in a new first dimension. The result is a view if the tensors are at equal
+    distances in one storage, as weights are in the buffers of Megatron's distributed optimizer, otherwise a
+    copy."""
     shown = shared_view(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if shown is None else shown
 
 
 def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor over the memory of several, a dimension more in front; None where they are not one after
-    another at equal distances."""
+    """Return one tensor that views the memory of several, stacked in a new first dimension; None unless they
+    follow each other at equal distances in one storage."""
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
@@ -268,10 +268,11 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradient of each parameter, of gradients [E, ...] of all of them.
+    """Return the gradient of each parameter from the gradients [E, ...] of all parameters.
 
-    Where Megatron sums up gradients in one buffer at equal distances, all are added there at once, and its
-    hook at each parameter learns of it: the same sums as its own.
+    If Megatron's gradient buffer holds their sums at equal distances, all gradients are added there at once,
+    and each parameter is marked so that Megatron's hook does not add them again. The sums are the same as
+    Megatron's own.
     """
     sums = [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
     if len(sums) == len(parameters):

@@ -1,6 +1,6 @@
-"""Weights in from Hugging Face form, and the names that parameters have everywhere.
+"""Loading of weights in Hugging Face form, and the names that parameters have in all layouts.
 
-Of the files each slice is read once: by the first of the ranks that hold it, which sends it to the others.
+Each slice of the files is read once, by the first of the ranks that hold it, which sends it to the others.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megarl.models.megatron.parallel import ExpertGroups, holders
 TensorPlace = tuple[dict[str, Any], str]
 
 ADAPTER = "adapter"
-"""Name of the module with a layer's adapters, in the layer."""
+"""Name of the submodule of a layer that holds the layer's adapters."""
 _LAYERS = "decoder.layers."
 _CORRECTION_BIAS = "mlp.router.expert_bias"
 
 
 def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]:
-    """A model chunk's parameter names, mapped to the names they have in a GPTModel without pipeline stages
-    and expert parallelism; with them the biases that correct the choice of experts, which Megatron keeps as
-    buffers."""
+    """Return the names of a model chunk's parameters, mapped to their names in a GPTModel without pipeline
+    stages and expert parallelism. They include the biases that correct the routing to experts, which Megatron
+    keeps as buffers."""
     first_expert = experts.model_rank * ((model.config.num_moe_experts or 0) // experts.model_size)
     names = {}
     for local, _ in _tensors_of(model):
@@ -55,8 +55,8 @@ def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:
-    """Return where the tensors of ``parameters_of`` that are the model's own are kept, whichever tensors that
-    may be later."""
+    """Yield the name of each tensor of ``parameters_of`` that is the model's own, with the dictionary and key
+    that hold it, also after the tensor is replaced."""
     for chunk in chunks:
         for local, name in global_names(chunk, experts).items():
             if f".{ADAPTER}." in local:
@@ -70,8 +70,8 @@ def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterat
 def parameters_of(
     chunks: Sequence[LanguageModule], experts: ExpertGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's parameters, and such buffers as checkpoints have, by the names they have in a model without
-    pipeline stages and expert parallelism."""
+    """Yield this rank's parameters, and the buffers that checkpoints contain, under their names in a model
+    without pipeline stages and expert parallelism."""
     for chunk in chunks:
         names = global_names(chunk, experts)
         for local, tensor in _tensors_of(chunk):
@@ -89,8 +89,8 @@ def load_from_hf(
     """Fill every parameter of this stage from ``source``. A collective over the world.
 
     Only this rank's slices are read, and only by the first of its data-parallel and context-parallel copies,
-    from which the others get the bytes. A rank that cannot read sends on what it has, so that nobody waits
-    for it, and all fail in the end.
+    which sends the bytes to the others. A rank that cannot read still sends the values that it has, so that
+    no rank waits for it, and all ranks fail in the end.
 
     Raises:
         ModelError: another rank could not read its slices.

@@ -1,10 +1,9 @@
-"""Megatron-Core's HybridModel, which takes GPTModel's place, with GPTModel's names of parameters and
-checkpoints.
+"""Megatron-Core's HybridModel, which replaces GPTModel, with GPTModel's names of parameters and checkpoints.
 
-The decoder of a HybridModel is a row of half layers by the symbols of a pattern: those that mix tokens, and
-those with an MLP or experts. Each layer of a model is two of them here, cut from the layer spec that GPTModel
-has, and both count as that layer: whatever goes by the numbers and names of layers (mapping rules, windows,
-caches, records of routers, checkpoints) is the same for both classes.
+The decoder of a HybridModel is a row of half layers, given by the symbols of a pattern: some mix tokens, the
+others have an MLP or experts. Each layer of a model is two half layers here, split from the layer spec of
+GPTModel, and both have that layer's number. So everything that depends on the numbers and names of layers
+(mapping rules, windows, caches, records of routers, checkpoints) is the same for both classes.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MLP, _EXPERTS = (Symbols.MLP, "mlp_layer"), (Symbols.MOE, "moe_layer")
 
 
 class HalfLayer(TransformerLayer):
-    """The mixer of tokens of a layer, or the MLP behind it, with the number of the layer."""
+    """The token mixer of a layer, or the MLP after it, with the number of the layer."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
         # HybridStack counts half layers from 1; two of them have one number.
@@ -57,8 +56,8 @@ class Decoder(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state by local names; the tensors have GPTModel's names, with layers of one form
-        in one tensor as there."""
+        """Return the sharded state by local names. The tensors have GPTModel's names, and layers of one form
+        share one tensor, as in GPTModel."""
         config = self.config
         # GPTModel's decoder decides by these, too, whether each layer has tensors of its own.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
@@ -85,11 +84,11 @@ class Decoder(HybridStack):
 
 
 class LayeredModel(HybridModel):
-    """A HybridModel where GPTModel does more."""
+    """A HybridModel with what only GPTModel does."""
 
     def forward(self, *arguments: Any, padding_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        """See ``HybridModel``. ``padding_mask`` is cut over the sequence by the first chunk, as GPTModel does
-        it."""
+        """Run the forward pass of ``HybridModel``. The first chunk scatters ``padding_mask`` over the
+        sequence, as in GPTModel."""
         if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
             padding_mask = (
                 scatter_to_sequence_parallel_region(
@@ -103,8 +102,8 @@ class LayeredModel(HybridModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state without the output layer's extra state, which is empty, and in no
-        checkpoint of GPTModel."""
+        """Return the sharded state without the output layer's extra state, which is empty and not in
+        GPTModel's checkpoints."""
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         sharded.pop(f"{prefix}output_layer._extra_state", None)
         return sharded
@@ -117,14 +116,14 @@ def hybrid_model(
     options: Mapping[str, Any],
     **ends: Any,
 ) -> HybridModel:
-    """One model chunk of this pipeline stage.
+    """Build one model chunk of this pipeline stage.
 
     Args:
         config: of the model.
-        chunk: its number; None where a stage is one chunk.
+        chunk: number of the chunk; None if the stage has a single chunk.
         layers: GPTModel's layer specs of the chunk.
         options: keyword arguments of GPTModel.
-        ends: ``pre_process`` and ``post_process``, as GPTModel takes them.
+        ends: ``pre_process`` and ``post_process``, as in GPTModel.
     """
     # A copy: other chunks of the stage are built from the same options.
     options = dict(options)
@@ -157,8 +156,8 @@ def hybrid_model(
 
 
 def _pattern(config: TransformerConfig) -> str:
-    """The symbols of all half layers, with a bar between chunks, those of the first chunks of all stages
-    before those of the second."""
+    """Return the symbols of all half layers, with a bar between chunks; the first chunks of all stages come
+    before the second chunks."""
     chunks = config.virtual_pipeline_model_parallel_size
     of_chunks = [
         kinds_of_chunk(config, chunk, stage)
@@ -175,7 +174,7 @@ def _halves(kind: LayerKind) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> HybridStackSubmodules:
-    """The specs of the half layers of some layers."""
+    """Return the specs of the half layers of some layers."""
     specs: dict[str, ModuleSpec] = {}
     for kind, layer in zip(kinds, layers, strict=True):
         (_, mixer), (_, mlp) = _halves(kind)

@@ -1,4 +1,4 @@
-"""Megatron's multi-head latent attention, with what it lacks to be the model's."""
+"""Megatron's multi-head latent attention, with corrections that make it match the model's."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
     gets the gradients of the heads of all tensor-parallel ranks.
 
     Megatron-Core rotates packed sequences one after another, by lengths that it reads from the device.
-    Without lengths it rotates them as rows, by the angles that it is given: those of the tokens' own
+    Without lengths it rotates them as rows, by the angles that it is given: here those of the tokens' own
     positions.
 
-    The rotated part of a key is one for all heads. Each rank turns to it with its own heads, so that the
-    gradients have to be added up over the ranks. Where the projection that gives it is cut over the ranks
-    (without Transformer Engine), or whole on each of them without sequence parallelism, Megatron-Core does
-    not (0.16 to 0.19): nothing fails, and the projection learns from a part of the heads.
+    The rotated part of a key is shared by all heads. Each rank uses it with its own heads, so its gradients
+    have to be summed over the ranks. Megatron-Core (0.16 to 0.19) does not sum them if the projection that
+    computes this part is sharded over the ranks (without Transformer Engine), or is whole on each rank
+    without sequence parallelism: no error is raised, and the projection learns from only some of the heads.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -56,7 +56,8 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Any:
-        """See ``MLASelfAttention``; ``packed_seq_params`` are ``PackedSequences``."""
+        """Return what ``MLASelfAttention`` returns, rotated by the tokens' positions; ``packed_seq_params``
+        are ``PackedSequences``."""
         given = (hidden_states, key_value_states, position_ids)
         if packed_seq_params is None or self.config.apply_rope_fusion:
             return super().get_query_key_value_tensors(*given, packed_seq_params, **options)
@@ -70,11 +71,11 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
             self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """The projections and norms of the specification as they are.
+        """Return the projections and norms of the specification unchanged.
 
-        From 0.19 on Megatron-Core decides by ``qk_layernorm``. Without it norms of latents are an error, with
-        it queries that come from no latent get one as well, and while gradients are added up it is taken for
-        norms of heads (see ``transformer_config``).
+        From 0.19 on, Megatron-Core chooses them by ``qk_layernorm``. If it is off, norms of latents are an
+        error. If it is on, queries that are not computed from a latent get a norm too, and when gradients are
+        summed over ranks, Megatron-Core assumes norms of heads (see ``transformer_config``).
         """
         return {
             "linear_q_proj": submodules.linear_q_proj,
@@ -87,9 +88,9 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
     def _whole(
         self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """[S, B, L / ranks] or, of a projection that is whole on every rank, [s, B, L], to [s, B, L] with s =
-        S / ranks under sequence parallelism, otherwise S; L is the width of latent and rotated part
-        together."""
+        """Return the projection's output as [s, B, L], given [S, B, L / ranks], or [s, B, L] from a
+        projection that is whole on every rank. s is S / ranks under sequence parallelism, otherwise S; L is
+        the width of latent and rotated part together."""
         combined, bias = output
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
         # By its width: which of the two it is depends on the layer spec and the release.
@@ -107,8 +108,8 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
 
 
 def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
-    """Angles [positions, 1, 1, r] from 0 on, alone or with a factor, to those of the tokens, [t, 1, r], where
-    sequences are packed."""
+    """Return the angles of the tokens, [t, 1, r], of packed sequences, selected from angles [positions, 1, 1,
+    r] that start at 0; a factor next to them is kept. Other angles are returned unchanged."""
     if module.positions is None:
         return output
     angles, *others = output if isinstance(output, tuple) else (output,)
@@ -117,10 +118,11 @@ def _of_positions(module: Any, inputs: Any, output: Any) -> Any:
 
 
 def share_rotary_tables(model: torch.nn.Module) -> None:
-    """Give all layers of latent attention the rotary embedding of the first one.
+    """Make all layers of latent attention share the rotary embedding of the first layer.
 
-    Each has its own, which are equal and have no weights. Megatron-Core keeps the last 32 tables of angles of
-    all of them together, so that models of more layers made the table again in each layer of each pass.
+    Each layer has its own embedding; they are equal and have no weights. Megatron-Core caches the last 32
+    tables of angles for all embeddings together, so models of more layers computed the table again in each
+    layer of each pass.
     """
     layers = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     for layer in layers[1:]:
@@ -128,8 +130,8 @@ def share_rotary_tables(model: torch.nn.Module) -> None:
 
 
 class _SummedGradients(torch.autograd.Function):
-    """Identity whose gradients are added up over the ranks. Megatron-Core's own leaves those alone that are
-    not contiguous (0.16)."""
+    """An identity whose gradients are summed over the ranks. Megatron-Core's own function does not sum
+    gradients that are not contiguous (0.16)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -144,8 +146,8 @@ class _SummedGradients(torch.autograd.Function):
 
 
 def set_latent_norm_epsilon(model: torch.nn.Module, epsilon: float | None) -> None:
-    """Give the norms inside latent attention their own epsilon, where it is not that of the other norms; None
-    leaves them alone."""
+    """Set the epsilon of the norms inside latent attention if it differs from that of the other norms; None
+    leaves it alone."""
     if epsilon is None:
         return
     for module in model.modules():

@@ -1,14 +1,14 @@
 """Layers of experts in decoding steps of fixed shapes, which CUDA graphs can record.
 
-Megatron's dispatchers ask the device how many tokens go to each expert, and exchange as many. A step needs
-neither: all ranks that share experts decode the same rows (``megarl.models.megatron.generation``), so that
-each puts them through its own experts, and one sum over the ranks is the result of the layer.
+Megatron's dispatchers read from the device how many tokens go to each expert, and exchange that many. A step
+needs neither: all ranks that share experts decode the same rows (``megarl.models.megatron.generation``), so
+each rank runs the rows through its own experts, and one sum over the ranks is the result of the layer.
 
-Where torch has a grouped product that reads its limits on the device, an expert computes the rows that go to
-it. Elsewhere it computes all of them, zeros where a row goes to others: a step has few rows, and reads the
-weights of nearly all experts anyway.
+If torch has a grouped product that reads its limits on the device, an expert computes only the rows that are
+routed to it. Otherwise it computes all rows, with zeros for rows that are routed elsewhere: a step has few
+rows, and reads the weights of nearly all experts anyway.
 
-Legend: b rows, k experts of a row, E experts, e of them on this rank.
+Legend: b rows, k experts per row, E experts, e of them on this rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _CAPABILITIES, _DTYPE = (9, 10), torch.bfloat16
 def fixed_shapes(
     stages: Sequence[torch.nn.Module], groups: ParallelGroups, experts: ExpertGroups, rows: DecodedRows
 ) -> contextlib.AbstractContextManager[None]:
-    """Let layers of experts have fixed shapes in the steps of ``rows``, where those do, and be Megatron's own
-    in passes over prompts.
+    """Return a context in which layers of experts use fixed shapes in the steps of ``rows``, if the steps of
+    ``rows`` have fixed shapes. Passes over prompts keep Megatron's own forward.
 
     Args:
         stages: model chunks.
-        groups, experts: of this rank. All ranks that share experts have to do this, and decode the same rows.
-        rows: that are being decoded.
+        groups, experts: groups of this rank. All ranks that share experts have to call this, and decode the
+            same rows.
+        rows: the rows that are being decoded.
     """
     layers = [
         module
@@ -68,7 +69,7 @@ class _Step:
         self._may_differ = not members <= set(dist.get_process_group_ranks(groups.tensor))
 
     def __call__(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
-        """See ``MoELayer.forward``; ``hidden`` is [1, b, H]."""
+        """Run the layer as ``MoELayer.forward`` does; in a step ``hidden`` is [1, b, H]."""
         if not self._rows.is_step:
             own: tuple[torch.Tensor, None] = self._passes_over_prompts(hidden, *arguments, **options)
             return own
@@ -90,8 +91,8 @@ class _Step:
         return output[None] if shared is None else output[None] + shared(hidden), None
 
     def _grouped(self, rows: torch.Tensor, weights: torch.Tensor, linears: Linears) -> torch.Tensor:
-        """Return what this rank's experts add to rows [b, H], whose ``weights`` [b, E] are -1 for experts
-        that they do not go to."""
+        """Return what this rank's experts add to rows [b, H]. ``weights`` [b, E] are -1 for experts that a
+        row is not routed to."""
         experts = self._layer.experts
         number, chosen = experts.num_local_experts, self._layer.router.topk
         # A fixed number of experts for each row: what a CUDA graph records has fixed shapes.
@@ -110,7 +111,8 @@ class _Step:
         return torch.empty_like(output).index_copy_(0, order, output).unflatten(0, (-1, chosen)).sum(1)
 
     def _each_row_by_all(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same by a product of all rows with each expert."""
+        """Return what this rank's experts add to rows [b, H], by a product of all rows with each expert.
+        ``weights`` [b, E] are -1 for experts that a row is not routed to."""
         experts, first = self._layer.experts, self._layer.local_expert_indices[0]
         mine = weights[:, first : first + experts.num_local_experts].t()
         # an activation of what no expert was trained for may be infinite, and zero times that is no zero
@@ -129,10 +131,10 @@ class _Step:
 
 
 def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
-    """The layers of a rank's experts whose products can be grouped in a step, with their weights where they
-    are, otherwise None; and whether the last expert comes first.
+    """Return the linear layers of a rank's experts if their products can be grouped in a step without copying
+    weights, otherwise None; and whether the last expert comes first.
 
-    That is the order in which Megatron's buffers have weights, but for those of ``GroupedExperts``.
+    Megatron's buffers hold weights in reverse order, except those of ``GroupedExperts``.
     """
     linears = linears_of(experts) if isinstance(experts, SequentialMLP) else _unpacked(experts)
     weight = linears[0][0].weight
@@ -147,8 +149,8 @@ def _grouped_in_place(experts: Any) -> tuple[Linears | None, bool]:
 
 
 def _unpacked(experts: Any) -> Linears:
-    """The layers of each of Transformer Engine's experts, which has all first ones in one module, and all
-    last ones."""
+    """Return the linear layers of each of Transformer Engine's experts, whose first layers are all in one
+    module and whose last layers are in another."""
 
     def layers(linear: Any) -> list[Any]:
         names = range(experts.num_local_experts)

@@ -1,10 +1,9 @@
-"""Training passes over a mixture of experts: routers are recorded and balanced over the real tokens, replicas
-are kept in step.
+"""Training passes over a mixture of experts: they record and balance routers over the real tokens, and keep
+replicas in lockstep.
 
-Passes of replicas whose tokens meet in the same experts meet in the collectives of every layer with experts,
-so that they need the same number of micro-batches. The alltoall dispatcher says how many tokens come; the
-allgather dispatcher takes it for granted that all ranks bring the same number, and would mix up tokens, or
-wait indefinitely, if they did not.
+Replicas that share experts run the collectives of every expert layer together, so they need the same number
+of micro-batches. The alltoall dispatcher exchanges token counts. The allgather dispatcher assumes that all
+ranks bring the same number of tokens; otherwise it would mix up tokens or wait indefinitely.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megarl.models.megatron.schedule import forward_backward
 
 
 def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
-    """[b] int64: real tokens of each row; 0 for rows whose ``sample_mask`` is 0."""
+    """Return the number of real tokens of each row, [b] int64; 0 for rows whose ``sample_mask`` is 0."""
     data = model_input.micro_batch.data
     lengths = data["input_lengths"].to(torch.int64)
     # A dropped sample is computed with the others, but has no part in the balance of experts.
@@ -39,8 +38,8 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
 
 
 def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
-    """[n, t] int64: for each token of this context-parallel rank the row that it belongs to, -1 for padding
-    and dropped samples."""
+    """Return the row of each token of this context-parallel rank, [n, t] int64; -1 for padding and dropped
+    samples."""
     micro_batch, device = model_input.micro_batch, model_input.tokens.device
     lengths, total = _counted_lengths(model_input), micro_batch.length
     rows = torch.arange(micro_batch.size, device=device)
@@ -60,8 +59,8 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
 
 
 def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
-    """Sizes of the global batch of which ``inputs`` are this data-parallel rank's share. A collective over
-    the data-parallel group."""
+    """Return the token and sequence counts of the global batch; ``inputs`` are this data-parallel rank's
+    share of it. A collective over the data-parallel group."""
     lengths = [_counted_lengths(model_input) for model_input in inputs]
     # In float64, which holds every count exactly; one collective for both numbers.
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
@@ -71,7 +70,7 @@ def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertT
 
 
 class _NoHead:
-    """The head of a pass of which only the routing counts; it needs nothing of the output layer."""
+    """The head of a pass that only computes the routing; it needs no output from the output layer."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
         # No position is wanted, so that neither the output layer's product nor the softmax is computed.
@@ -85,13 +84,13 @@ class _NoHead:
 
 
 class RecordedPasses:
-    """Runs training passes and keeps the figures of the last global batch.
+    """Training passes that record the routing of the last global batch.
 
     Args:
         chunks: this rank's model.
-        settings: how its routers are balanced.
-        groups, experts: its groups.
-        device: where counts are kept.
+        settings: load-balancing settings of the model's routers.
+        groups, experts: this rank's groups.
+        device: where counts are stored.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class RecordedPasses:
         connect(chunks, self._record)
 
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head) -> list[HeadOutput]:
-        """One pass with gradients over a global batch; before it one without, where the balancing loss asks
-        for counts of it all."""
+        """Run one pass with gradients over a global batch. If the balancing loss needs counts of the whole
+        batch, a pass without gradients comes first."""
         sequences = [sequence_numbers(model_input) for model_input in inputs]
         self._record.open(take_census(inputs, self._groups))
         try:
@@ -127,13 +126,13 @@ class RecordedPasses:
             release(self._chunks)
 
     def metrics(self) -> dict[str, float]:
-        """See ``RoutingRecord.metrics``. A collective over the world."""
+        """Return ``RoutingRecord.metrics``. A collective over the world."""
         return self._record.metrics()
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Tokens of a micro-batch as it is laid out, and as one packed row."""
+    """Number of tokens of a micro-batch in its present layout, and as one packed row."""
 
     tokens: int
     packed: int
@@ -147,18 +146,18 @@ def _size(model_input: ModelInput, shapes: Shapes) -> _Size:
 def in_step(
     inputs: Sequence[ModelInput], experts: ExpertGroups, shapes: Shapes, *, equal_tokens: bool
 ) -> list[ModelInput]:
-    """Return the same micro-batches, laid out so that the replicas that share this rank's experts can run
-    them together.
+    """Return the micro-batches in a layout in which the replicas that share this rank's experts can run them
+    together. A collective over the replicas.
 
     Args:
-        inputs: of this rank.
-        experts: its groups.
-        shapes: what the backend wants of shapes.
-        equal_tokens: every micro-batch has to have as many tokens as its counterparts. Where that is not so,
-            all of them become packed rows of the length of the longest.
+        inputs: micro-batches of this rank.
+        experts: expert groups of this rank.
+        shapes: the backend's requirements on shapes.
+        equal_tokens: every micro-batch must have as many tokens as its counterparts on other replicas. If
+            they differ, all of them become packed rows of the length of the longest.
 
     Returns:
-        ``inputs`` themselves where nothing had to change. A collective over the replicas.
+        ``inputs`` themselves if nothing had to change.
 
     Raises:
         BatchError: replicas have different numbers of micro-batches.

@@ -1,24 +1,25 @@
-"""Record of a model's routers during one global batch: its size, how the experts were loaded, and the losses
-that balance them.
+"""Record of a model's routers during one global batch: the batch's size, the load of the experts, and the
+losses that balance them.
 
 Losses are normalised over the whole global batch, so that contributions of tokens and ranks simply add up, as
-the engine's losses do. With T real tokens in the global batch, E experts of which a token goes to k, p[t, i]
-the softmax over all of a router's logits and c[i] the tokens that went to expert i (of a router whose scores
-are sigmoids, p are these divided by their sum; DeepSeek-V3, arXiv:2412.19437, equations 17 to 20):
+in the engine's losses. Let T be the number of real tokens in the global batch, E the number of experts, k the
+number of experts per token, p[t, i] the softmax over all of a router's logits, and c[i] the number of tokens
+routed to expert i. (If a router's scores are sigmoids, p are these divided by their sum; DeepSeek-V3,
+arXiv:2412.19437, equations 17 to 20.)
 
 * ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T``
   (Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all
-  experts get the same. ``f`` carries no gradient, so a token contributes ``E / T * sum_i f[i] * p[t, i]``,
-  which adds up over any cut of the batch as long as ``f`` is that of the whole batch. It has to be known
-  before the first backward pass: a pass without gradients counts it.
-* ``seq_aux_loss``: the same over each sequence alone, averaged over the sequences (DeepSeek-V2,
+  experts have the same load. ``f`` carries no gradient, so a token contributes ``E / T * sum_i f[i] * p[t,
+  i]``. These contributions add up over any split of the batch as long as ``f`` is that of the whole batch.
+  ``f`` must be known before the first backward pass, so a pass without gradients counts it.
+* ``seq_aux_loss``: the same for each sequence alone, averaged over the sequences (DeepSeek-V2,
   arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so nothing has to be counted before;
-  ranks that share sequences add their counts up.
+  ranks that share sequences sum their counts.
 * z-loss: the mean over the tokens of the squared log-sum-exp of the logits (Zoph et al., ST-MoE,
   arXiv:2202.08906, equation 5).
 
-Each layer's loss is added to the model's, times its coefficient. Real tokens are those inside
-``input_lengths`` of rows whose ``sample_mask`` is not 0: neither padding nor dropped samples count, in any of
+Each layer's loss is multiplied by its coefficient and added to the model's loss. Real tokens are those inside
+``input_lengths`` of rows whose ``sample_mask`` is not 0: neither padding nor dropped samples count in any of
 these numbers.
 """
 
@@ -35,15 +36,15 @@ BalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
-    """Settings by which routers are kept balanced.
+    """Load-balancing settings of routers.
 
     Attributes:
         kind: load-balancing loss.
-        coefficient: its weight in the loss, for each layer.
+        coefficient: weight of the load-balancing loss in the loss, for each layer.
         z_coefficient: weight of the z-loss.
-        score: what the router makes of its logits.
-        experts, chosen: experts of a layer, and how many of them a token goes through.
-        sparse_layers: for each layer of the model, whether it has experts.
+        score: function that turns the router's logits into scores.
+        experts, chosen: number of experts of a layer, and of experts per token.
+        sparse_layers: for each layer of the model, True if it has experts.
     """
 
     kind: BalancingType
@@ -56,17 +57,18 @@ class BalanceSettings:
 
     @property
     def counts_ahead(self) -> bool:
-        """True where a pass that only counts has to come before the first backward pass."""
+        """True if a pass that only counts has to run before the first backward pass."""
         return self.kind == "aux_loss" and self.coefficient > 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokenCounts:
-    """Sizes of what is balanced together.
+    """Sizes of the batch over which routers are balanced.
 
     Attributes:
-        tokens, sequences: real ones in the global batch, over all data-parallel ranks.
-        rows: most rows of a micro-batch on this rank; routers number sequences below it.
+        tokens, sequences: numbers of real tokens and sequences in the global batch, over all data-parallel
+            ranks.
+        rows: largest number of rows of a micro-batch on this rank; routers number sequences below it.
     """
 
     tokens: float
@@ -75,13 +77,13 @@ class ExpertTokenCounts:
 
 
 class RoutingRecord:
-    """Counts of one global batch. Routers write to it and take their losses from it; between global batches
-    it is closed.
+    """Counts of one global batch. Routers add to them and get their losses from this record; between global
+    batches it is closed.
 
     Args:
-        settings: which losses.
+        settings: selects the losses.
         shared: ranks that hold parts of the same sequences: tensor and context parallel.
-        device: where the counts are kept.
+        device: where the counts are stored.
     """
 
     def __init__(self, settings: BalanceSettings, shared: dist.ProcessGroup, device: torch.device) -> None:
@@ -99,7 +101,7 @@ class RoutingRecord:
     @property
     def is_open(self) -> bool:
         """True while routers have to report. Under activation checkpointing only the recomputation counts,
-        which alone has gradients."""
+        because only it has gradients."""
         return self._token_counts is not None and (self._counting or torch.is_grad_enabled())
 
     def open(self, token_counts: ExpertTokenCounts) -> None:
@@ -109,11 +111,11 @@ class RoutingRecord:
         self._clear()
 
     def close(self) -> None:
-        """End it; the counts stay for ``metrics``."""
+        """End the global batch; the counts remain for ``metrics``."""
         self._token_counts = None
 
     def count_ahead(self, counting: bool) -> None:
-        """Begin (True) or end (False) the pass that counts. At its end all ranks' counts are added up: a
+        """Begin (True) or end (False) the counting pass. At its end the counts of all ranks are summed: a
         collective over the world."""
         self._counting = counting
         if not counting:
@@ -125,18 +127,16 @@ class RoutingRecord:
     def report(
         self, layer: int, logits: torch.Tensor, went_to: torch.Tensor, sequences: torch.Tensor
     ) -> torch.Tensor | None:
-        """Count what one router did with a micro-batch.
+        """Count one router's choices for a micro-batch, and return its losses.
 
         Args:
             layer: counted from 0 over the whole model.
             logits: [t, E] of this rank's tokens.
             went_to: [t, E] bool, the experts of each token.
-            sequences: [t] int64, the row of the micro-batch that each token belongs to; -1 for tokens that do
-                not count.
+            sequences: [t] int64, each token's row of the micro-batch; -1 for tokens that do not count.
 
         Returns:
-            The loss to add, differentiable, already times its coefficient; None where there is nothing to
-            add.
+            The loss to add, differentiable, already times its coefficient; None if there is nothing to add.
         """
         assert self._token_counts is not None
         real = sequences >= 0
@@ -188,8 +188,8 @@ class RoutingRecord:
         sequences: torch.Tensor,
         token_counts: ExpertTokenCounts,
     ) -> torch.Tensor:
-        """The contribution of this rank's tokens to the mean over sequences; token counts are those of whole
-        sequences."""
+        """Return the contribution of this rank's tokens to the mean loss over sequences; token counts are
+        those of whole sequences."""
         experts, rows = self.settings.experts, token_counts.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
         # what does not count lands in a row of its own
@@ -219,13 +219,13 @@ class RoutingRecord:
             counts.zero_()
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the last global batch, the same on all ranks. A collective over the world.
+        """Return the metrics of the last global batch, the same on all ranks. A collective over the world.
 
         Returns:
             ``moe_aux_loss``, the mean over the layers of the load-balancing loss without its coefficient
-            (that of ``aux_loss`` where none is trained); ``moe_expert_load_max`` and ``_min``, the largest
-            and the smallest load of an expert in any layer, where 1 is the mean load; ``moe_z_loss`` where it
-            is trained.
+            (``aux_loss`` if none is trained); ``moe_expert_load_max`` and ``_min``, the largest and the
+            smallest load of an expert in any layer, relative to the mean load, which is 1; ``moe_z_loss`` if
+            the z-loss is trained.
         """
         # One collective for all figures, and float64 as the counts are.
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)

@@ -1,11 +1,11 @@
-"""Megatron's router with load-balancing losses that no layout changes (``moe_record``), and choices that
-Megatron-Core's has not.
+"""Megatron's router with load-balancing losses that do not depend on the layout (``moe_record``), and with
+routing methods that Megatron-Core lacks.
 
-Megatron's own losses are averages over micro-batches of losses that are not linear in the tokens, and, with
-losses that are sums, they would be multiplied by a number of tokens that nothing divides by again; releases
-0.16 and 0.19 even differ in that number. Its router cannot choose experts without dividing sigmoids by their
-sum, or with groups ranked otherwise than by as many scores as experts are chosen there on average
-(DeepSeek-V2: by the best one, arXiv:2405.04434, section 2.2.2).
+Megatron's own losses are averages over micro-batches of losses that are not linear in the tokens. If the
+losses are sums, they would also be multiplied by a number of tokens that is never divided out; releases 0.16
+and 0.19 even differ in that number. Its router cannot choose experts without dividing sigmoids by their sum.
+It also ranks groups only by the sum of as many scores as experts are chosen per group on average (DeepSeek-V2
+ranks by the best score, arXiv:2405.04434, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def choose(
     normalized: bool,
     correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the experts that each token goes to, and which they are.
+    """Choose each token's experts, and return their weights and a mask of them.
 
     Args:
         logits: [t, E].
-        chosen: experts of a token.
-        routing: how they are chosen.
-        normalized: the scores of the chosen experts are divided by their sum.
+        chosen: number of experts per token.
+        routing: the routing method.
+        normalized: divide the scores of the chosen experts by their sum.
         correction_bias: [E] float32; None for none.
 
     Returns:
-        [t, E] of the logits' dtype, 0 for experts that the token does not go to, differentiable; [t, E] bool.
+        Weights [t, E] in the logits' dtype, 0 for experts that are not chosen, differentiable; and the mask
+        [t, E] bool.
     """
     # At least float32: near ties of 16-bit scores would choose other experts than transformers does.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -64,7 +65,7 @@ def choose(
 
 
 def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[t, E] with minus infinity for experts outside the best groups of a token."""
+    """Return ``ranks`` [t, E] with minus infinity for experts outside a token's best groups."""
     by_group = ranks.unflatten(1, (routing.groups, -1))
     best = (
         by_group.topk(routing.best_of_group, dim=-1)
@@ -78,23 +79,23 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 class Choice(Protocol):
-    """See ``choose``."""
+    """A function that chooses experts; see ``choose``."""
 
     def __call__(
         self, logits: torch.Tensor, *, correction_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [t, E] and which experts, [t, E] bool."""
+        """Return weights [t, E], and the chosen experts, [t, E] bool."""
         ...
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's top-k router, reporting to a ``RoutingRecord``.
+    """Megatron's top-k router, which reports to a ``RoutingRecord``.
 
     Attributes:
-        choose: how experts are chosen, from logits [t, E] and the correction bias; None where Megatron's own
-            way is the model's.
-        record: shared by the routers of a model; None reports to nobody.
-        sequences: [s, b] int64 of the micro-batch at hand, as ``RoutingRecord.report`` wants them; None in a
+        choose: chooses experts, given logits [t, E] and the correction bias; None if Megatron's own routing
+            is the model's.
+        record: shared by the routers of a model; None if nothing is recorded.
+        sequences: [s, b] int64 of the current micro-batch, as ``RoutingRecord.report`` needs them; None in a
             pass without record.
     """
 
@@ -105,7 +106,7 @@ class BalancedRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [t, E] of the experts that each token goes to, 0 for the others, and which they are, [t, E]
+        """Return weights [t, E] of each token's experts, 0 for the others, and the chosen experts, [t, E]
         bool."""
         if self.choose is None:
             probabilities, went_to = super().routing(logits, padding_mask)
@@ -125,7 +126,7 @@ class BalancedRouter(TopKRouter):
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
-    """All routers of some model chunks."""
+    """Yield all routers of some model chunks."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, BalancedRouter):
@@ -133,7 +134,7 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
 
 
 def teach_routing(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> None:
-    """Let routers choose experts as the model does, where Megatron's own way is another."""
+    """Make routers choose experts as the model does, if Megatron's own routing differs."""
     mixture, routing = architecture.mixture, megatron_settings(architecture).routing
     if mixture is None or routing is None:
         return
@@ -151,11 +152,11 @@ def _expert_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 def release(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let go of what the layers keep of the last micro-batch.
+    """Release the tensors that expert layers keep of the last micro-batch.
 
-    Megatron's dispatchers keep tensors with their autograd graph, which holds the model by its gradient
-    hooks: a circle that Python's garbage collection cannot see, so that neither the model nor its process
-    groups would ever go.
+    Megatron's dispatchers keep tensors with their autograd graph, which references the model through its
+    gradient hooks. Python's garbage collector cannot see this reference cycle, so neither the model nor its
+    process groups would ever be freed.
     """
     for layer in _expert_layers(chunks):
         layer.router.sequences = None
@@ -167,11 +168,11 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
-    """Let the routers of ``chunks`` report to ``record``.
+    """Make the routers of ``chunks`` report to ``record``.
 
-    The numbers of sequences go through Megatron's layers as their ``padding_mask``, the one argument per
-    token that reaches the layers with experts, also when activations are recomputed; the layers would reduce
-    it to booleans.
+    The sequence numbers pass through Megatron's layers as their ``padding_mask``. It is the only argument per
+    token that reaches the layers with experts, also when activations are recomputed. Those layers would
+    reduce the numbers to booleans, so a hook takes them out first.
     """
     for layer in _expert_layers(chunks):
         layer.router.record = record
@@ -183,8 +184,8 @@ def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
 
 
 def _recomputed(layer: MoELayer, forward: Callable[..., Any], hidden: torch.Tensor, **options: Any) -> Any:
-    """``forward``, recomputed in the backward pass as Megatron's own layer would, with the sequences that it
-    had in the forward pass: the router may have seen other micro-batches since."""
+    """Run ``forward`` so that it is recomputed in the backward pass, as Megatron's own layer would, but with
+    the sequences of its forward pass: the router may have seen other micro-batches since."""
 
     def run(hidden: torch.Tensor, sequences: torch.Tensor | None) -> Any:
         layer.router.sequences = sequences

@@ -39,14 +39,14 @@ _SHOWN = 8
 
 @contextlib.contextmanager
 def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
-    """Build and checkpoint with our Adam where Megatron-Core finds neither Transformer Engine nor Apex; it
-    counts its steps as theirs do.
+    """Make Megatron-Core build and checkpoint our Adam if it finds neither Transformer Engine nor Apex,
+    within the context. Our Adam counts its steps as theirs do.
 
-    Needed around building an optimizer and around reading or writing its state; the originals are put back at
-    the end.
+    The context is needed to build an optimizer and to save or load its state; the originals are restored at
+    its end.
 
     Args:
-        stored: build the Adam whose states have formats of their own, whoever else has one.
+        stored: always build the Adam that stores its states in formats of its own.
     """
     if distrib_optimizer.HAVE_APEX_OR_TE and not stored:
         yield
@@ -65,12 +65,12 @@ def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
 
 
 def _require_one_kind(policy: PolicyConfig) -> None:
-    """Refuse ranks that would step with optimizers of different packages. Layers are Transformer Engine's on
-    all ranks or on none, whatever each can import; Megatron-Core's optimizer is that which its import found
-    on each rank. A collective over the world, where there is one.
+    """Raise an error if ranks would step with optimizers of different packages. Either all ranks or none use
+    Transformer Engine's layers, whatever each can import, but each rank's Megatron-Core uses the optimizer
+    that its import found. A collective over the world, if it is initialised.
 
     Raises:
-        ConfigError: on all ranks, with the ranks and hosts that have each.
+        ConfigError: on all ranks; the message lists the ranks and hosts that have each package.
     """
     if not dist.is_initialized():
         return
@@ -98,7 +98,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
 
 
 def _kind_found() -> str:
-    """Name the package whose fused optimizers Megatron-Core found when it was imported."""
+    """Return the name of the package whose fused optimizers Megatron-Core found at import."""
     if distrib_optimizer.USING_TE_OPTIMIZER:
         return "Transformer Engine's"
     return "Apex's" if distrib_optimizer.USING_APEX_OPTIMIZER else "none"
@@ -107,13 +107,13 @@ def _kind_found() -> str:
 def build_optimizer(
     policy: PolicyConfig, chunks: Sequence[DistributedDataParallel], seed: int = 0
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one
-    dimension) get no weight decay, as in Megatron. A collective over the world, where there is one.
+    """Build Megatron's optimizer over the model chunks of this stage. Biases and norms (parameters of one
+    dimension) get no weight decay, as in Megatron. A collective over the world, if it is initialised.
 
     Args:
         policy: the policy configuration, filled in.
         chunks: the model chunks.
-        seed: of the rounding of states below float32.
+        seed: seed of the rounding of states below float32.
 
     Raises:
         ConfigError: ranks have fused optimizers of different packages.
@@ -150,11 +150,11 @@ def build_optimizer(
 
 
 def _number_parameters(optimizer: DistributedOptimizer) -> None:
-    """Have Megatron-Core find the state of each parameter by its place in its group, for checkpoints.
+    """Make Megatron-Core find the state of each parameter by its index in its group, for checkpoints.
 
-    Within a group the optimizer steps on parameters of float32 first, whatever the order of the buffers by
-    which Megatron-Core numbers them. A gated delta net keeps some in float32 under bfloat16, and would save
-    the moments of others for theirs.
+    Within a group the optimizer steps on float32 parameters first, but Megatron-Core numbers parameters by
+    the order of the buffers. A gated delta net has some float32 parameters next to bfloat16 ones, and the
+    moments of other parameters would be saved for them.
     """
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
     for index, (whole, half) in enumerate(groups):
@@ -175,8 +175,8 @@ def with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _names_of(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, str]:
-    """Return names of parameters, the same for all copies of one, so that all are rounded alike: the output
-    layer of a last stage may be a copy of the first stage's embedding."""
+    """Return the names of parameters, with one name for all copies of a parameter, so that the copies are
+    rounded alike: the output layer of a last stage may be a copy of the first stage's embedding."""
     tied = chunks[0].module.share_embeddings_and_output_weights
     names = {}
     for index, chunk in enumerate(chunks):
@@ -187,8 +187,8 @@ def _names_of(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parame
 
 
 def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Give a distributed optimizer's Adam what Megatron-Core does not hand on: formats, and names and
-    positions of the shards."""
+    """Set on a distributed optimizer's Adam what Megatron-Core does not pass on: the state formats, and the
+    names and positions of the shards."""
     adam = inner.optimizer
     places = {
         adam.param_groups[group]["params"][order]: (
@@ -213,16 +213,16 @@ def _initialize_states(optimizer: ShardedAdamW, config: Any = None) -> None:
 
 
 def _initialize_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
-    """Zero momentum, with which the first step equals that of a fresh SGD to the bit. Megatron cannot load
-    SGD's state without it."""
+    """Create zero momentum, with which the first step is bitwise equal to that of a fresh SGD. Megatron
+    cannot load SGD's state without it."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; of a checkpoint it
-    takes the step alone."""
+    """Build the schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; from a checkpoint it
+    loads only the step."""
     chosen, scheduler = policy["megatron_cfg"]["optimizer"], policy["megatron_cfg"]["scheduler"]
     # NEVER and no None: Megatron-Core asserts that the number is above 0.
     warmup, decay = scheduler["lr_warmup_iters"], scheduler["lr_decay_iters"] or NEVER
@@ -248,8 +248,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], *options: Any
 ) -> tuple[torch.Tensor, None]:
-    """L2 norm of some tensors together, [1] float32, to the bit that of ``local_multi_tensor_l2_norm``, which
-    asks the device for the norm of one tensor after another."""
+    """Return the joint L2 norm of some tensors, [1] float32. It is bitwise equal to that of
+    ``local_multi_tensor_l2_norm``, which reads the norm of one tensor after another from the device."""
     if not _are_float32(tensors[0]):  # Megatron-Core's would round each norm to the type of its tensor
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
@@ -260,8 +260,8 @@ def _norm_of_all(
 def _scale_all(
     chunk_size: int, noop_flag: torch.Tensor, tensors: list[list[torch.Tensor]], scale: float
 ) -> None:
-    """Tensors times a number, in place where source and target are one, to the bit as
-    ``local_multi_tensor_scale``, which makes copies."""
+    """Multiply tensors by a number, in place if source and target are the same tensors. The result is bitwise
+    equal to that of ``local_multi_tensor_scale``, which makes copies."""
     source, target = tensors
     # In place and in float32 this is the same to the bit; all else is left to Megatron-Core's copies.
     if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
@@ -292,11 +292,10 @@ def _over_all() -> list[tuple[Any, str, Any]]:
 
 
 def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float], bool]) -> StepOutcome:
-    """``optimizer.step()``, whose last part, the update, runs only where ``accepts`` says so of the
-    gradient's norm.
+    """Run ``optimizer.step()``, but apply the update only if ``accepts`` returns True for the gradient norm.
 
-    Megatron works out the norm within ``step()`` and steps whatever it is; its own ``get_grad_norm`` and
-    ``step_with_ready_grads`` are wrapped for the time of the call.
+    Megatron computes the norm within ``step()`` and steps whatever it is; so this function wraps
+    ``get_grad_norm`` and ``step_with_ready_grads`` of the optimizer during the call.
     """
     norms: list[float] = []
     # Asked before the step, which lowers the scale.
@@ -347,7 +346,7 @@ def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
 
 
 def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """``lr`` and ``wd`` that the next optimizer step will use."""
+    """Return ``lr`` and ``wd`` of the next optimizer step."""
     groups = optimizer.param_groups
     return {
         "lr": float(groups[0]["lr"]) if groups else 0.0,

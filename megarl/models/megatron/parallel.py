@@ -1,4 +1,4 @@
-"""The one importer of Megatron-Core's global ``parallel_state``. Everything else receives
+"""The only module that imports Megatron-Core's global ``parallel_state``. All other modules receive
 ``ParallelGroups``."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megarl.models.engine.groups import ParallelGroups
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Degrees of parallelism; data parallel is what remains of the world.
+    """Degrees of parallelism; the data-parallel size follows from the world size.
 
     Attributes:
-        tensor, pipeline, context: ranks that share a layer, the layers, a sequence.
+        tensor, pipeline, context: number of ranks that share a layer, the layers, a sequence.
         virtual: model chunks of one pipeline stage.
-        expert, expert_tensor: ranks that share the experts, and one expert.
-        ring: context-parallel ranks send keys and values round instead of gathering them.
+        expert, expert_tensor: number of ranks that share the experts, and one expert.
+        ring: context-parallel ranks send keys and values in a ring instead of gathering them.
     """
 
     tensor: int = 1
@@ -35,18 +35,17 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """The process groups that share experts. Megatron lays expert groups over the ranks of a pipeline stage
-    a second time: ranks that are tensor, context or data parallel for the rest of the model may be expert or
+    """The process groups that share experts. Megatron maps expert groups onto the ranks of a pipeline stage
+    independently: ranks that are tensor, context or data parallel for the rest of the model may be expert or
     expert-tensor parallel for its experts.
 
     Attributes:
         model: ranks that the experts are divided over.
-        tensor: ranks that one expert is cut over.
-        tensor_and_model: ranks that have shards of any experts, those of one expert next to one another.
+        tensor: ranks that one expert is sharded over.
+        tensor_and_model: ranks that have shards of any experts; those of one expert are adjacent.
         same_sequences: ranks that hold parts of the same sequences, tensor and context parallel.
-        replicas: data-parallel replicas whose tokens meet in the same experts, so that they have to go
-            through the model in step; this process stands for its own among them. None when its replica
-            stands alone.
+        replicas: data-parallel replicas that share experts, so that they have to run the model in lockstep;
+            each is represented by one rank, here by this process. None if this replica shares no experts.
     """
 
     model: dist.ProcessGroup
@@ -73,15 +72,15 @@ class ExpertGroups:
 
 
 def holders(*, of_experts: bool) -> dist.ProcessGroup:
-    """The ranks that hold the same parameters as this one, of experts or of the rest of the model: data and
-    context parallel ones."""
+    """Return the group of data- and context-parallel ranks that hold the same parameters as this rank, of
+    experts or of the rest of the model."""
     if of_experts:
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def expert_groups(groups: ParallelGroups) -> ExpertGroups:
-    """The expert groups of the layout that ``initialize`` made. A collective over the world."""
+    """Return the expert groups of the layout that ``initialize`` created. A collective over the world."""
     model, tensor = (
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_expert_tensor_parallel_group(),
@@ -108,7 +107,7 @@ def initialize(
 ) -> ParallelGroups:
     """Create Megatron's process groups in the already initialised default group and return them.
 
-    A previous set of groups (another layout in the same process) is destroyed first.
+    Previous groups (another layout in the same process) are destroyed first.
     """
     # Tests and megarl parity build one layout after another in the same processes.
     if parallel_state.is_initialized():
@@ -138,8 +137,8 @@ def initialize(
 
 
 def seed_model_parallel(seed: int) -> None:
-    """Seed Megatron's random-number tracker: the same stream in a data-parallel group, different ones over
-    tensor parallel."""
+    """Seed Megatron's random-number tracker: ranks of a data-parallel group get the same stream,
+    tensor-parallel ranks get different ones."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

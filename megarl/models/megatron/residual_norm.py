@@ -1,15 +1,15 @@
-"""Residual and norm in one: what a layer adds to its stream and the RMS norm of the sum, which the next
-products read.
+"""Residual addition and norm as one operation: it returns a layer's sum with its residual stream, and the RMS
+norm of the sum, which the next products read.
 
-Without Transformer Engine the sum and the norm are operations of their own, and in the backward pass the
-norm's, and the addition of the gradients of both readers of the sum. Together they are one operation forward
-and one backward, compiled by ``torch.compile`` on a CUDA device. Megatron-Core's layers stay as they are: in
-the place of a layer's function for "bias, dropout and add" stands one that makes the norm of the sum as well,
-and leaves it with the norm that comes next, which gives it out when it is asked for the norm of that very
-tensor. Where anything stands between the two (recomputation, the end of a pipeline stage) the norm computes
-its own.
+Without Transformer Engine the sum and the norm are separate operations; so are, in the backward pass, the
+norm's gradient and the addition of the gradients of both readers of the sum. Here they are one operation
+forward and one backward, compiled by ``torch.compile`` on a CUDA device. Megatron-Core's layers stay
+unchanged. A layer's function for "bias, dropout and add" is replaced by one that also computes the norm of
+the sum and stores it in the next norm module. That module returns the stored norm if it is called with that
+very tensor. If anything comes between the two (recomputation, the end of a pipeline stage), the norm module
+computes its own.
 
-The sum is rounded to the layers' dtype; of a compiled sum the norm may be that of the unrounded one.
+The sum is rounded to the layers' dtype; in a compiled operation the norm may be that of the unrounded sum.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megarl.models.megatron.specs import PortableRMSNorm
 def _sum_and_norm(
     tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, H], [T, H], [H] -> the sum and its norm, [T, H], and the float32 inverse root mean square of the
-    sum, [T, 1]."""
+    """Return the sum [T, H] of tokens and residual, its norm [T, H], and the float32 inverse root mean square
+    of the sum, [T, 1]."""
     total = residual + tokens
     wide = total.to(_wide(total))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -46,11 +46,11 @@ def _gradients(
     scale: torch.Tensor,
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of what was added, [T, H], and of the norm's weight, [H].
+    """Return the gradients of each summand, [T, H], and of the norm's weight, [H].
 
-    With x the sum, r its inverse root mean square and n = x r: the norm's gradient of x is r (g - n mean(g
-    n)) for g = weight times the gradient of the norm; that of the weight is the sum of n times the gradient
-    of the norm over all tokens.
+    Let x be the sum, r its inverse root mean square and n = x r. The norm's gradient with respect to x is r
+    (g - n mean(g n)), where g is weight times the gradient of the norm; the gradient of the weight is the sum
+    over all tokens of n times the gradient of the norm.
     """
     normed = total.to(scale.dtype) * scale
     gradient = of_norm.to(scale.dtype)
@@ -65,16 +65,16 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward, each made one operation, of rows of tokens one after another: compiled once for
-    all numbers of tokens. Of three dimensions the compiler would keep how the strides of two of them relate,
-    which differs with every number of sequences."""
+    """Return forward and backward, each compiled into one operation on contiguous rows of tokens, once for
+    all numbers of tokens. With three dimensions the compiler would specialise on the relation between two
+    strides, which differs with every number of sequences."""
     return tuple(  # type: ignore[return-value]
         torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients)
     )
 
 
 class SumAndNorm(torch.autograd.Function):
-    """``_sum_and_norm`` of [..., H], with its gradients."""
+    """``_sum_and_norm`` on [..., H], with its gradients."""
 
     @staticmethod
     def forward(
@@ -96,23 +96,24 @@ class SumAndNorm(torch.autograd.Function):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., H] as [T, H], contiguous, and detached: of a view of another tensor the compiler would keep the
-    strides of that one too."""
+    """Return [..., H] as [T, H], contiguous and detached: for a view, the compiler would specialise on the
+    strides of its base tensor too."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous().detach()
 
 
 class JoinedAdd:
-    """Stands for Megatron-Core's ``get_bias_dropout_add`` in a layer.
+    """A replacement for Megatron-Core's ``get_bias_dropout_add`` in a layer.
 
     Args:
-        norm: that comes next.
+        norm: the norm that follows the addition.
     """
 
     def __init__(self, norm: PortableRMSNorm) -> None:
         self._norm = norm
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """Bias, dropout and add: ``((tokens, bias or None), residual, probability) -> sum``."""
+        """Return the function for bias, dropout and add: ``((tokens, bias or None), residual, probability) ->
+        sum``."""
         return functools.partial(self._add, get_bias_dropout_add(training, fused), training)
 
     def _add(
@@ -140,15 +141,16 @@ class JoinedAdd:
 
 
 def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
-    """Return whether norms are made with the sums before them: where functions are compiled, without
-    Transformer Engine (``fused``), unless norms are recomputed in the backward pass or are zero-centred."""
+    """Return whether norms are computed together with the sums before them: if functions are compiled,
+    without Transformer Engine (``fused``), unless norms are recomputed in the backward pass or are
+    zero-centred."""
     if config.layernorm_zero_centered_gamma:
         return False
     return settings.compiles() and not fused and "layernorm" not in (config.recompute_modules or ())
 
 
 def join_norms(chunks: Sequence[LanguageModule]) -> None:
-    """Let each sum of the layers make the norm that comes next in its chunk."""
+    """Make each residual addition of the layers also compute the next norm of its chunk."""
     for chunk in chunks:
         sums = [
             (layer, name, norm)

@@ -1,15 +1,15 @@
 """Rotary embedding of queries and keys by the positions of their tokens, the same for rows, packed sequences
 and rows that are decoded.
 
-Megatron-Core makes cosines and sines in every layer, once for queries and once for keys, and rotates packed
-sequences one after another by lengths that it reads from the device: from 0.19 on some twenty operations a
-sequence, and in any release four waits for the device a layer. The positions are known here: the cosines and
-sines of a micro-batch are made once, and each tensor takes four operations, forward and backward, or one
-where there is a kernel.
+Megatron-Core computes cosines and sines in every layer, once for queries and once for keys, and rotates
+packed sequences one after another by lengths that it reads from the device: from 0.19 on this takes some
+twenty operations per sequence, and in any release the layer waits four times for the device. Here the
+positions are known: the cosines and sines of a micro-batch are computed once, and each tensor takes four
+operations, forward and backward, or one if there is a kernel.
 
-A head x = (a, b) of two halves, of which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al.
-2021, arXiv:2104.09864, equation 34, with halves in the place of pairs). The gradient is rotated back: g cos t
-- (-g_b, g_a) sin t.
+A head x = (a, b) of two halves, which both have the angles t, becomes x cos t + (-b, a) sin t (Su et al.
+2021, arXiv:2104.09864, equation 34, with halves instead of pairs). The gradient g is rotated back: g cos t -
+(-g_b, g_a) sin t.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of the angles that positions have.
+    """Cosines and sines of the rotary angles of positions.
 
     Attributes:
-        cosines: [t, b or 1, 1, r] in the dtype of what is rotated, r at most the width of a head.
-        signed_sines: of the same shape, those of the first half with a minus sign.
+        cosines: [t, b or 1, 1, r] in the dtype of the rotated tensors, r at most the width of a head.
+        signed_sines: of the same shape; the sines of the first half are negated.
     """
 
     cosines: torch.Tensor
@@ -46,15 +46,14 @@ class Rotation:
 def rotation(
     angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float
 ) -> Rotation:
-    """The rotation at given positions.
+    """Return the rotation at given positions.
 
     Args:
-        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings give them: both
+        angles: [P, 1, 1, r] float32 of the positions from 0 on, as Megatron's embeddings return them: both
             halves are the same.
-        positions: [t] or [t, b] int64; None where ``angles`` are already those of the tokens, one after
-            another.
-        dtype: of what is rotated.
-        factor: of cosines and sines (the concentration of yarn).
+        positions: [t] or [t, b] int64; None if ``angles`` are already those of the tokens, in order.
+        dtype: dtype of the rotated tensors.
+        factor: factor of cosines and sines (the concentration of yarn).
     """
     # Cosines of half the table: both halves of a head turn by the same angles.
     half = angles[..., : angles.shape[-1] // 2]
@@ -68,7 +67,7 @@ def rotation(
 
 
 def rotate(tensor: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """[t, b, heads, width] rotated; what is wider than the angles stays as it is there. Differentiable."""
+    """Rotate [t, b, heads, width]; columns beyond the width of the angles stay unchanged. Differentiable."""
     rotated: torch.Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
         tensor, by.cosines, by.signed_sines
     )
@@ -100,7 +99,7 @@ def _rotate_by(
 def rotated_by(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    """[t, b, heads, width] rotated, or rotated back, in plain operations; the arguments are those of a
+    """Rotate [t, b, heads, width], or rotate it back, in plain operations; the arguments are those of a
     ``Rotation``."""
     width = cosines.shape[-1]
     turned, others = tensor[..., :width], tensor[..., width:]
@@ -133,7 +132,7 @@ if triton is not None:
         half_block: tl.constexpr,
         rest_block: tl.constexpr,
     ):
-        """Some heads of one token a program."""
+        """Rotate some heads of one token per program."""
         # int64: tokens times the width of all heads exceeds 2**31 in long packed rows.
         token = (tl.program_id(0) // rows).to(tl.int64)
         row = (tl.program_id(0) % rows).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's own pipeline schedules with one of the engine's heads at the end."""
+"""Runs micro-batches through Megatron's own pipeline schedules, which end in one of the engine's heads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megarl.models.megatron.specs import PackedSequences
 def sum_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
 ) -> None:
-    """Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its
+    """Run Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its
     division by a token count."""
     # None in the place of the token count: losses here are sums already, divided by counts of the whole
     # global batch.
@@ -43,12 +43,11 @@ def sum_gradients(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One micro-batch on its way through the schedule; a filler counts for nothing and keeps the pipeline
-    full.
+    """One micro-batch in the schedule. A filler contributes nothing and keeps the pipeline full.
 
     Attributes:
-        sequences: [n, t] for the routers of a mixture of experts (``sequence_numbers``); None where
-            they have nothing to record.
+        sequences: [n, t] for the routers of a mixture of experts (``sequence_numbers``); None if they have
+            nothing to record.
     """
 
     model_input: ModelInput
@@ -56,14 +55,14 @@ class _Work:
     filler: bool = False
 
     def as_filler(self) -> _Work:
-        """A copy that counts for nothing."""
+        """Return a copy that contributes nothing."""
         # -1 means no sequence: routers count nothing of a filler.
         sequences = None if self.sequences is None else torch.full_like(self.sequences, -1)
         return dataclasses.replace(self, sequences=sequences, filler=True)
 
     def sequences_for(self, model: DistributedDataParallel) -> torch.Tensor | None:
-        """``sequences`` as the model wants them: with sequence parallelism only its first chunk cuts them
-        itself."""
+        """Return ``sequences`` in the form that a model chunk needs: with sequence parallelism only the
+        model's first chunk splits them itself."""
         if self.sequences is None or model.module.pre_process or not model.config.sequence_parallel:
             return self.sequences
         return (
@@ -74,7 +73,7 @@ class _Work:
 
 
 def _packed(model_input: ModelInput) -> PackedSequences | None:
-    """Megatron's description of a packed row; None for rows that are sequences."""
+    """Return Megatron's description of a packed row; None for rows that are single sequences."""
     starts = model_input.layout.starts
     if starts is None:
         return None
@@ -94,10 +93,10 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
 
 
 def answer_requests(layer: ColumnParallelLinear) -> None:
-    """Let the output layer of a model's last chunk answer requests: it brings the sequence together and
-    selects from it first.
+    """Patch the output layer of a model's last chunk so that it computes the current request: it gathers the
+    sequence and selects the requested rows first.
 
-    The product stays Megatron's own where logits are asked for, with whatever it fuses into it.
+    If logits are requested, the product stays Megatron's own, with whatever is fused into it.
     """
     plain, adapter = layer.forward, getattr(layer, ADAPTER, None)
 
@@ -148,8 +147,8 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
 
 @contextlib.contextmanager
 def _whole_sequences(layer: ColumnParallelLinear) -> Iterator[None]:
-    """Inside, the layer takes its input for whole on every tensor-parallel rank, and adds up its gradient
-    over them."""
+    """Make the layer treat its input as whole on every tensor-parallel rank, and sum its input's gradient
+    over the ranks, within the context."""
     before = layer.sequence_parallel, layer.allreduce_dgrad
     layer.sequence_parallel, layer.allreduce_dgrad = False, before[0] or before[1]
     try:
@@ -190,8 +189,8 @@ def _forward_step(
 
 
 def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Work]:
-    """Fill up to as many micro-batches as stages at least, in groups that the interleaved schedule
-    accepts."""
+    """Append fillers until there are at least as many micro-batches as stages, and set a group size that the
+    interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
     # The interleaved schedule refuses fewer micro-batches than stages, and a last group with fewer.
     # A copy of the last micro-batch: fillers must have a shape that the pipeline can send.
@@ -209,14 +208,14 @@ def forward_backward(
     backward: bool,
     sequences: Sequence[torch.Tensor] | None = None,
 ) -> list[HeadOutput]:
-    """One pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over
+    """Run one pass of Megatron's schedule (1F1B with a pipeline, interleaved with several chunks) over
     micro-batches.
 
-    With pipeline stages all inputs have one shape. ``sequences`` is for routers that record, one tensor a
-    micro-batch.
+    With pipeline stages all inputs have one shape. ``sequences``, one tensor per micro-batch, is for routers
+    that record.
 
     Returns:
-        What the head returned, in order, on the last pipeline stage; an empty list elsewhere.
+        The head's outputs, in order, on the last pipeline stage; an empty list elsewhere.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = sum_gradients

@@ -1,5 +1,5 @@
-"""From the policy's configuration and the model's architecture to Megatron-Core's own configuration
-objects."""
+"""Conversion of the policy's configuration and the model's architecture into Megatron-Core's own
+configuration objects."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ INITIAL_LOSS_SCALE = 2.0**16
 
 
 def compiles() -> bool:
-    """Return whether torch.compile fuses what Transformer Engine fuses otherwise: on a CPU that would be
-    slower, and not the same to the bit."""
+    """Return whether torch.compile fuses what Transformer Engine would fuse. On a CPU the compiled code would
+    be slower, and not bitwise equal."""
     return runtime().is_cuda
 
 
 def _groups_experts(megatron: MegatronConfig) -> bool:
-    """Return whether the experts of a rank run in one product. On a CPU that gains nothing, and not all is
-    the same to the bit."""
+    """Return whether the experts of a rank run in one product. On a CPU that gains nothing, and not all
+    results are bitwise equal."""
     chosen = megatron["moe_grouped_gemm"]
     return runtime().is_cuda if chosen is None else bool(chosen)
 
@@ -48,11 +48,11 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fused: bool) -> TransformerConfig:
-    """Megatron's model configuration.
+    """Return Megatron's model configuration.
 
-    Losses and gradients are plain sums here (``calculate_per_token_loss`` switches off every averaging that
-    Megatron would do). Fusions that need CUDA extensions are on only where the layers are Transformer
-    Engine's (``fused``), those that torch.compile makes on every GPU.
+    Losses and gradients are plain sums here (``calculate_per_token_loss`` disables all averaging in
+    Megatron). Fusions that need CUDA extensions are on only if the layers are Transformer Engine's
+    (``fused``); fusions of torch.compile are on on every GPU.
     """
     megatron = policy["megatron_cfg"]
     dtype = dtype_of(policy["precision"], "policy.precision")
@@ -132,7 +132,7 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
 
 
 def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
-    """Return settings of what is recomputed in the backward pass."""
+    """Return the settings of recomputation in the backward pass."""
     if not megatron["activation_checkpointing"]:
         return {}
     if megatron["recompute_granularity"] == "selective":
@@ -145,7 +145,7 @@ def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[str, Any]:
-    """Return settings of a mixture of experts. Its router is balanced by us (``balance_settings``), so
+    """Return the settings of a mixture of experts. We balance its router ourselves (``balance_settings``), so
     Megatron's own losses stay off."""
     return {
         "expert_model_parallel_size": megatron["expert_model_parallel_size"],
@@ -161,10 +161,10 @@ def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[st
 
 
 def _permutes_fused(megatron: MegatronConfig) -> bool:
-    """Return whether kernels of Transformer Engine sort tokens by their experts, whoever makes the layers.
+    """Return whether Transformer Engine's kernels sort tokens by their experts, whichever layers are used.
 
     Raises:
-        ConfigError: it is asked for, and this process cannot use Transformer Engine.
+        ConfigError: the option is set, and this process cannot use Transformer Engine.
     """
     if not megatron["moe_permute_fusion"]:
         return False
@@ -185,8 +185,8 @@ def _permutes_fused(megatron: MegatronConfig) -> bool:
 
 
 def balance_settings(policy: PolicyConfig, architecture: Architecture) -> BalanceSettings | None:
-    """Return how routers are balanced; None for a dense model. The coefficient is the model's own where the
-    configuration gives none."""
+    """Return the load-balancing settings of the routers; None for a dense model. The coefficient defaults to
+    the model's own."""
     mixture, megatron = architecture.mixture, policy["megatron_cfg"]
     if mixture is None:
         return None
@@ -203,11 +203,11 @@ def balance_settings(policy: PolicyConfig, architecture: Architecture) -> Balanc
 
 
 def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelConfig:
-    """Megatron's data-parallel configuration: sums, never averages.
+    """Return Megatron's data-parallel configuration, with sums and never averages.
 
     Args:
         policy: the policy configuration, filled in.
-        replicas: ranks that reduce the gradients of one parameter, context-parallel ones included.
+        replicas: number of ranks that reduce the gradients of one parameter, context-parallel ones included.
     """
     megatron = policy["megatron_cfg"]
     chosen = megatron["distributed_data_parallel_config"]
@@ -233,8 +233,8 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
 
 
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
-    """Megatron's optimizer configuration. ``clip_grad`` of 0 or null means no clipping; the gradient norm is
-    computed all the same."""
+    """Return Megatron's optimizer configuration. A ``clip_grad`` of 0 or null means no clipping; the gradient
+    norm is computed all the same."""
     chosen = policy["megatron_cfg"]["optimizer"]
     overlap = policy["megatron_cfg"]["distributed_data_parallel_config"]["overlap_param_gather"]
     return OptimizerConfig(

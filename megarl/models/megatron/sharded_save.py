@@ -1,9 +1,9 @@
-"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank its share, and what fails on one
-rank fails on all.
+"""Writes a checkpoint through Megatron-Core's dist-checkpointing: every rank writes its share, and an error
+on one rank is raised on all.
 
-Megatron-Core has the main replicas write, which all are the first data-parallel rank's. Here the ranks that
-hold the same tensors share them out. Who writes what depends on the layout and the sizes of the tensors
-alone, so that the same layout writes the same files.
+In Megatron-Core only the main replicas write, which all belong to the first data-parallel rank. Here the
+ranks that hold the same tensors divide them among themselves. The division depends only on the layout and the
+sizes of the tensors, so the same layout writes the same files.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def save_sharded(
     """Write a sharded state dict of Megatron-Core to an empty directory. A collective over all ranks.
 
     Args:
-        state: is changed.
-        directory: of the files.
+        state: the state dict; is modified.
+        directory: directory of the files.
         stream: has the values of the outlines in ``state``.
-        buffer: where this rank's file is staged; None: it is written.
+        buffer: where this rank's file is staged; None to write the file.
 
     Raises:
-        CheckpointError: on all ranks, with the reason, where one of them could not write.
+        CheckpointError: on all ranks, with the reason, if one of them could not write.
     """
     # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank
     # that is killed.
@@ -82,16 +82,16 @@ def save_sharded(
 
 
 def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
-    """A sharded state dict in which each tensor has one rank that writes it. A collective over the ranks that
-    hold the same tensors.
+    """Return a sharded state dict in which exactly one rank writes each tensor. A collective over the ranks
+    that hold the same tensors.
 
-    Outlines of ``stream`` are cut into what each rank keeps of them. Other tensors stay whole, and go to one
-    of their holders each: the largest first, to the one that has least to write so far. Objects stay with the
-    main replica.
+    Outlines of ``stream`` are split into the pieces that each rank keeps. Other tensors stay whole, and each
+    is assigned to one of its holders: the largest first, to the holder with the least to write so far.
+    Objects stay with the main replica.
 
     Args:
-        state: is changed.
-        stream: of the outlines in ``state``.
+        state: the state dict; is modified.
+        stream: the stream of the outlines in ``state``.
     """
     # Factories make tensors out of tensors (gate and up of an MLP); those are what is dealt and written.
     apply_factories(state)
@@ -115,21 +115,23 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
 
 
 def _groups_of_holders() -> list[dist.ProcessGroup]:
-    """The groups of this rank over which tensors are dealt, one after the other: those that share the experts
-    are within the others, but where an expert is cut over fewer ranks than the other layers."""
+    """Return the groups of this rank over which tensors are divided, one group after the other. The group
+    that shares the experts is part of the other group, unless an expert is sharded over fewer ranks than the
+    other layers."""
     most, experts = holders(of_experts=False), holders(of_experts=True)
     within = set(dist.get_process_group_ranks(experts)) <= set(dist.get_process_group_ranks(most))
     return [most] if within else [most, experts]
 
 
 class StreamedSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's way of saving, in which each rank writes its one file itself, from tensors that come
-    when their turn has come.
+    """Megatron-Core's save strategy, in which each rank writes its single file itself, and copies each tensor
+    to the host only when it is written.
 
     Args:
-        stream: gives outlines their values.
-        finishing: is given what writes the index on the first rank, and returns what is called in its place.
-        buffer: where the file is staged; None: it is written.
+        stream: has the values of the outlines.
+        finishing: wraps the function that writes the index on the first rank, and returns the function that
+            is called instead.
+        buffer: where the file is staged; None to write the file.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         )
 
     def _write(self, writer: FileSystemWriterAsync) -> None:
-        """Write this rank's file. What fails here fails on all ranks, at the end of the save."""
+        """Write this rank's file. An error here is raised on all ranks at the end of the save."""
         results: dict[int, Any] | Exception = {}
         for path, name, (plain, tensors) in writer.write_buckets:
             written = (
@@ -168,7 +170,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _written(
         self, writer: FileSystemWriterAsync, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Write the file; return where each piece of it is stored, or what failed."""
+        """Write the file; return where each piece of it is stored, or the error."""
         answer: queue.Queue[Any] = queue.Queue()
         # Queues in the place of those between processes: the function is called here, in this thread.
         counter: queue.Queue[int] = queue.Queue()
@@ -183,7 +185,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     def _staged(
         self, path: str, name: str, plain: _Plain, tensors: _Tensors
     ) -> list[WriteResult] | Exception:
-        """Stage the file; return where each piece of it will be stored, or what failed."""
+        """Stage the file; return where each piece of it will be stored, or the error."""
         assert self._buffer is not None
         try:
             return staged_results(
@@ -205,15 +207,15 @@ class StreamedSave(TorchDistSaveShardedStrategy):
 
 
 class _FirstRank:
-    """Keeps an error of what the first rank writes alone: what all ranks share, the index, the kind of
-    checkpoint. Raised there, it would leave the others waiting in the next collective of Megatron-Core's
-    save; so the save goes on, and fails on all ranks at its end."""
+    """The first error in what only the first rank writes: the state that all ranks share, the index, the kind
+    of checkpoint. Raised at once, the error would leave the other ranks waiting in the next collective of
+    Megatron-Core's save; so the save continues, and fails on all ranks at its end."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
 
     def writes(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """``function``, whose error is kept."""
+        """Return ``function``, wrapped so that its error is stored instead of raised."""
 
         def kept(*arguments: Any, **options: Any) -> None:
             try:
@@ -225,7 +227,7 @@ class _FirstRank:
         return kept
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return Megatron-Core's functions that write on rank 0 alone, wrapped, for ``patched``."""
+        """Return Megatron-Core's functions that write only on rank 0, wrapped, for ``patched``."""
         found: list[tuple[Any, str]] = [(serialization, "save_config")]
         # later versions write what all ranks share with the tensors
         if hasattr(common, "TorchCommonSaveStrategy"):
@@ -233,6 +235,6 @@ class _FirstRank:
         return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]
 
     def require_written(self) -> None:
-        """Raise the first error."""
+        """Raise the first stored error, if any."""
         if self._failure is not None:
             raise self._failure

@@ -1,8 +1,8 @@
-"""Layer specs: the modules that Megatron's GPT layers are made of, chosen once, here, and logged.
+"""Layer specs: the modules that make up Megatron's GPT layers, chosen and logged once, in this module.
 
-With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec*: Megatron's
-own parallel linear layers with our attention (``megarl.models.engine.attention``) and with norms that also
-work under sequence parallelism, which Megatron-Core offers only with Transformer Engine.
+With Transformer Engine on a CUDA device its fused layers are used. Otherwise the *portable spec* is used:
+Megatron's own parallel linear layers with our attention (``megarl.models.engine.attention``), and with norms
+that also work under sequence parallelism, which Megatron-Core offers only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with the engine's own next to it.
+    """Megatron's description of packed sequences, together with the engine's own.
 
     Attributes:
-        layout: of the sequences.
-        positions: [t] int64, of each token of this context-parallel rank its position in its own sequence.
+        layout: layout of the sequences.
+        positions: [t] int64, the position of each token of this context-parallel rank in its own sequence.
     """
 
     layout: SequenceLayout = ROWS
@@ -71,16 +71,17 @@ class PackedSequences(PackedSeqParams):
 
 
 class PortableAttention(MegatronModule):
-    """Megatron's ``core_attention`` on the engine's portable attention: causal, packed sequences, context
-    parallelism, sliding window in all layers or in some, and sinks.
+    """Megatron's ``core_attention``, computed by the engine's portable attention: causal, with packed
+    sequences, context parallelism, sliding windows in all or some layers, and sinks.
 
     Attributes:
-        softmax_offset: [H of this rank] logits of the sinks, under the name that Megatron's own attention
-            gives them; None without.
-        rows: that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
+        softmax_offset: [H of this rank] logits of the sinks, named as in Megatron's own attention; None
+            without sinks.
+        rows: the rows that are being decoded; set by ``megarl.models.megatron.cached_attention.decoding``.
 
     Raises:
-        ModelError: the model has sinks, and keys and values are to be sent round the context-parallel ranks.
+        ModelError: the model has sinks, and the context-parallel ranks are configured to send keys and values
+            in a ring.
     """
 
     rows: DecodedRows | None = None
@@ -134,8 +135,8 @@ class PortableAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **ignored: Any,
     ) -> torch.Tensor:
-        """[S, B, H, D], [K, B, G, D], [K, B, G, D] -> [S, B, H * D]; packed, all without B: [T, H, D], ... ->
-        [T, H * D].
+        """Return the attention [S, B, H * D] of query [S, B, H, D], key and value [K, B, G, D]; packed
+        tensors have no B: [T, H, D], ... -> [T, H * D].
 
         Masks are not needed: sequences are padded on the right only, so that a causal mask already hides the
         padding from every real token.
@@ -173,7 +174,7 @@ class PortableAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """The sinks; nothing where there are none."""
+        """Return the sharded sinks; an empty dict if there are none."""
         # Megatron-Core's default would save the sinks as equal copies of all tensor-parallel ranks.
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -183,8 +184,8 @@ class PortableAttention(MegatronModule):
 
 
 def portable_core(attention: Any) -> PortableAttention:
-    """The engine's portable attention for an attention layer that has another core, with the sinks of that
-    core, where it has any."""
+    """Return the engine's portable attention for an attention layer that has another core, with the sinks of
+    that core, if any."""
     core = attention.core_attention
     config = attention.config
     portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
@@ -195,9 +196,9 @@ def portable_core(attention: Any) -> PortableAttention:
 
 
 class PortableRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm whose weight takes part in the sequence-parallel gradient reduction, and whose result
-    may be there already, made with the sum that it is the norm of (``megarl.models.megatron.residual_norm``).
-    Zero-centred, it multiplies by 1 + weight."""
+    """torch's RMSNorm, with a weight that takes part in the sequence-parallel gradient reduction. Its result
+    may already have been computed together with the sum that it normalises
+    (``megarl.models.megatron.residual_norm``). If zero-centred, it multiplies by 1 + weight."""
 
     _ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -209,13 +210,13 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def leave(self, total: torch.Tensor, norm: torch.Tensor) -> None:
-        """Have the norm of ``total`` for who asks for it next."""
+        """Store the norm of ``total`` for the next forward pass."""
         self._ready = total, norm
 
     def forward(self, x: torch.Tensor | Callable[[torch.Tensor, float | None], Any]) -> Any:
-        """The norm of ``x``; or, of a function, what that makes of weight and epsilon: by a call of the
-        module, so that what waits for the weight before it, as the hook of Megatron-Core's
-        ``overlap_param_gather`` does, has done so."""
+        """Return the norm of ``x``. If ``x`` is a function, return its result for weight and epsilon instead:
+        as a call of the module this runs the forward hooks first, such as that of Megatron-Core's
+        ``overlap_param_gather``, which waits for the weight."""
         if not isinstance(x, torch.Tensor):
             return x(self.weight, self.eps)
         # Given out once: kept longer, it would hold the memory of two activations a layer.
@@ -239,15 +240,16 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
 
 def with_our_router(experts: Any) -> Any:
-    """Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial constructor later) with
-    our router in it."""
+    """Put our router into Megatron's spec of a layer's experts (a ``ModuleSpec`` up to 0.16, a partial
+    constructor later), and return the spec."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     submodules.router = BalancedRouter
     return experts
 
 
 def _grouped(experts: Any) -> Any:
-    """Megatron's spec of a layer's experts, in either of its forms, whose products are grouped."""
+    """Make the experts of Megatron's spec use grouped products, in either form of the spec, and return the
+    spec."""
     submodules = experts.submodules if isinstance(experts, ModuleSpec) else experts.keywords["submodules"]
     inner = submodules.experts
     if isinstance(inner, ModuleSpec):
@@ -305,7 +307,7 @@ _MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
 
 
 def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
-    """One layer."""
+    """Return the portable spec of one layer."""
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
@@ -340,8 +342,8 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | 
 
 
 def kinds_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | None = None) -> list[LayerKind]:
-    """Kinds of the layers of one model chunk (None where a stage is one chunk) of a pipeline stage, by
-    default of this rank's."""
+    """Return the layer kinds of one model chunk of a pipeline stage. ``chunk`` is None if the stage has a
+    single chunk; ``stage`` defaults to this rank's."""
     return [_kind_of(config, layer) for layer in _layers_of_chunk(config, chunk, stage)]
 
 
@@ -356,8 +358,8 @@ def _kind_of(config: TransformerConfig, layer: int) -> LayerKind:
 
 
 def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this pipeline stage; None where a stage is one chunk. ``fused``: those
-    of Transformer Engine."""
+    """Return the layer specs of one model chunk of this pipeline stage; ``chunk`` is None if the stage has a
+    single chunk. ``fused`` selects Transformer Engine's layers."""
     kinds = kinds_of_chunk(config, chunk)
     if fused:
         logger.info("layer spec: Transformer Engine")

@@ -1,15 +1,15 @@
-"""Streams the distributed optimizer's state from where each rank keeps it into the files of a checkpoint, and
-from a checkpoint's files to where each rank keeps its share. Nothing of it is sent between ranks.
+"""Streams the distributed optimizer's state from each rank's memory into the files of a checkpoint, and from
+a checkpoint's files into each rank's memory. No state is sent between ranks.
 
-Megatron-Core's "fully reshardable" checkpoint wants each state of each buffer as one tensor on the host,
-twelve bytes a parameter, and up to 0.19 brings them together on the device, on every data-parallel rank. Here
+Megatron-Core's "fully reshardable" checkpoint needs each state of each buffer as one tensor on the host,
+twelve bytes per parameter, and up to 0.19 gathers the states on the device, on every data-parallel rank. Here
 the checkpoint is planned with outlines: tensors of torch's meta device, which have a shape and an address but
-no memory. Each rank writes those elements of a tensor that it keeps itself, as the boxes that they are (the
-format takes pieces of any size): its share of all bytes, of which one piece at a time is on the host.
+no memory. Each rank writes only the elements of a tensor that it keeps itself, as boxes (the format accepts
+pieces of any size). So it writes its share of all bytes, and only one piece at a time is on the host.
 
-A load is planned with outlines as well, where Megatron-Core has every data-parallel rank read all of a
-buffer. Each rank then reads what it keeps itself, a slice at a time, into the memory that training has
-anyway.
+A load is planned with outlines as well, whereas Megatron-Core makes every data-parallel rank read all of a
+buffer. Each rank then reads the elements that it keeps itself, a slice at a time, into the memory that
+training needs anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megarl.models.megatron.adam import ShardedAdamW
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
-"""What a rank reads at once, so the host memory that a load takes."""
+"""Number of bytes that a rank reads at once, and thus the host memory that a load takes."""
 # Bytes of an element: outlines are float32, whatever the states are stored in.
 _ITEM = 4
 # Elements that all states of a rank together never reach; four bytes each stay below 2**63.
@@ -47,8 +47,8 @@ _ADDRESSES = 2**56
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One state of one buffer of one optimizer, among the addresses of a stream: ``first`` is its first
-    element there."""
+    """One state of one buffer of one optimizer, in the address range of a stream; ``first`` is the address of
+    its first element."""
 
     first: int
     source: int
@@ -57,8 +57,8 @@ class _Place:
 
 
 class _Source:
-    """One distributed optimizer's state, of which this rank keeps a part. Positions are elements of a
-    buffer."""
+    """The state of one distributed optimizer, of which this rank keeps a part. Positions are indices of
+    elements in a buffer."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -68,7 +68,8 @@ class _Source:
         self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
-        """First and last position of what this rank keeps of each parameter, in order."""
+        """Return the start, the end and the parameter of each part of a buffer that this rank keeps, in
+        order."""
         # One dtype a buffer, which the unpacking checks.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
         ranges = (
@@ -82,12 +83,12 @@ class _Source:
         )
 
     def size(self, buffer: int) -> int:
-        """Elements of a buffer, padding included."""
+        """Return the number of elements of a buffer, padding included."""
         return int(self._optimizer.buffers[buffer].grad_data.numel())
 
     def kept(self, buffer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """First and last of the positions from ``start`` to ``stop`` that this rank keeps; those are one
-        parameter's."""
+        """Yield the start and the end of each range of positions between ``start`` and ``stop`` that this
+        rank keeps; ``start`` and ``stop`` must belong to one parameter."""
         for begin, end, _ in self._kept_between(buffer, start, stop):
             yield max(begin, start), min(end, stop)
 
@@ -101,21 +102,22 @@ class _Source:
             yield own[number]
 
     def copy(self, buffer: int, state: str, first: int, target: torch.Tensor) -> None:
-        """Fill ``target``, [n] float32 on the host, with the positions from ``first`` on: such as this rank
-        keeps, all of them one parameter's."""
+        """Fill ``target``, [n] float32 on the host, with the elements from position ``first`` on. This rank
+        must keep them all, and they must belong to one parameter."""
         last = first + target.numel()
         ((begin, end, parameter),) = self._kept_between(buffer, first, last)
         assert begin <= first and last <= end, (begin, first, last, end)
         target.copy_(self._values(parameter, state)[first - begin : last - begin])
 
     def _shard_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return what the optimizer steps of a parameter."""
+        """Return the optimizer's own shard of a parameter."""
         group, order = self._optimizer.model_param_group_index_map[parameter]
         shard: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
         return shard
 
     def _values(self, parameter: torch.nn.Parameter, state: str) -> torch.Tensor:
-        """Return this rank's part of a state, [n] float32: where it is kept, or read from another format."""
+        """Return this rank's part of a state, [n] float32: a view of the state itself, or a float32 copy if
+        it is stored in another format."""
         adam, shard = self._optimizer.optimizer, self._shard_of(parameter)
         if isinstance(adam, ShardedAdamW):
             return adam.read_state(shard, state)
@@ -123,13 +125,13 @@ class _Source:
         return (shard if state == "param" else adam.state[shard][state]).detach().view(-1)
 
     def _store(self, parameter: torch.nn.Parameter, state: str, values: torch.Tensor, read: int) -> None:
-        """Put values of another format where they are kept, once all of a parameter's are read: a block is
-        stored as a whole.
+        """Store values in the state's own format, once all values of a parameter are read: a block is stored
+        as a whole.
 
         Args:
-            parameter, state: whose.
+            parameter, state: the parameter and the name of its state.
             values: [n] float32.
-            read: how many more of them were read.
+            read: number of additional values that were read.
         """
         adam = self._optimizer.optimizer
         if not isinstance(adam, ShardedAdamW):
@@ -144,12 +146,12 @@ class _Source:
     def fill(
         self, buffer: int, state: str, start: int, stop: int, read: Callable[[int, int, torch.Tensor], None]
     ) -> None:
-        """Have ``read`` fill what this rank has of the positions from ``start`` to ``stop``, all of them one
-        parameter's.
+        """Make ``read`` fill this rank's part of the positions from ``start`` to ``stop``, which all belong
+        to one parameter.
 
         Args:
-            read: is given the first and the last of some positions, and their values where the optimizer
-                keeps them, [last - first].
+            read: is called with the start and the end of some positions, and with their values [end - start]
+                in the optimizer's memory.
         """
         step = max(
             1, SLICE_BYTES // _ITEM // 2
@@ -165,8 +167,8 @@ class _Source:
 
 
 class StateStream:
-    """The state of all distributed optimizers of a rank, for one save: outlines of it, and their values when
-    they are asked for."""
+    """The state of all distributed optimizers of a rank, for one save: outlines of the state, and values on
+    request."""
 
     def __init__(self) -> None:
         # One long tensor without memory, whose offsets tell all states of all optimizers apart.
@@ -177,7 +179,7 @@ class StateStream:
 
     def outlines(self, optimizer: DistributedOptimizer) -> dict[Any, Any]:
         """Return what ``DistributedOptimizer.get_parameter_state_dp_zero`` returns, without memory: for each
-        buffer and dtype, each state as one float32 tensor of the meta device."""
+        buffer and dtype, each state is one float32 tensor of the meta device."""
         source = _Source(optimizer)
         self._sources.append(source)
         # Megatron-Core's mark of buffers whose buckets are one tensor, padding included.
@@ -196,11 +198,11 @@ class StateStream:
         return self._addresses[first : self._size]
 
     def pieces(self, outline: ShardedTensor) -> Iterator[ShardedTensor]:
-        """Yield what this rank keeps of a tensor and writes: boxes of it, without memory. Of a tensor that
-        other data-parallel groups have as well, the group of the main replica writes.
+        """Yield the pieces of a tensor that this rank keeps and writes: boxes of it, without memory. If other
+        data-parallel groups have the tensor too, the group of the main replica writes it.
 
         Raises:
-            CheckpointError: an outline is that of no state.
+            CheckpointError: the outline does not belong to any state.
         """
         place = self._place_of(outline.data)
         if not _is_of_main_group(outline.replica_id):
@@ -229,11 +231,11 @@ class StateStream:
                 address += count
 
     def values(self, tensors: Sequence[tuple[Any, torch.Tensor]]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield what is to be written, with its values on the host: one tensor at a time. One that had no
-        memory loses it again when the next one is asked for.
+        """Yield each item with its tensor's values on the host, one tensor at a time. The memory for an
+        outline's values is freed when the next tensor is requested.
 
         Raises:
-            CheckpointError: an outline is that of no state.
+            CheckpointError: an outline does not belong to any state.
         """
         for item, tensor in tensors:
             if not tensor.is_meta:
@@ -249,15 +251,15 @@ class StateStream:
         """Fill ``target``, contiguous on the host and of the outline's shape, with the values of an outline.
 
         Raises:
-            CheckpointError: it is that of no state.
+            CheckpointError: the outline does not belong to any state.
         """
         place = self._place_of(outline)
         first = int(outline.storage_offset()) - place.first
         self._sources[place.source].copy(place.buffer, place.state, first, target.view(-1))
 
     def fill(self, outlines: Sequence[ShardedTensor], checkpoint: TorchDistCheckpoint) -> None:
-        """Read what this rank keeps of the outlined tensors to where it is kept. Positions that the
-        checkpoint does not have, which padding of a vocabulary has, become zero.
+        """Read this rank's part of the outlined tensors into the optimizers' memory. Positions that are not
+        in the checkpoint, such as padding of a vocabulary, become zero.
 
         Raises:
             CheckpointError: a tensor of the checkpoint has another shape.
@@ -285,8 +287,8 @@ class StateStream:
 
 
 def _is_of_main_group(replica_id: int | tuple[int, ...]) -> bool:
-    """Return whether a replica is the main one but for its rank in its data-parallel group, which
-    Megatron-Core has last."""
+    """Return whether a replica belongs to the data-parallel group of the main replica: its rank in that
+    group, which Megatron-Core puts last, is ignored."""
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
@@ -298,8 +300,8 @@ def _read(
     last: int,
     values: torch.Tensor,
 ) -> None:
-    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, as the
-    checkpoint has them."""
+    """Fill ``values`` with the elements from ``first - begin`` to ``last - begin`` of a tensor, read from the
+    checkpoint."""
     key, stored = outline.key, checkpoint.shape(outline.key)
     if tuple(outline.global_shape) != stored and not outline.allow_shape_mismatch:
         raise CheckpointError(
@@ -329,8 +331,8 @@ def _read(
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a storage that has no others, which would be saved as well. Contiguous host memory
-    is not copied."""
+    """Return the tensor in a storage without other values, because those would be saved as well. Contiguous
+    host memory is not copied."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -343,7 +345,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that, one behind the other, are the elements from ``start`` to ``stop`` of a tensor in
+    """Yield the boxes that, one after another, contain the elements from ``start`` to ``stop`` of a tensor in
     row-major order."""
     if start >= stop:
         return
@@ -363,14 +365,15 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class StreamedLoad(TorchDistLoadShardedStrategy):
-    """Megarl's way of loading: Megatron-Core's, which leaves outlines as they are, and makes outlines of what
-    is read to where it belongs, so that nothing puts that together in other memory once more.
+    """Megarl's load strategy: Megatron-Core's, which leaves outlines unchanged. Tensors that are read
+    directly into their final memory are returned as outlines, so that they are not copied to other memory
+    again.
 
     Args:
         held: addresses of the memory that tensors belong in.
 
     Attributes:
-        outlines: what was to be loaded and has no memory; for ``StateStream.fill``.
+        outlines: the requested tensors that have no memory; for ``StateStream.fill``.
     """
 
     def __init__(self, held: Collection[int] = ()) -> None:
@@ -381,8 +384,8 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *arguments: Any
     ) -> dict[str, Any]:
-        """Load as Megatron-Core does; tensors of the meta device stay such, and what is read into ``held``
-        memory becomes such."""
+        """Load as Megatron-Core does, except that tensors of the meta device stay such, and tensors that are
+        read into ``held`` memory are returned as tensors of the meta device."""
         # Megatron-Core would allocate host memory for an outline and read all of it on every rank.
         outlined, plain = extract_matching_values(
             sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta

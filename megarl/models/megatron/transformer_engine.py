@@ -1,10 +1,10 @@
-"""Transformer Engine: whether this process can use it, found out by importing it and not by looking for its
-files.
+"""Transformer Engine: tests if this process can use it, by importing it and not by looking for its files.
 
-Megatron-Core tries to import it and takes an ImportError for its absence. Every other error ends the import
-of Megatron-Core, and with it the worker: a package without its half for torch raises RuntimeError, and a
-library that was built for another torch or another CUDA raises OSError. So ``find`` is called before
-Megatron-Core is imported, and what cannot be used here is hidden from all imports that follow.
+Megatron-Core tries to import it and takes an ImportError to mean that it is absent. Every other error ends
+the import of Megatron-Core, and with it the worker: a package without its torch extension raises
+RuntimeError, and a library that was built for another torch or another CUDA raises OSError. So ``find`` is
+called before Megatron-Core is imported, and if Transformer Engine cannot be used here, it is hidden from all
+later imports.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _WIDTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of looking for Transformer Engine.
+    """Result of the search for Transformer Engine.
 
     Attributes:
-        reason: why it cannot be used in this process; None where it can.
-        is_fault: it is installed and this process computes on a GPU, and yet it does not work.
+        reason: why it cannot be used in this process; None if it can.
+        is_fault: True if it is installed and this process computes on a GPU, and yet it does not work.
     """
 
     reason: str | None = None
@@ -46,7 +46,7 @@ class Finding:
 
 @cache
 def find() -> Finding:
-    """Import Transformer Engine, or hide it from this process where it cannot be used."""
+    """Import Transformer Engine, or hide it from this process if it cannot be used; return the result."""
     if importlib.util.find_spec(PACKAGE) is None:
         return Finding("it is not installed")
     # Hidden on a CPU although it may be installed: its layers have CUDA kernels alone.
@@ -63,7 +63,8 @@ def find() -> Finding:
 
 
 def _hide() -> None:
-    """Let every later import fail as if it were not installed; half of it may have been imported."""
+    """Make every later import fail as if Transformer Engine were not installed; parts of it may already be
+    imported."""
     for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
         del sys.modules[name]
     # this is how Python marks a module that must not be imported: it raises ModuleNotFoundError
@@ -77,11 +78,11 @@ def _told(what: str, error: Exception) -> str:
 
 @cache
 def try_it() -> Finding:
-    """Find Transformer Engine, and where it was imported, run one small layer forward and backward on the
-    device of this process.
+    """Find Transformer Engine and, if it was imported, run one small layer forward and backward on the device
+    of this process; return the result.
 
-    Libraries that load may still not fit the device or its driver. No random number of this process is used
-    up.
+    Libraries that load may still not fit the device or its driver. The random-number state of this process
+    does not change.
     """
     finding = find()
     if finding.reason is not None:
@@ -101,16 +102,16 @@ def try_it() -> Finding:
 
 
 def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Return whether the layers of a policy are Transformer Engine's: on all ranks or on none, since ranks
-    with other layers than their neighbours wait for sums that those do not make. A collective over the world,
-    where there is one, unless the configuration says no.
+    """Return whether the layers of a policy are Transformer Engine's. All ranks must agree, because ranks
+    with different layers would wait for collectives that the others never run. A collective over the world,
+    if it is initialised, unless the configuration rules Transformer Engine out.
 
     Args:
         policy: the policy configuration, filled in.
         has_experts: the model is a mixture of experts.
 
     Raises:
-        ConfigError: the configuration asks for it, and it cannot be used on every rank.
+        ConfigError: the configuration requires it, and it cannot be used on every rank.
     """
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False or (wanted == AUTO and prefers_portable_layers(policy, has_experts=has_experts)):
@@ -134,17 +135,18 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 
 
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
-    """Return whether a model trains faster without Transformer Engine, as far as that was measured: dense in
-    bfloat16, at 0.61 of the rate of matrix products against 0.57 (1.5 billion parameters on an H200,
-    ``benchmarks/results/gpu``). Nothing else was measured. Adapters exist for the portable layers
-    alone."""
+    """Return whether a model trains faster without Transformer Engine, as far as that was measured: a dense
+    model in bfloat16 does, at 0.61 of the matrix-product rate against 0.57 (1.5 billion parameters on an
+    H200, ``benchmarks/results/gpu``). Nothing else was measured. A policy with adapters always prefers the
+    portable layers, because adapters exist only for them."""
     if adapters_of(policy) is not None:
         return True
     return policy["precision"] == "bfloat16" and not has_experts
 
 
 def _agreed(works: bool) -> tuple[bool, bool]:
-    """Return whether it works on all ranks, and whether on any of them. A collective over the world."""
+    """Return whether ``works`` is True on all ranks, and whether it is on any rank. A collective over the
+    world."""
     if not dist.is_initialized():
         return works, works
     # One MIN answers both: of the negated values the minimum is minus the maximum.

@@ -1,7 +1,7 @@
 """The low-rank adapter of an embedding, whose rows are divided over the tensor-parallel ranks.
 
-Of A a rank has the columns of its tokens; B is whole. A token's column of A comes together over the ranks as
-its row of the embedding does, and B is multiplied with it behind that.
+A rank has the columns of A for its own tokens; B is whole. A token's column of A is reduced over the ranks in
+the same way as its row of the embedding, and is then multiplied by B.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class EmbeddingAdapter(nn.Module):
     Its parameters are ``lora_A`` [rows of the embedding, r], the columns of A, and ``lora_B`` [H, r].
 
     Args:
-        embedding: of this tensor-parallel rank.
-        rule: of its weight.
-        settings, switch: of all adapters.
+        embedding: the embedding's part on this tensor-parallel rank.
+        rule: the rule of the embedding's weight.
+        settings, switch: settings and switch of all adapters.
     """
 
     def __init__(self, embedding: Any, rule: Rule, settings: AdapterSettings, switch: AdapterSwitch) -> None:
@@ -53,13 +53,14 @@ class EmbeddingAdapter(nn.Module):
 
     @torch.no_grad()
     def fill(self, first: FirstFactors) -> None:
-        """Give the factors the values that they begin with. Rows behind the vocabulary stay zero."""
+        """Set the factors to their initial values. Rows after the end of the vocabulary stay zero."""
         own = first.read(self._module, "A", self._shape[0]).T[self._start : self._start + len(self.lora_A)]
         self.lora_A[: len(own)].copy_(own)
         self.lora_B.copy_(first.read(self._module, "B", self._shape[1]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, s] to [B, s, H], or [s of this rank, B, H]: added to the embedding's output."""
+        """Return what is added to the embedding's output for tokens [B, s]: [B, s, H], or [s of this rank, B,
+        H]."""
         local = tokens - self._start
         elsewhere = (local < 0) | (local >= len(self.lora_A))
         # Tokens of other ranks look up row 0 and are zeroed, as in
@@ -76,18 +77,19 @@ class EmbeddingAdapter(nn.Module):
         return F.linear(hidden * self._settings.scaling, self.lora_B)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the embedding with the adapter in them."""
+        """Return this rank's rows of the embedding with the adapter merged into them."""
         return merged(weight.detach(), self.lora_A, self.lora_B.T, self._settings.scaling)
 
     def factors(self) -> Iterator[tuple[str, str, torch.Tensor, int | None]]:
-        """Yield the factors as ``Adapter`` does, A the other way round."""
+        """Yield the factors as ``Adapter`` does, with A transposed."""
         yield self._module, "A", self.lora_A.detach(), 0
         yield self._module, "B", self.lora_B.detach(), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return A and B for a checkpoint. Layouts pad the vocabulary each as it needs."""
+        """Return A and B for a checkpoint. A's shape may differ there, because each layout pads the
+        vocabulary differently."""
         state = make_sharded_tensors_for_checkpoint(
             {"linear_in.weight": self.lora_A, "linear_out.weight": self.lora_B},
             prefix,
@@ -104,17 +106,17 @@ class EmbeddingAdapter(nn.Module):
 
 
 class AdaptedEmbedding(VocabParallelEmbedding):
-    """Megatron-Core's embedding with an adapter; in a checkpoint it has the adapter alone."""
+    """Megatron-Core's embedding with an adapter; a checkpoint contains only the adapter."""
 
     adapter: EmbeddingAdapter
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """[B, s] to [B, s, H], or [s of this rank, B, H]."""
+        """Return the embedding of tokens [B, s] as [B, s, H], or [s of this rank, B, H]."""
         output: torch.Tensor = super().forward(input_)
         return output + self.adapter(input_) if self.adapter.switch.is_on else output
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """See ``EmbeddingAdapter``."""
+        """Return the sharded state of the adapter; see ``EmbeddingAdapter``."""
         return self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)

@@ -1,10 +1,10 @@
-"""The weights of a divided model as full Hugging Face tensors, in one order whatever the layout: the stream
-of exports and refits.
+"""The weights of a sharded model as full Hugging Face tensors, in one order for all layouts: the stream of
+exports and refits.
 
-Where each parameter stands is found out once. After that no names or shapes travel: parameters that neighbour
-in the order and on the ranks are gathered together in buckets, and while one bucket is taken apart the next
-is on its way. A mixture of many experts has tens of thousands of tensors; Python for each of them would take
-longer than the copies, so there is a call for each at the most.
+The location of each parameter is determined once. After that no names or shapes are sent: parameters that are
+adjacent in the order and on the same ranks are gathered together in buckets, and while one bucket is unpacked
+the next is in flight. A mixture of many experts has tens of thousands of tensors, and Python work for each
+would take longer than the copies, so there is at most one call per tensor.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ def assembly_of(
     slices: Slices = MappingProxyType({}),
     begins: Sequence[Mapping[int, int]] | None = None,
 ) -> UnshardPlan:
-    """The Hugging Face tensors of parameters, or slices of them, out of shards in one flat tensor.
+    """Return a plan that builds the Hugging Face tensors of parameters, or slices of them, from shards in one
+    flat tensor.
 
     Args:
-        rules: of the parameters.
-        shapes: of a shard of each, the same on all ranks.
-        ranks: that have shards.
+        rules: rules of the parameters.
+        shapes: shape of a shard of each parameter, the same on all ranks.
+        ranks: number of ranks that have shards.
         architecture: the model.
-        slices: that are wanted, by name; of the other tensors everything.
-        begins: of each parameter the element at which the shard of a rank begins, by rank; only of shards
-            that are there. By default all are, those of one rank one after the other, rank after rank.
+        slices: the wanted slices, by name; other tensors are built in full.
+        begins: for each parameter, the index of the first element of each rank's shard, by rank, for the
+            shards that are present. By default all are present, each rank's shards in order, rank after rank.
 
     Raises:
-        ConversionError: the shards do not have the shapes that the architecture asks for.
+        ConversionError: the shards do not have the shapes that the architecture requires.
     """
     if begins is None:
         ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
@@ -102,13 +103,13 @@ def _tensors(
 
 
 def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Slices]) -> bool:
-    """Return whether every rank has, in its own shard of a parameter, all that the engine's rank on the same
-    device reads of it.
+    """Return whether every rank's own shard of a parameter contains all that the engine's rank on the same
+    device reads of the parameter.
 
     Args:
-        rule: of the parameter.
-        layouts: of the shards, by rank.
-        wanted: by rank, what the engine's rank on its device reads.
+        rule: rule of the parameter.
+        layouts: layouts of the shards, by rank.
+        wanted: by rank, the slices that the engine's rank on its device reads.
     """
     parts = enumerate(rule.parts) if rule.emits else ()
     return all(
@@ -119,23 +120,24 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
 
 
 def _is_read(rule: Rule, slices: Slices) -> bool:
-    """Return whether a rank of an engine reads anything of a parameter."""
+    """Return whether an engine's rank with these slices reads any part of a parameter."""
     return any(part.name not in slices or slices[part.name].length > 0 for part in rule.parts)
 
 
 class Reach(enum.IntEnum):
-    """Distance that the shards of a parameter travel within a pipeline stage."""
+    """Distance that the shards of a parameter are sent within a pipeline stage."""
 
     OWN = 0
-    """Nowhere: each rank has what is read on its device."""
+    """Not sent: each rank has what is read on its device."""
     TENSOR = 1
-    """To the ranks that it is cut over."""
+    """Sent to the ranks that the parameter is sharded over."""
     ALL = 2
-    """There and, of an expert, to the ranks that experts are divided over."""
+    """Sent to those ranks and, for an expert, to the ranks that experts are divided over."""
 
 
 class Beside(NamedTuple):
-    """The shards that a rank has, and the rank of an engine that reads on its device; -1 for none."""
+    """The ranks that identify the shards of a process, and the engine's rank that reads on its device; -1 for
+    none."""
 
     tensor: int
     expert_tensor: int
@@ -150,13 +152,13 @@ def reach_of(
     wanted: Sequence[Slices],
     everybody: Collection[Beside],
 ) -> Reach:
-    """Return how far the shards of a parameter travel so that each rank has what is read on its device.
+    """Return how far the shards of a parameter must be sent so that each rank has what is read on its device.
 
     Args:
-        rule: of the parameter.
-        owner: the expert-parallel rank that has an expert; not looked at for other parameters.
-        layouts: of the shards, by the rank of those that the parameter is cut over.
-        wanted: what each rank of an engine reads.
+        rule: rule of the parameter.
+        owner: the expert-parallel rank that has an expert; ignored for other parameters.
+        layouts: layouts of the shards, by rank among those that the parameter is sharded over.
+        wanted: the slices that each rank of an engine reads.
         everybody: all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
@@ -170,8 +172,8 @@ def reach_of(
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
-    """Return whether a shard has a slice of part ``number``, or all of it; where it does, its spans do not
-    overlap."""
+    """Return whether a shard contains a slice of part ``number``, or the whole part if ``where`` is None;
+    spans that it contains do not overlap."""
     # An engine with expert parallelism reads nothing of other ranks' experts.
     if where is not None and not where.length:
         return True
@@ -185,13 +187,14 @@ def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | 
 
 
 def layouts_of(rule: Rule, ranks: int, padded_vocab: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of a parameter's shards, by rank; ``padded_vocab`` are the rows of the padded
-    embedding over all ranks."""
+    """Return the layouts of a parameter's shards, by rank; ``padded_vocab`` is the number of rows of the
+    padded embedding over all ranks."""
     return [shard_layout(rule, architecture.head_dim, rank, ranks, padded_vocab) for rank in range(ranks)]
 
 
 def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Architecture) -> list[ShardLayout]:
-    """Return the layouts of shards that have a shape."""
+    """Return the layouts of a parameter's shards, by rank; raise a ConversionError if one does not have the
+    given shape."""
     layouts = layouts_of(rule, ranks, shape[0] * ranks if rule.kind is Kind.VOCAB else 0, architecture)
     for rank, layout in enumerate(layouts):
         if layout.shape != shape:
@@ -206,10 +209,10 @@ def _layouts(rule: Rule, shape: tuple[int, ...], ranks: int, architecture: Archi
 def _copies(
     layout: ShardLayout, number: int, whole: Sequence[int], begin: int, where: Slice | None = None
 ) -> Iterator[Copy]:
-    """Return what of part ``number``, of shape ``whole``, or of a slice of it is in one shard that begins
-    at ``begin``.
+    """Yield the copies of part ``number``, of shape ``whole``, or of a slice of it, from one shard that
+    begins at ``begin``.
 
-    Shard and slice are seen as matrices, whose columns are all dimensions but the first.
+    Shard and slice are treated as matrices, with all dimensions but the first as columns.
     """
     wanted = [range(whole[0]), range(math.prod(whole[1:]))]
     if where is not None:
@@ -243,8 +246,8 @@ def _copies(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Location of one parameter: its pipeline stage, its expert-parallel rank (0 where all have it), and a
-    rank's shard of it."""
+    """Location of one parameter: its pipeline stage, its expert-parallel rank (0 if all ranks have it), and
+    the shape and dtype of a rank's shard."""
 
     rule: Rule
     stage: int
@@ -268,26 +271,26 @@ _Unit = tuple[_Entry, ...]
 
 
 class _Bucket:
-    """Neighbouring parameters of one pipeline stage and dtype whose shards travel equally far.
+    """Adjacent parameters of one pipeline stage and dtype whose shards are sent equally far.
 
-    Shards are in rows of one length, a rank's shards in a row: those of all ranks that have some, of the one
-    rank that has them, or of this rank alone.
+    Shards are stored in rows of equal length, one row per rank. The rows are those of all ranks that have
+    shards, of the one rank that has them, or of this rank alone.
 
     Args:
         entries: the parameters.
-        reach: how far.
-        experts: the groups of experts, where the parameters are theirs; else None.
-        cut: the groups of the ranks that they are cut over.
+        reach: how far the shards are sent.
+        experts: the expert groups if the parameters belong to experts, else None.
+        cut: the groups of the ranks that the parameters are sharded over.
         architecture: the model.
-        slices: that are read here, by name.
+        slices: the slices that are read here, by name.
 
     Attributes:
         first: the first parameter.
-        rows, length: how many rows there are, and elements of each.
-        row, names: this rank's row, and its parameters in it.
-        source: expert-parallel rank that broadcasts; None where none does.
-        group: ranks whose rows are gathered then; None where there is one row.
-        unshard_plan: makes the tensors.
+        rows, length: number of rows, and of elements per row.
+        row, names: index of this rank's row, and the parameters in that row.
+        source: expert-parallel rank that broadcasts; None if none does.
+        group: ranks whose rows are gathered then; None if there is one row.
+        unshard_plan: builds the tensors.
     """
 
     def __init__(
@@ -350,14 +353,15 @@ def _set_out(
     *,
     everywhere: bool,
 ) -> InFlightBucket:
-    """Send a bucket to all ranks of its pipeline stage, or of all stages, that read of it.
+    """Start sending a bucket to all ranks of its pipeline stage, or of all stages, that read from it; return
+    the bucket in flight.
 
     Args:
-        bucket: which.
+        bucket: the bucket.
         held: this rank's shards by name.
         groups, experts: the process groups.
-        spare: memory for it.
-        everywhere: to all stages.
+        spare: provides memory for the bucket.
+        everywhere: send to all stages.
     """
     device = held[next(iter(held))].device
     # Memory of an earlier bucket where there is one: new pages would be cleared by the kernel for every
@@ -398,15 +402,16 @@ def _set_out(
 
 
 class WeightStream:
-    """Gives all weights of a model, any number of times.
+    """A stream of all weights of a model, which can be read any number of times.
 
     Args:
-        chunks: the bare models of this rank's chunks.
+        chunks: the unwrapped models of this rank's chunks.
         architecture: the model.
         groups, experts: the process groups.
-        bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
-        exported: makes of this rank's shards those that are sent; what it gives may compute a shard when it
-            is asked for.
+        bucket_bytes: size limit of all shards that are gathered together, unless those of one parameter alone
+            are larger.
+        exported: turns this rank's shards into the shards that are sent; its result may compute a shard when
+            the shard is read.
     """
 
     def __init__(
@@ -432,32 +437,32 @@ class WeightStream:
         self._all_alone = all(part.alone for part in hf_tensors(architecture))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the order
-        of the mapping rules. Of a layer whose experts are divided over ranks and take more than a bucket, as
-        many experts of each rank come together.
+        """Yield Hugging Face names and full tensors (in the parameters' dtype, on this rank's device), in the
+        order of the mapping rules. If the experts of a layer are divided over ranks and take more than a
+        bucket, each bucket has the same number of experts from each rank.
 
-        Collective: all ranks take as many. Tensors are contiguous, and are nobody else's; but many share one
-        storage, which is there for as long as one of them is kept. Memory beyond the model is at most five
-        buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores all experts of a layer
-        together adds those.
+        Collective: all ranks must read the same number of tensors. Tensors are contiguous and are not reused;
+        but many share one storage, which is freed only when none of them is referenced. Memory beyond the
+        model is at most five buckets of ``bucket_bytes`` (or of the largest parameter); a family that stores
+        all experts of a layer in one tensor needs memory for these in addition.
         """
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=True)))
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> dict[str, Slice]:
-        """Agree on the slices that ``sliced`` gives from now on: what the engine's rank on each device reads.
-        Collective, after one pass through the weights.
+        """Agree on the slices that ``sliced`` yields from now on: those that the engine's rank on each device
+        reads. Collective, after one pass through the weights.
 
-        A weight of which each rank has in its own shard what is read there is not gathered, and an expert
-        of which nothing is read on devices of ranks that do not have it stays where it is. Others are
-        gathered, and cut.
+        A weight is not gathered if each rank's own shard contains all that is read on its device. An expert
+        stays on its rank if the devices of other ranks read nothing of it. Other weights are gathered and
+        sliced.
 
         Args:
-            wanted: what each rank of an engine reads.
-            beside: the engine's rank that reads here; -1 for none.
+            wanted: the slices that each rank of an engine reads.
+            beside: the engine's rank that reads on this device; -1 for none.
 
         Returns:
-            What is read here of all weights of which an engine's rank does not read all: the same names on
-            all ranks. None of them where an engine's rank reads on some devices only.
+            The slice that is read here of each weight that some engine rank does not read in full; the names
+            are the same on all ranks. Empty if there are devices on which no engine rank reads.
         """
         if self._buckets is None:
             raise StateError(
@@ -486,7 +491,7 @@ class WeightStream:
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
-        """Return how far the shards of parameters travel that travel together."""
+        """Return how far the shards of parameters that are sent together must be sent."""
         ranks = self._cut(unit[0]).tensor_size
         layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
         return max(
@@ -495,22 +500,22 @@ class WeightStream:
         )
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what the engine's rank on this device reads, in the order of all weights: slices of those
-        that were agreed on, and the others in full. Collective."""
+        """Return what the engine's rank on this device reads, in the order of all weights: the agreed slices,
+        and the other weights in full. Collective."""
         return self._joined(
             GatherStream(self._arrivals(SpareMemory(), everywhere=True, sliced=True)), self._slices
         )
 
     def of_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights of this rank's pipeline stage, in the order of all weights. Collective among the
-        ranks of the stage alone, but for the first time, when all ranks have to come."""
+        ranks of the stage, except for the first pass over the weights, which is collective over all ranks."""
         return self._joined(GatherStream(self._arrivals(SpareMemory(), everywhere=False)))
 
     def _joined(
         self, gather_stream: GatherStream, slices: Slices = MappingProxyType({})
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the tensors with those that a family stores inside others put into these, and of these the
-        slices."""
+        """Return the tensors, after joining those that a family stores in one tensor; of the joined tensors
+        only the slices, if any are given."""
         if self._all_alone:
             return gather_stream
         alone = {part.name for part in hf_tensors(self._architecture) if part.alone}
@@ -522,11 +527,11 @@ class WeightStream:
         )
 
     def names_by_stage(self) -> list[list[str]]:
-        """The names that ``of_stage`` gives on each pipeline stage, without a look at a weight: the plan has
-        them. Local.
+        """Return the names that ``of_stage`` yields on each pipeline stage, from the plan and without reading
+        weights. Local.
 
         Raises:
-            StateError: there is no plan before the weights were gone through once.
+            StateError: there is no plan before the first pass through the weights.
         """
         if self._buckets is None:
             raise StateError(
@@ -539,7 +544,7 @@ class WeightStream:
         ]
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return what a stage exports, as tensors of names and shapes alone."""
+        """Yield the names that a stage exports, with tensors that have a shape but no memory."""
         for bucket in self._buckets or ():
             if bucket.first.stage == stage:
                 yield from bucket.unshard_plan.tensors(
@@ -549,7 +554,7 @@ class WeightStream:
     def _arrivals(
         self, spare: SpareMemory, *, everywhere: bool, sliced: bool = False
     ) -> Iterator[InFlightBucket]:
-        """The buckets one after another, each set out when it is asked for."""
+        """Yield the buckets in order; each is sent when it is requested."""
         if self._buckets is None:
             # Transformer Engine's names become those of the rules
             named = places_of(self._chunks, self._experts)
@@ -567,8 +572,8 @@ class WeightStream:
             yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
-        """Put all parameters in their order into buckets, the same on all ranks. The one exchange of names
-        and shapes."""
+        """Divide all parameters, in their order, into buckets, the same on all ranks. This is the only
+        exchange of names and shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
         stages: list[Any] = [listing]
         if self._groups.pipeline_size > 1:
@@ -585,9 +590,9 @@ class WeightStream:
         return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
 
     def _units_of(self, entries: Sequence[_Entry]) -> Iterator[_Unit]:
-        """Split neighbours into what is gathered together. Where experts are divided over ranks these are
-        rounds of as many experts of each rank, which one all-gather brings; where a single one of each rank
-        takes more than a bucket, each comes by itself."""
+        """Split adjacent parameters into units that are gathered together. If experts are divided over ranks,
+        a unit has the same number of experts from each rank, gathered by one all-gather. If even a single
+        expert of each rank takes more than a bucket, each parameter is its own unit."""
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
@@ -611,7 +616,7 @@ class WeightStream:
             yield tuple(entry for _, entry in places)
 
     def _in_buckets(self, units: Sequence[tuple[_Unit, Reach]], slices: Slices) -> list[_Bucket]:
-        """Put neighbours whose shards travel alike into buckets."""
+        """Group adjacent units whose shards are sent in the same way into buckets."""
         found = []
         for (_, of_experts, _, reach, _), run in itertools.groupby(units, key=lambda one: self._way(*one)):
             experts = self._experts if of_experts else None
@@ -623,13 +628,13 @@ class WeightStream:
         return found
 
     def _way(self, unit: _Unit, reach: Reach) -> tuple[Any, ...]:
-        """Return what neighbours have in common that come together; of those that all take from one rank that
-        has them, also that rank."""
+        """Return the key that adjacent units must share to be in one bucket; it includes the ranks that own
+        the experts if the shards are sent to all ranks."""
         owners = sorted({entry.owner for entry in unit}) if reach is Reach.ALL else ()
         return unit[0].stage, is_expert(unit[0].name), unit[0].dtype, reach, owners
 
     def _bytes_in_stream(self, unit: _Unit, reach: Reach) -> int:
-        """Bytes on a rank of the shards that come to it."""
+        """Return the bytes of the shards that a rank receives."""
         owners: collections.Counter[int] = collections.Counter()
         for entry in unit:
             owners[entry.owner] += entry.nbytes
@@ -638,12 +643,12 @@ class WeightStream:
 
     @property
     def _share(self) -> int:
-        """Experts of a rank."""
+        """Number of experts per rank."""
         return (self._chunks[0].config.num_moe_experts or 0) // self._experts.model_size
 
     def _entry(self, rule: Rule, stages: Sequence[dict[str, Any]]) -> _Entry:
-        """Return where a parameter stands. An expert that another rank holds has the shape of this rank's
-        expert in its place."""
+        """Return the location of a parameter. An expert of another rank has the shape of this rank's
+        corresponding expert."""
         name, owner = rule.megatron_name, 0
         if is_expert(name):
             owner = expert_index(name) // self._share

@@ -1,8 +1,8 @@
 """Programs that a model wrote, run against tests: the reward ``code``.
 
-``forms`` reads tests and finds the program, ``verdict`` decides, ``process`` runs a program under a
-supervisor, ``sandbox`` shuts it in, ``inside`` runs the program there and answers ``conversation``,
-``statements`` and ``evaluation`` evaluate asserts outside.
+``forms`` parses tests and extracts the program, ``verdict`` scores it, ``process`` runs a program under a
+supervisor, ``sandbox`` isolates it, ``inside`` runs the program there and answers the requests of
+``conversation``, and ``statements`` and ``evaluation`` evaluate asserts outside.
 """
 
 from megarl.rollout.programs.process import Limits, isolation, notice_of_user

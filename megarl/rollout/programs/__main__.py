@@ -1,5 +1,5 @@
-"""Print why programs cannot be isolated here, or nothing where they can. ``process.fault_of_isolation`` runs
-it."""
+"""Print why programs cannot be isolated here, or nothing if they can. ``process.fault_of_isolation`` runs
+this program."""
 
 import sys
 

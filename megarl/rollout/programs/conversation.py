@@ -1,7 +1,7 @@
-"""A program that was run and now answers requests, seen from outside its process.
+"""A program that has been run and now answers requests, seen from outside its process.
 
-Whatever comes back is data: the program can write what it likes to the pipe. Nothing of it is executed, and
-each value is built anew from Python's own plain types.
+Its answers are only data, because the program can write anything to the pipe. Nothing in them is executed,
+and each value is rebuilt from Python's own plain types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.rollout.programs.process import LONGEST_OUTPUT, Limits, file_of, pyt
 
 _SOURCE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
 INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'inside.py', 'exec'))!r}))"
-"""The program that runs the model's, compiled once and not in each process."""
+"""Source of the program that runs the model's program; it is compiled once, instead of in each process."""
 
 _PIECE = 1 << 16
 # Bytes of all answers together: a statement may keep the values of many calls.
@@ -40,7 +40,7 @@ class RaisedError(Exception):
     """The program, or a statement about it, has raised an exception.
 
     Args:
-        kinds: names of the exception's class and of those that it is derived from.
+        kinds: names of the exception's class and of its base classes.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -50,11 +50,11 @@ class RaisedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remote:
-    """An object of the program that is no plain value. It is equal to itself alone.
+    """An object of the program that is not a plain value. It only equals itself.
 
     Attributes:
-        number: under which the program's process keeps it; None where ``builtin`` says what it is.
-        builtin: name of a function of Python's own, or ``operator.NAME``.
+        number: number under which the program's process stores the object; None if ``builtin`` names it.
+        builtin: name of one of Python's own functions, or ``operator.NAME``.
     """
 
     number: int | None = None
@@ -64,13 +64,13 @@ class Remote:
 class Conversation:
     """Requests to a program, one after the other.
 
-    Each raises ``EndedError``, ``RaisedError``, or a ``ValueError`` or ``RecursionError`` where what comes
-    back is no answer.
+    Each request raises ``EndedError``, ``RaisedError``, or, for an invalid answer, ``ValueError`` or
+    ``RecursionError``.
 
     Args:
-        process: of its supervisor.
-        asked: file descriptor of the pipe to it.
-        told: file descriptor of the pipe from it.
+        process: process of the program's supervisor.
+        asked: file descriptor of the pipe to the program.
+        told: file descriptor of the pipe from the program.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], asked: int, told: int) -> None:
@@ -80,13 +80,13 @@ class Conversation:
         self._bytes_left, self._numbers_left = _LONGEST_CONVERSATION, _LONGEST_RANGES
 
     def name(self, name: str) -> Any:
-        """Return what the program calls by a name."""
+        """Return the value of a name in the program."""
         return self._value(self._answer({"do": "name", "name": name}))
 
     def call(
         self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return what a function of the program returns."""
+        """Call a function of the program and return its result."""
         return self.call_and_see(function, arguments, keywords, back=False)[0]
 
     def call_and_see(
@@ -97,8 +97,8 @@ class Conversation:
         *,
         back: bool = True,
     ) -> tuple[Any, list[Any]]:
-        """Return what a function of the program returns, and, with ``back``, the arguments as it has left
-        them."""
+        """Call a function of the program. Return its result and, with ``back``, the arguments as the function
+        has left them."""
         named = {key: _encoded(value) for key, value in (keywords or {}).items()}
         request = {
             "do": "call",
@@ -111,16 +111,18 @@ class Conversation:
         return self._value(answer), left if isinstance(left, list) else []
 
     def solve(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Return what a function of this name returns, at the top level or a method of ``Solution``."""
+        """Call a function by its name, at the top level or as a method of ``Solution``, and return its
+        result."""
         return self._value(
             self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))})
         )
 
     def run(self, statement: str) -> bool:
-        """Return whether a statement runs to its end in the program's own process, as that process says.
+        """Run a statement in the program's own process. Return whether it ran to its end, according to that
+        process.
 
-        A token that is sent afterwards has to come back, so that nothing which was written before is taken
-        for it.
+        A token that is sent afterwards has to be returned, so that nothing written earlier can be mistaken
+        for the answer.
         """
         self._answer({"do": "run", "statement": statement})
         token = os.urandom(16).hex()
@@ -192,14 +194,14 @@ def _encoded_remote(value: Any) -> Any:
 
 @contextlib.contextmanager
 def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversation]:
-    """Run a program and have it answer requests.
+    """Run a program, and yield the conversation with it.
 
     Args:
-        task: as ``inside`` takes it.
-        limits: of the program.
+        task: task for ``inside``.
+        limits: limits of the program.
 
     Raises:
-        RewardError: it cannot be started.
+        RewardError: the program cannot be started.
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(file_of(text)) for text in (json.dumps(task), "", "")]

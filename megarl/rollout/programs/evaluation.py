@@ -1,9 +1,9 @@
-"""An interpreter for a bounded part of Python, which evaluates statements about a program outside of its
+"""An interpreter for a limited part of Python, which evaluates statements about a program outside of its
 process.
 
-Calls of the program's functions leave as requests, with plain values as arguments, and plain values come
-back. What is compared with them stays here. The interpreter knows operators, pure functions of Python's own,
-and loops over what is there. Names that a statement does not make itself are the program's.
+Calls of the program's functions are sent as requests with plain values as arguments, and return plain values.
+The values that they are compared with stay outside. The interpreter supports operators, Python's own pure
+functions, and loops over existing values. Names that a statement does not define itself are the program's.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ _OF_PYTHON = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 
 
 class _Jump(Exception):
-    """Control leaves a block."""
+    """Exception by which control leaves a block."""
 
 
 class _Break(_Jump):
-    """A loop ends."""
+    """Exception that ends a loop."""
 
 
 class _Continue(_Jump):
-    """A loop goes on with its next value."""
+    """Exception that continues a loop with its next value."""
 
 
 class _Return(_Jump):
-    """A function returns a value."""
+    """Exception that returns a value from a function."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ def runs_to_its_end(body: Sequence[ast.stmt], program: Conversation, tested: fro
     """Return whether statements run without an exception.
 
     Args:
-        body: of which ``statements.reason_against`` has nothing to say.
-        program: that they are about.
+        body: statements for which ``statements.reason_against`` returns None.
+        program: the program that they test.
         tested: names of Python's own functions that mean the program's.
 
     Raises:
@@ -104,12 +104,12 @@ def runs_to_its_end(body: Sequence[ast.stmt], program: Conversation, tested: fro
 
 
 class _Interpreter:
-    """Evaluates statements with the names that they make.
+    """Evaluator of statements and of the names that they define.
 
     Args:
-        program: whose names all others are.
-        tested: names of Python's own that mean the program's.
-        names: that functions and comprehensions start with.
+        program: the program that has all other names.
+        tested: names of Python's own functions that mean the program's.
+        names: initial names, for functions and comprehensions.
     """
 
     def __init__(
@@ -476,8 +476,8 @@ class _Interpreter:
         return lambda *arguments: self._program.call(function, arguments)
 
     def _type_test(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Return what ``isinstance`` or ``type`` says of a value; an object of the program is of no type of
-        Python's own."""
+        """Return the result of ``isinstance`` or ``type``. An object of the program is an instance of none of
+        Python's own types."""
         if name == "type":
             [value] = arguments
             return (
@@ -511,8 +511,8 @@ def _names_of(kind: type) -> list[str]:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Return whether ``is`` holds. Values that came from a program are new objects: for them, whether type
-    and value are the same."""
+    """Return whether ``is`` holds. Values from a program are new objects, so for them type and value are
+    compared instead."""
     if (
         isinstance(left, bool | type | Remote)
         or left is None
@@ -524,7 +524,7 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def _update(argument: Any, changed: Any) -> None:
-    """Give a list, dictionary or set the contents that it has after a call of the program."""
+    """Update a list, dictionary or set in place to its contents after a call of the program."""
     if type(argument) is not type(changed):
         return
     if isinstance(argument, list):

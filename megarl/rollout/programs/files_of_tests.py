@@ -1,8 +1,9 @@
-"""Tests of a program that are written as a file of Python: functions for pytest (KodCode), or asserts.
+"""Tests of a program that are written as a Python file: functions for pytest (KodCode), or asserts.
 
 pytest runs the functions of a file one after the other, in one process that has the file's names. Here each
-is a statement of its own, with what it needs of the file. What would then mean something else, or needs
-pytest itself, is refused by name: a test that never runs lets every program pass.
+function becomes a separate statement, with the parts of the file that it needs. Anything that would change
+its meaning, or that needs pytest itself, is refused by name: a test that never runs would let every program
+pass.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def statements_of_file(text: str) -> tuple[str, ...] | None:
-    """Return a statement for each test function of a file, which defines it and calls it, or the whole file
-    where it has none; None for a text that is no file of tests.
+    """Return one statement per test function of a file, which defines and calls the function. If the file has
+    no test functions, return all of it as one statement. Return None for a text that is not a file of tests.
 
-    What else is at the top level stands before each; of the imports, those that are used, since one module
-    that is not there outside of the program would keep a test from being evaluated there. The program's own
-    names need no import. Tests that share an object are one statement together.
+    The file's other top-level code precedes each test. Of its imports only those that are used are kept,
+    since a module that is missing outside of the program would keep a test from being evaluated there. The
+    program's own names need no import. Tests that share an object become one statement.
 
     Raises:
-        ValueError: it is one, and has what is not understood.
+        ValueError: the text is a file of tests, but part of it is unsupported.
     """
     if not _BEGINS.search(text):
         return None
@@ -74,7 +75,7 @@ def _is_test(name: str) -> bool:
 
 
 def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
-    """Say what of a file is not understood, or None."""
+    """Return which part of a file is unsupported, or None."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(each.name == _PROGRAM for each in node.names):
             return (
@@ -122,22 +123,24 @@ def _decorators(node: Function) -> str:
 
 
 def _executed(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of the top level, those under ``if __name__ == "__main__"`` in its place."""
+    """Yield the top-level statements, with those under ``if __name__ == "__main__"`` in place of that
+    block."""
     for node in tree.body:
         yield from [node] if (guarded := _guarded(node)) is None else guarded
 
 
 def _guarded(node: ast.stmt) -> list[ast.stmt] | None:
-    """Return what is under ``if __name__ == "__main__"``, or None for any other statement."""
+    """Return the statements under ``if __name__ == "__main__"``, or None for any other statement."""
     return node.body if isinstance(node, ast.If) and "__name__" in _names([node.test]) else None
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes imports of the program out of a file, and says ``pytest.raises(KIND)`` by try and except and ``==
-    pytest.approx(NUMBER)`` by a comparison, which can be evaluated outside of the program.
+    """Transformer that removes imports of the program from a file. It also replaces ``pytest.raises(KIND)``
+    by try and except, and ``== pytest.approx(NUMBER)`` by a comparison, which can be evaluated outside of the
+    program.
 
     Args:
-        tree: the file; what gets a value in it is no name of a kind of error.
+        tree: the file; a name that is assigned in it is not the name of an exception class.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -182,14 +185,14 @@ class _Plain(ast.NodeTransformer):
 
 
 def _only_argument(node: ast.expr, function: str) -> ast.expr | None:
-    """Return the argument of a call of ``function`` with one alone; None for anything else."""
+    """Return the argument of a call of ``function`` with a single one; None for anything else."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != function or node.keywords:
         return None
     return node.args[0] if len(node.args) == 1 else None
 
 
 def _made(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node gives values to, those of imported aliases too."""
+    """Yield the names that a node assigns to, including aliases of imports of the program."""
     for each in ast.walk(node):
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
             yield each.id
@@ -202,7 +205,7 @@ def _has_call(node: ast.AST) -> bool:
 
 
 def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
-    """Return tests and those that they call, in the order of the file."""
+    """Return the given tests and those that they call, in the order of the file."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = waiting.pop()
@@ -213,7 +216,7 @@ def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
 
 
 def _used(rest: Sequence[ast.stmt], users: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements without imports of names that none of ``users`` reads."""
+    """Yield the statements, without imports of names that none of ``users`` reads."""
     names = _names(users)
     for each in rest:
         if not isinstance(each, ast.Import | ast.ImportFrom) or any(
@@ -231,11 +234,11 @@ def _text(nodes: Sequence[ast.stmt]) -> str:
 
 
 def _checked(statement: str) -> str:
-    """Return a statement; within a function where it has to run in the program's process, whose names its own
-    would replace.
+    """Check a statement and return it. If it has to run in the program's process, it is wrapped in a
+    function, because its names would otherwise replace the program's.
 
     Raises:
-        ValueError: it needs pytest, or another module that is not there.
+        ValueError: the statement needs pytest, or another module that is not installed.
     """
     for node in ast.walk(ast.parse(statement)):
         names = [each.name for each in node.names] if isinstance(node, ast.Import) else []

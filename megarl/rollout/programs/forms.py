@@ -1,4 +1,4 @@
-"""The forms in which data sets hold tests of a program, and a response holds a program."""
+"""The forms in which data sets store tests of a program, and in which a response contains a program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PICKLE = b"\x80"
 _TEXTS_OF_PICKLES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _FRAMES_OF_PICKLES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 LARGEST_UNPACKED = 2**26
-"""Bytes that packed tests may have when they are unpacked."""
+"""Maximum number of bytes of unpacked tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,13 @@ class Test:
     """One test of a program.
 
     Attributes:
-        given: what it reads from standard input.
-        expected: what it has to write there, or the function has to return; None for a statement.
-        function: name of what is called, at the top level or a method of ``Solution``; empty where nothing
-            is.
-        arguments: of the call.
-        statement: that has to run without an error after the program; empty for none.
+        given: text that the program reads from standard input.
+        expected: text that the program has to write to standard output, or value that the function has to
+            return; None for a statement.
+        function: name of the called function, at the top level or a method of ``Solution``; empty if no
+            function is called.
+        arguments: arguments of the call.
+        statement: statement that has to run without an error after the program; empty for none.
     """
 
     given: str = ""
@@ -50,10 +51,10 @@ class Test:
 
 
 def program_in(response: str) -> str | None:
-    """Return the last block between lines of three backticks that is marked as Python, or None where none
-    ends.
+    """Return the last complete block between lines of three backticks that is marked as Python, or None if
+    there is none.
 
-    Where no block is marked as Python, the last one without a mark is the program.
+    If no block is marked as Python, return the last one without a mark.
     """
     marked, unmarked, kind, begin = None, None, None, 0
     for fence in _FENCE.finditer(response):
@@ -71,23 +72,22 @@ def program_in(response: str) -> str | None:
 
 
 def tests_of(answer: str) -> tuple[Test, ...]:
-    """Return the tests that a reference answer holds, in one of the forms that data sets have.
+    """Return the tests of a reference answer, which has one of the following forms of data sets.
 
     * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a
       function that is called with each list of arguments (APPS, TACO).
-    * ``[{"input", "output"}, ...]``, of which those with ``"testtype": "functional"`` or ``"type":
-      "function_call"`` call the function ``"fn_name"`` or ``metadata.func_name`` with arguments that are
-      written as JSON, one a line (LiveCodeBench). Lists of such tests also stand under ``public_test_cases``,
-      ``private_test_cases``, ``test_cases`` and ``tests`` of an object, beside the ``metadata`` of all.
+    * ``[{"input", "output"}, ...]``. Tests with ``"testtype": "functional"`` or ``"type": "function_call"``
+      call the function ``"fn_name"`` or ``metadata.func_name`` with arguments in JSON, one per line
+      (LiveCodeBench). Such lists may also be under ``public_test_cases``, ``private_test_cases``,
+      ``test_cases`` and ``tests`` of an object, next to the ``metadata`` of all tests.
     * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
-      object, beside ``test_setup_code`` and ``test_imports`` (MBPP).
-    * A file of Python with functions ``test_...()``, of which each is a test, or with asserts (KodCode).
+      object, next to ``test_setup_code`` and ``test_imports`` (MBPP).
+    * A Python file with functions ``test_...()``, each of which is a test, or with asserts (KodCode).
 
-    Each part may itself be written as JSON text, or as base64 of zlib of that text or of a pickle of it
-    (LiveCodeBench).
+    Each part may itself be JSON text, or base64 of zlib of that text or of a pickle of it (LiveCodeBench).
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the answer has no tests.
     """
     statements = statements_of_file(answer)
     if statements is not None:
@@ -106,9 +106,10 @@ def tests_of(answer: str) -> tuple[Test, ...]:
 
 
 def _are_named_arguments(given: str) -> bool:
-    """Return whether an input is written as LeetCode shows examples: ``nums = [3, 3], target = 6``.
+    """Return whether an input is written in the form of LeetCode's examples: ``nums = [3, 3], target = 6``.
 
-    As standard input it would let no solution pass."""
+    As standard input, such a text would let no solution pass.
+    """
     if not _BEGINS_BY_NAME.match(given):
         return False
     try:
@@ -124,7 +125,7 @@ def _are_named_arguments(given: str) -> bool:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Return what a text holds as JSON; any other value as it is."""
+    """Parse a text as JSON; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     unpacked = _unpacked(value, what)
@@ -148,8 +149,7 @@ def _pickled_text(content: bytes) -> str | None:
     """Return the text of a pickle of one text (LiveCodeBench's), or None for anything else. Nothing is
     unpickled.
 
-    Opcodes that do no more than frame a text, hold it and remember it are accepted; any other could build an
-    object.
+    Only opcodes that frame, hold and memoise a text are accepted; any other could build an object.
     """
     found = list[Any]()
     try:
@@ -164,8 +164,7 @@ def _pickled_text(content: bytes) -> str | None:
 
 
 def _unpacked(text: str, what: str) -> bytes | None:
-    """Return what a text holds as base64 of zlib (LiveCodeBench's private tests), or None for any other
-    text."""
+    """Decode base64 of zlib (LiveCodeBench's private tests), or return None for any other text."""
     if not _PACKED.match(text):
         return None
     try:
@@ -267,5 +266,5 @@ def _test(given: Any, expected: Any, function: Any) -> Test:
 
 
 def _lines(text: Any) -> str:
-    """Text of a test; a list holds its lines."""
+    """Return the text of a test; a list is joined as its lines."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)

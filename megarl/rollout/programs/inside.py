@@ -1,9 +1,9 @@
-"""The host of a program, in the program's process: runs it, then answers requests. And the encoding of plain
-values.
+"""The host of a program, in the program's process: it runs the program, then answers requests. Also the
+encoding of plain values.
 
-The text of this file is given to a Python of its own, so that it imports the standard library alone. Nothing
-that it does protects anybody, because the program can take its place: who reads its answers takes them as
-data. What protects is that expected values do not come here.
+The source of this file is passed to a separate Python, so it imports only the standard library. Nothing in it
+gives protection, because the program can impersonate it; its answers must be treated as data. The protection
+is that expected values never reach this process.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _LONGEST_NUMBER = 1 << 18
 
 GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
 GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
-"""Modules that a program finds imported which is a method of ``Solution``, or a function that is called, as
-on the site that such tasks come from: all names of the former (of two modules that have one, the later
-module's), which hide none of Python's own; and each of the latter under its own name, where the program
-writes ``name.``, since ``bisect`` is a function too.
-"""
+"""Modules that are already imported for a program that is a method of ``Solution`` or a called function, as
+on the site that such tasks come from. All names of the modules in ``GIVEN_NAMES`` are available, except those
+of Python's own functions; if two modules share a name, the later module's is used. Each module in
+``GIVEN_MODULES`` is available under its own name if the program contains ``name.``, since ``bisect`` is a
+function too."""
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return a value as types of JSON: text, numbers, truth and None as they are, lists as lists, the rest as
-    ``{kind: content}``.
+    """Encode a value in types of JSON: text, numbers, booleans and None are kept, lists stay lists, and
+    everything else becomes ``{kind: content}``.
 
-    What is derived from a plain type, such as a named tuple, becomes one of that type.
+    A value of a subclass of a plain type, such as a named tuple, becomes one of the plain type.
 
     Args:
-        value: any.
-        other: what becomes of a value that is not plain.
+        value: any value.
+        other: encodes a value that is not plain.
     """
     if value is None or value is True or value is False:
         return value
@@ -87,14 +87,14 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Return the plain value that ``encode`` made, of Python's own types exactly.
+    """Decode a plain value from ``encode``; the result has exactly Python's own types.
 
     Args:
         coded: types of JSON.
-        other: makes a value of a kind that is not plain.
+        other: decodes a value of a kind that is not plain.
 
     Raises:
-        ValueError: it is no such value.
+        ValueError: the value is not valid.
     """
     if coded is None or isinstance(coded, bool | int | float | str):
         return coded
@@ -151,7 +151,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class _Program:
-    """A program that was run, with its names and the objects that requests refer to."""
+    """A program that has been run, with its names and the objects that requests refer to."""
 
     def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
         self._names, self._given = names, given

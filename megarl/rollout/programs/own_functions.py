@@ -1,5 +1,5 @@
 """Python's own functions and methods that a statement about a program may use: pure ones, with results of
-bounded size."""
+limited size."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ ASKED_OF_OBJECTS = frozenset(
     function.__name__
     for function in (abs, bool, bytes, complex, dict, float, int, iter, len, next, repr, reversed, round, str)
 )
-"""Functions of one argument that an object of the program answers in its own process.
+"""Functions of one argument that are evaluated in the program's process if the argument is an object of the
+program.
 
-The others take what it iterates over.
+The other functions get the list of the object's elements instead.
 """
 
 EXCEPTIONS: Mapping[str, type[BaseException]] = {
@@ -94,7 +95,8 @@ ALWAYS_OURS: Mapping[str, Any] = {
     "Decimal": Decimal,
     "Fraction": Fraction,
 }
-"""Makers of expected values, for which a program may not answer by a class of that name."""
+"""Functions and classes for expected values. A class of the program with the same name never replaces
+them."""
 
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _RARE = (collections.Counter, collections.deque, Decimal, Fraction)
@@ -108,10 +110,10 @@ _LARGEST = 1_000_000
 
 
 def refuse_growth(kind: type, left: Any, right: Any) -> None:
-    """Refuse an operation whose result may be far larger than what it is made of.
+    """Refuse an operation whose result may be far larger than its operands.
 
     Raises:
-        MemoryError: it may.
+        MemoryError: the result may be too large.
     """
     # "%999999999d" % 1 is a short text with a long result.
     if kind is ast.Mod and isinstance(left, str | bytes):
@@ -137,10 +139,10 @@ def _length(value: Any) -> int:
 
 
 def refuse_long(value: Any) -> None:
-    """Refuse what an operation has made long out of values that were not.
+    """Refuse a long result of an operation on shorter values.
 
     Raises:
-        MemoryError: it has more than a million items.
+        MemoryError: the value has more than a million items.
     """
     if _length(value) > _LARGEST:
         raise MemoryError(f"a {type(value).__name__} of {_length(value)} items is too large")
@@ -150,7 +152,7 @@ def refuse_large(name: str, arguments: Sequence[Any]) -> None:
     """Refuse to call a function whose result may be far larger than its arguments.
 
     Raises:
-        MemoryError: it may.
+        MemoryError: the result may be too large.
     """
     if name == "pow" and len(arguments) == 2:
         refuse_growth(ast.Pow, *arguments)
@@ -161,7 +163,7 @@ def refuse_large(name: str, arguments: Sequence[Any]) -> None:
 
 
 def bounded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that refuses arguments with which its result may be large."""
+    """Wrap a method so that it refuses arguments with which its result may be large."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         values = [getattr(method, "__self__", None), *arguments, *keywords.values()]

@@ -1,11 +1,11 @@
-"""A program in a process of its own, within limits, under a supervisor.
+"""A program in a separate process, within limits, under a supervisor.
 
-Limits of a process are those of Linux (``setrlimit``): address space, size of a file, open files, timers. A
-supervisor beside it looks every few milliseconds how many processes and threads there are, how much memory
-they have together and how much time is over, and in the end kills all that the program started. In the
-sandbox (``sandbox``) no other memory can be had, and the program is the first process of its namespace, with
-which all others end. Outside of it a program can reach the network, write files, end the supervisor, and take
-memory that belongs to no process: ``env.isolation`` decides.
+Limits of a process are those of Linux (``setrlimit``): address space, file size, open files, timers. A
+supervisor checks every few milliseconds the number of processes and threads, their total memory and the
+elapsed time, and at the end kills everything that the program started. In the sandbox (``sandbox``) no other
+memory is available, and the program is the first process of its namespace, so that all others end with it.
+Outside of the sandbox a program can reach the network, write files, end the supervisor, and use memory that
+belongs to no process; ``env.isolation`` determines whether that is allowed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _OPEN_FILES = 64
 _WAITING_SIGNALS = 256
 
 LONGEST_OUTPUT = 1 << 24
-"""Bytes of a program's output that are read; more are wrong."""
+"""Maximum number of bytes of a program's output; a longer output is incorrect."""
 
 STOPPED = 125
-"""Exit code of a supervisor that ended its program."""
+"""Exit code of a supervisor that has killed its program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Limits:
     """Limits of a program.
 
     Attributes:
-        seconds: for one test.
+        seconds: time for one test.
         memory_mb: address space of each of its processes, and resident memory of all together.
-        processes: processes and threads at a time.
-        file_mb: all that it writes to files.
-        isolated: it runs in the sandbox.
-        bubblewrap: path of the bubblewrap that makes the sandbox; empty where the run makes it itself.
+        processes: number of processes and threads at a time.
+        file_mb: size of all files that it writes.
+        isolated: whether it runs in the sandbox.
+        bubblewrap: path of the bubblewrap that creates the sandbox; empty if the run creates it itself.
     """
 
     seconds: float = 4.0
@@ -66,14 +66,14 @@ class Limits:
 
 
 def python_command(source: str, *arguments: str) -> list[str]:
-    """Return the command that runs a text as a program of Python, without packages and what they do at every
-    start."""
+    """Return the command that runs a text as a Python program, without installed packages and their start-up
+    code."""
     return [sys.executable, "-S", "-P", "-c", source, *arguments]
 
 
 @contextlib.contextmanager
 def file_of(text: str = "") -> Iterator[IO[bytes]]:
-    """A file without a name that holds a text."""
+    """Yield an unnamed file with the given text."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         file.seek(0)
@@ -81,7 +81,7 @@ def file_of(text: str = "") -> Iterator[IO[bytes]]:
 
 
 def text_in(file: IO[bytes]) -> str:
-    """Return what was written, from its beginning; empty if it is too long."""
+    """Return the whole content of a file; empty if it is too long."""
     if os.fstat(file.fileno()).st_size > LONGEST_OUTPUT:
         return ""
     file.seek(0)
@@ -89,7 +89,7 @@ def text_in(file: IO[bytes]) -> str:
 
 
 def isolation() -> tuple[str | None, str]:
-    """Return why programs cannot be isolated here, or None, and the ``bubblewrap`` of ``Limits`` with which
+    """Return why programs cannot be isolated here, or None; and the value of ``Limits.bubblewrap`` with which
     they can."""
     fault = fault_of_isolation()
     other = sandbox.found_bubblewrap() if fault else ""
@@ -98,7 +98,8 @@ def isolation() -> tuple[str | None, str]:
 
 @lru_cache(maxsize=2)
 def fault_of_isolation(bubblewrap: str = "") -> str | None:
-    """Return why programs cannot be isolated here, or None. Found by running one; logged once where they can.
+    """Return why programs cannot be isolated here, or None. This runs a test program, and logs once if
+    isolation works.
 
     Args:
         bubblewrap: as in ``Limits``.
@@ -128,7 +129,7 @@ def fault_of_isolation(bubblewrap: str = "") -> str | None:
 
 
 def notice_of_user() -> str:
-    """Return what to know when the run's user is root; empty for any other."""
+    """Return a warning if the run's user is root, and an empty text for any other user."""
     if os.geteuid() != 0:
         return ""
     who = "65534" if sandbox.planned_root().changes_user else "of this container's root, without capabilities"
@@ -140,7 +141,7 @@ def notice_of_user() -> str:
 
 
 def fault_here(bubblewrap: str) -> str | None:
-    """Return why a program that does nothing cannot be run in the sandbox by this process, or None.
+    """Return why this process cannot run a program that does nothing in the sandbox, or None.
 
     Args:
         bubblewrap: as in ``Limits``.
@@ -163,19 +164,19 @@ def running(
     written: IO[bytes],
     passed: tuple[int, ...] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program within limits. Its exit code is ``STOPPED`` if it was ended for what it took.
+    """Run a program within limits. Its exit code is ``STOPPED`` if it was killed for exceeding a limit.
 
-    The program and all that it started have ended when the block has.
+    When the context exits, the program and everything that it started have ended.
 
     Args:
-        command: its arguments.
-        limits: that it has.
-        given: its standard input.
-        written: takes its standard output.
-        passed: further file descriptors that it has.
+        command: the command with its arguments.
+        limits: limits of the program.
+        given: file for its standard input.
+        written: file for its standard output.
+        passed: additional file descriptors that it gets.
 
     Raises:
-        RewardError: it cannot be started.
+        RewardError: the program cannot be started.
     """
     # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal
     # programs
@@ -239,10 +240,10 @@ def _filter_file(root: sandbox.Root) -> Iterator[IO[bytes]]:
 
 
 def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int, refusal: int) -> None:
-    """Become, in the child that ``subprocess`` has made, the supervisor: only a child of this process
-    returns.
+    """Turn the child that ``subprocess`` has forked into the supervisor. Only the supervisor's own child
+    returns from here.
 
-    Where the sandbox is not granted it fails, and writes why to the file descriptor ``refusal``.
+    If the sandbox is not granted, write the reason to the file descriptor ``refusal`` and raise.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     # Blocked, so that sigtimedwait takes them and none is lost between two looks.
@@ -266,7 +267,7 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
 
 
 def _stand_by(child: int, limits: Limits) -> None:
-    """Wait for the program, kill all that it has left, and exit with its exit code."""
+    """Wait for the program, kill all processes that it has left behind, and exit with its exit code."""
     # of pipes as well, whose end somebody waits for
     os.closerange(0, 1 << 16)
     try:
@@ -282,7 +283,7 @@ def _stand_by(child: int, limits: Limits) -> None:
 def _become_program(
     libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None, work: str, pipe: int
 ) -> None:
-    """Prepare this process for the program that takes its place when ``subprocess`` goes on."""
+    """Prepare this process for the program that replaces it when ``subprocess`` continues."""
     set_parent_death_signal, set_no_new_privileges = 1, 38
     # out of the supervisor's group: signals to a group reach over namespaces
     os.setsid()
@@ -309,7 +310,8 @@ def _become_program(
 
 
 def _watch(child: int, limits: Limits) -> int:
-    """Wait for a program, and end it when it takes too long or becomes too many processes; its exit code."""
+    """Wait for a program, and kill it if it exceeds a limit or the supervisor gets SIGTERM; return its exit
+    code."""
     deadline = time.monotonic() + limits.seconds
     while True:
         news = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _LOOK_SECONDS)
@@ -336,11 +338,11 @@ def _takes_too_much(limits: Limits) -> bool:
 
 
 def _descendants(number: int = 0) -> list[int]:
-    """Return the descendants of this process. An orphan belongs to the first process of its namespace, or to
-    this one.
+    """Return the descendants of this process. An orphan is a child of the first process of its namespace, or
+    of this one.
 
     Args:
-        number: of a signal that each gets as soon as it is found; 0 for none.
+        number: signal that each descendant gets as soon as it is found; 0 for none.
     """
     found, unseen = list[int](), [os.getpid()]
     while unseen:
@@ -361,7 +363,7 @@ def _threads(process: int) -> int:
 
 
 def _resident(process: int) -> int:
-    """Bytes of memory that a process has, those that it shares too."""
+    """Return the resident memory of a process in bytes, including shared memory."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
@@ -369,12 +371,12 @@ def _resident(process: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and bury until none is left. Each is stopped when it is found, so that it makes no other while it
-    waits to be killed.
+    """Kill and reap all descendants. Each is stopped when it is found, so that it cannot fork while it waits
+    to be killed.
 
-    A look may miss one that is made meanwhile, or whose sibling ends. When those before it are gone it is a
-    child of this process, which therefore never waits for a child without looking again, and is done when it
-    has none.
+    One pass may miss a process that is created meanwhile, or whose sibling ends. Once its ancestors are gone,
+    it is a child of this process. Therefore this process searches again each time before it waits for a
+    child, until it has none.
     """
     while True:
         stopped = set[int]()

@@ -1,17 +1,18 @@
-"""The sandbox of a program: namespaces of its own and a root that holds Python and system libraries, and
+"""The sandbox of a program: separate namespaces, and a root that contains Python and system libraries, and
 nothing else.
 
 The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with
-the program's own processes, read-only, without the rest of what is there; null, full, random and urandom as
-devices; and one file system in memory, of limited size, for ``/tmp`` and ``/dev/shm``. Files of the run, of
-its user and of other programs are not in it, nor are sockets and devices. The program has no capabilities and
-no way to get any, and a filter refuses system calls that it does not need (``system_calls``). Where the run
+only the program's own processes, read-only and without its other entries; the devices null, full, random and
+urandom; and one in-memory file system of limited size for ``/tmp`` and ``/dev/shm``. It contains no files of
+the run, of its user or of other programs, and no sockets or other devices. The program has no capabilities
+and no way to get any, and a filter refuses system calls that it does not need (``system_calls``). If the run
 is root, the program is user 65534.
 
-Some machines grant namespaces only to programs that they name (Ubuntu from 24.04 on, by AppArmor), bubblewrap
-among them: there it makes the sandbox, of the same list of directories, devices and system calls. Our own
-stays the first choice because bubblewrap cannot limit how many files a program makes in memory, only their
-bytes, and because a program of a run that is root would keep root's files: there bubblewrap is not taken.
+Some machines grant namespaces only to certain programs (Ubuntu from 24.04 on, by AppArmor), among them
+bubblewrap. On such a machine bubblewrap creates the sandbox, from the same list of directories, devices and
+system calls. Our own sandbox is preferred, because bubblewrap can only limit the bytes of files in memory,
+but not their number. If the run is root, bubblewrap is not used, because the program would keep access to
+root's files.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _SYSTEM = (
 _OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
 # Without zero: a shared mapping of it is memory that counts only for those that touched it.
 DEVICES = ("null", "full", "random", "urandom")
-"""Devices in ``/dev`` of the sandbox."""
+"""Devices in the sandbox's ``/dev``."""
 
 _DEVICE_LINKS = {
     "fd": "/proc/self/fd",
@@ -60,10 +61,10 @@ _DEVICE_LINKS = {
 }
 
 NOBODY = 65534
-"""The user and group that a program has inside, and outside too where the run is root."""
+"""The user and group of a program inside the sandbox, and also outside if the run is root."""
 
 WORK = "/tmp"
-"""The directory inside that a program starts in."""
+"""The initial working directory of a program inside the sandbox."""
 
 _WRITABLE = (WORK, "/dev/shm")
 
@@ -94,15 +95,14 @@ _CURRENT_DIRECTORY, _EVERYTHING_BELOW = -100, 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The parts of the machine that a root holds.
+    """The parts of the machine that a root contains.
 
     Attributes:
         machine: name of the architecture.
-        base: directory over which the root is mounted while it is made.
-        places: real path of each file or directory, the path that it has inside, and whether it is a
-            directory.
-        links: paths of symbolic links, and what they point to.
-        changes_user: programs become user 65534 of the machine; else they stay the user of the run.
+        base: directory over which the root is mounted while it is built.
+        places: real path of each file or directory, its path inside the root, and whether it is a directory.
+        links: paths of symbolic links, and their targets.
+        changes_user: programs become user 65534 of the machine; otherwise they stay the user of the run.
     """
 
     machine: str
@@ -114,7 +114,7 @@ class Root:
 
 @lru_cache(maxsize=1)
 def planned_root() -> Root:
-    """Return what a root holds on this machine.
+    """Return the contents of a root on this machine.
 
     Raises:
         OSError: there is no sandbox for this machine.
@@ -150,7 +150,7 @@ def _is_covered(path: str, places: Iterable[str]) -> bool:
 
 
 def _links_to(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the symbolic links by which an executable is found."""
+    """Yield the symbolic links that lead to an executable."""
     while os.path.islink(path):
         target = os.readlink(path)
         yield path, target
@@ -158,17 +158,17 @@ def _links_to(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_mapped(file: str) -> bool:
-    """Return whether user or group 65534 exists in this process's user namespace; in some containers only one
-    user does."""
+    """Return whether user or group 65534 exists in this process's user namespace; some containers have only
+    one user."""
     rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in rows)
 
 
 def start_inside(root: Root) -> tuple[int, int]:
-    """Fork into new namespaces. Return the child's number and a file descriptor; in the child, 0 and a file
-    descriptor.
+    """Fork into new namespaces. Return the child's process id and a file descriptor; in the child, return 0
+    and a file descriptor.
 
-    The parent calls ``let_in`` with both, the child ``enter`` with its own.
+    The parent passes both to ``let_in``; the child passes its descriptor to ``enter``.
 
     Raises:
         OSError: Linux grants no namespaces.
@@ -191,10 +191,10 @@ def start_inside(root: Root) -> tuple[int, int]:
 
 
 def let_in(root: Root, child: int, tell: int) -> None:
-    """Give the child in its namespaces the users that it may be, and let it go on.
+    """Map the users of the child's namespace, and let the child continue.
 
     Raises:
-        OSError: Linux does not grant it.
+        OSError: Linux does not grant the mapping.
     """
     user, group = os.geteuid(), os.getegid()
     if root.changes_user:
@@ -218,16 +218,16 @@ def _write(path: str, text: str) -> None:
 
 
 def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
-    """Make the root and live in it, as a user without rights.
+    """Build the root and enter it, as a user without privileges.
 
     Args:
-        libc: with ``use_errno``.
-        root: what the root holds.
-        wait_for: file descriptor that ``start_inside`` has given.
+        libc: C library with ``use_errno``.
+        root: contents of the root.
+        wait_for: file descriptor from ``start_inside``.
         store_mb: MB of all files in ``/tmp`` and ``/dev/shm`` together.
 
     Raises:
-        OSError: Linux does not grant it.
+        OSError: Linux does not grant a step of this.
     """
     if os.read(wait_for, 1) != b"1":
         raise OSError("the supervisor is gone")
@@ -248,7 +248,7 @@ def close_system_calls(libc: ctypes.CDLL, root: Root) -> None:
     """Install the filter of system calls.
 
     Raises:
-        OSError: the kernel takes none.
+        OSError: the kernel refuses the filter.
     """
     system_calls.install(libc, system_calls.filter_program(root.machine))
 
@@ -285,7 +285,7 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
 
 
 def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
-    """Mount one file system at two places, so that one limit holds for both."""
+    """Mount one file system at two paths, so that one limit holds for both."""
     os.mkdir(_STORE)
     options = f"size={store_mb}m,nr_inodes={_STORE_FILES},mode=755"
     _mount(libc, "none", _STORE, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
@@ -311,8 +311,8 @@ def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> No
 
 
 def _mount_proc(libc: ctypes.CDLL) -> None:
-    """Mount ``/proc`` with the program's own processes alone; in a container that hides parts of it, none is
-    granted."""
+    """Mount ``/proc`` with only the program's own processes. A container that hides parts of ``/proc`` does
+    not grant this; then there is none."""
     flags = _READ_ONLY | _NO_SET_USER | _NO_DEVICES | _NO_EXECUTION
     os.makedirs("/proc", exist_ok=True)
     with contextlib.suppress(OSError):
@@ -320,8 +320,8 @@ def _mount_proc(libc: ctypes.CDLL) -> None:
 
 
 def _set_attributes(libc: ctypes.CDLL, path: str, flags: int, on: int, off: int) -> None:
-    """Switch attributes of a mount on and off, whatever others it has; with ``_EVERYTHING_BELOW`` those below
-    it too."""
+    """Switch attributes of a mount on and off, and keep its others. With ``_EVERYTHING_BELOW`` this includes
+    the mounts below it."""
     attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
     call = ctypes.c_long(_MOUNT_SETATTR_CALL)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
@@ -340,8 +340,8 @@ def _mount(
 
 
 def _replace_standard_error() -> None:
-    """Open null anew, inside: whoever owns the machine's could change its mode by a file descriptor from
-    outside."""
+    """Reopen standard error as the sandbox's ``/dev/null``. Through a file descriptor of the machine's
+    ``/dev/null``, its owner could change its mode."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 2)
     os.close(null)
@@ -367,26 +367,26 @@ def _checked(result: int, what: str) -> None:
 
 
 BUBBLEWRAPS_PROCESSES = 1
-"""Processes of bubblewrap itself beside those of the program."""
+"""Number of bubblewrap's own processes, in addition to those of the program."""
 
 
 def found_bubblewrap() -> str:
-    """Return the path of bubblewrap, or an empty text where it is not installed or the run is root."""
+    """Return the path of bubblewrap, or an empty text if it is not installed or the run is root."""
     return "" if os.geteuid() == 0 else shutil.which("bwrap") or ""
 
 
 def with_bubblewrap(
     bubblewrap: str, command: Sequence[str], root: Root, store_mb: int, filter_file: int, status_file: int
 ) -> list[str]:
-    """Return the command that runs a command in the sandbox.
+    """Return the bubblewrap command that runs another command in the sandbox.
 
     Args:
-        bubblewrap: its path.
-        command: what runs inside.
-        root: what the root holds.
-        store_mb: MB of all files in ``/tmp``, which is ``/dev/shm`` as well.
+        bubblewrap: path of bubblewrap.
+        command: the command to run inside.
+        root: contents of the root.
+        store_mb: MB of all files in ``/tmp``; ``/dev/shm`` is a link to it.
         filter_file: file descriptor of the filter of system calls, see ``system_calls.filter_program``.
-        status_file: file descriptor that takes what became of the command, as lines of JSON.
+        status_file: file descriptor to which bubblewrap writes the command's status, as lines of JSON.
     """
     # --as-pid-1, or bubblewrap would have a process of its own inside, which BUBBLEWRAPS_PROCESSES lacks.
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]

@@ -1,8 +1,9 @@
-"""Statements about a program (``assert f(2) == 4``): which of them can be evaluated outside of its process.
+"""Statements about a program (``assert f(2) == 4``), and which of them can be evaluated outside of its
+process.
 
-A statement is parsed and interpreted (``evaluation``), never executed as Python. ``reason_against`` says why
-one cannot be: it uses a part of Python that the interpreter does not have, gives the program a function of
-its own, or takes its measure from a module that is not there.
+A statement is parsed and interpreted (``evaluation``), but never executed as Python. ``reason_against``
+returns why a statement cannot be evaluated: it uses a part of Python that the interpreter does not support,
+passes its own function to the program, or relies on a module that is not available.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _reason_against_tree(tree: ast.Module) -> str | None:
 
 
 def _lambdas_for_us(call: ast.Call) -> list[ast.expr]:
-    """Return the lambdas that are given to a function of Python's own."""
+    """Return the lambdas that a call passes to one of Python's own functions."""
     ours = isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS
     ours = ours or (isinstance(call.func, ast.Attribute) and call.func.attr == "sort")
     passed = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -135,7 +136,8 @@ def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but messages of asserts and annotations, which are not evaluated."""
+    """Yield all nodes, except messages of asserts, annotations and causes of exceptions, which are not
+    evaluated."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("msg", "annotation", "returns") or (isinstance(node, ast.Raise) and name == "cause"):
@@ -184,8 +186,8 @@ def _reason_against_node(node: ast.AST) -> str | None:
 
 
 def reason_to_doubt(statement: str) -> str | None:
-    """Return why a program may pass a statement without solving its task, though it is evaluated outside; or
-    None."""
+    """Return why a program may pass a statement without solving its task, even though the statement is
+    evaluated outside; or None."""
     tree = ast.parse(statement)
     not_programs = _OURS | _names_made(tree)
     # in the order of the text, so that what is made of such a name is found too
@@ -205,7 +207,7 @@ def _names_in(part: ast.AST) -> set[str]:
 
 
 def _names_made(tree: ast.Module) -> set[str]:
-    """Return the names that a statement gives values to."""
+    """Return the names that a statement assigns to."""
     nodes = list(ast.walk(tree))
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -217,8 +219,8 @@ def holds(statement: str, program: Conversation) -> bool:
     """Return whether a statement runs to its end without an exception.
 
     Args:
-        statement: one that ``reason_against`` has nothing to say of.
-        program: that it is about.
+        statement: a statement for which ``reason_against`` returns None.
+        program: the program that it tests.
 
     Raises:
         EndedError: the program has ended.
@@ -228,8 +230,8 @@ def holds(statement: str, program: Conversation) -> bool:
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Return names of Python's own functions that mean the program's: if a statement calls no other, it tests
-    these."""
+    """Return the names of Python's own functions that mean the program's: a statement that uses no other
+    names tests these functions."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

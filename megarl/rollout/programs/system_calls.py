@@ -1,8 +1,9 @@
-"""The system calls that a program of the model may not make, as a filter for Linux's seccomp.
+"""The system calls that a model's program may not make, as a filter for Linux's seccomp.
 
-Namespaces and an allow-list root close files, processes and the network. A filter closes what is left: memory
-that belongs to no process and to no file system of limited size, sockets of families that no namespace holds,
-new namespaces, and parts of the kernel that a program never needs and that have had holes.
+Namespaces and an allow-list root isolate files, processes and the network. The filter refuses the rest:
+memory that belongs to no process and to no file system of limited size, socket families that no namespace
+contains, new namespaces, and parts of the kernel that a program never needs and that have had
+vulnerabilities.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 
 
 def fault_of_machine(machine: str) -> str | None:
-    """Return why there is no filter for a machine, or None."""
+    """Return why there is no filter for an architecture, or None if there is one."""
     return (
         None
         if machine in _ARCHITECTURES
@@ -134,7 +135,7 @@ def filter_program(machine: str) -> bytes:
     """Return the filter as instructions of classic BPF.
 
     Args:
-        machine: as ``os.uname().machine``, one of which ``fault_of_machine`` has nothing to say.
+        machine: architecture from ``os.uname().machine``, for which ``fault_of_machine`` returns None.
     """
     column, architecture = _ARCHITECTURES[machine]
     refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
@@ -167,8 +168,8 @@ def filter_program(machine: str) -> bytes:
 
 
 def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
-    """Return instructions that check the lower half of one argument of a system call, and allow it if no rule
-    refuses."""
+    """Return instructions that check the lower half of one argument of a system call, and allow the call if
+    no rule refuses it."""
     # both architectures are little-endian, so that the lower half comes first
     load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
     body = [load, *rules, _instruction(_RETURN, _ALLOW)]
@@ -180,10 +181,11 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def install(libc: ctypes.CDLL, program: bytes) -> None:
-    """Put a filter on this process and all that it will start. It must have given up new privileges.
+    """Install a filter for this process and all that it will start. The process must have set "no new
+    privileges" before.
 
     Raises:
-        OSError: the kernel takes none.
+        OSError: the kernel refuses the filter.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions, padding, and a pointer to them

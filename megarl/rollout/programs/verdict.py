@@ -1,13 +1,13 @@
-"""The verdict about a program: which of its tests pass.
+"""The verdict on a program: which of its tests pass.
 
-Each test is a process of its own. Expected values stay outside of it: outputs and returned values are
-compared here, and a statement (``assert f(2) == 4``) is evaluated here, call by call. What cannot be
-evaluated so (see ``statements``) runs in the program's process, after the program: a program that takes that
-process over passes it, so such statements are counted when the data are read.
+Each test is a separate process. Expected values stay outside of it: outputs and returned values are compared
+here, and a statement (``assert f(2) == 4``) is evaluated here, call by call. A statement that cannot be
+evaluated so (see ``statements``) runs in the program's process, after the program. A program that takes over
+that process passes such a statement, so these statements are counted when the data are read.
 
-A decimal number with a point or an exponent is met by one that differs by no more than 1e-6, or by that share
-of it. Whole numbers and all else have to be equal; truth values are no numbers. A tuple is equal to a list,
-as in JSON. In a statement, what Python says holds.
+A decimal number with a point or an exponent matches any number that differs by at most 1e-6, absolute or
+relative to the expected number. Integers and all other values have to be equal; booleans are not numbers. A
+tuple equals a list, as in JSON. In a statement, Python's own comparison applies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarl.rollout.programs.statements import holds, reason_against, reason_to_
 _LEAST_SECONDS = 0.05
 
 TOLERANCE = 1e-6
-"""Absolute, and relative to the expected number."""
+"""Tolerance of decimal numbers, absolute, and relative to the expected number."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -42,16 +42,16 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 def judge(
     response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf
 ) -> float:
-    """Return 1.0 when the program of a response passes all tests, else 0.0.
+    """Return 1.0 if the program of a response passes all tests, else 0.0.
 
     Args:
-        response: with the program, see ``program_in``.
+        response: response with the program, see ``program_in``.
         answer: the tests, see ``tests_of``.
-        limits: of the program, for each test.
+        limits: limits of the program, for each test.
         partial: return the share of the tests that pass.
-        seconds: for all tests together, with ``partial``: each has its part of what is left, so that one that
-            does not end leaves time for the others, and those that were cut short have what is left in the
-            end. A test whose time does not come has not passed.
+        seconds: time for all tests together; only used with ``partial``. Each test gets an equal share of the
+            remaining time, so that one that hangs leaves time for the others. Tests that were interrupted get
+            the time that remains in the end. A test that never gets time has not passed.
 
     Raises:
         RewardError: the program cannot be started, for a reason that is not its own.
@@ -85,7 +85,7 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
 
 
 def _passes(code: str, test: Test, limits: Limits) -> bool | None:
-    """Return whether a test passes; None where the program was ended for what it took."""
+    """Return whether a test passes; None if the program was killed for exceeding a limit."""
     task = _task(code, test)
     if test.function or test.statement:
         return _answers(task, test, limits)
@@ -100,7 +100,7 @@ def _passes(code: str, test: Test, limits: Limits) -> bool | None:
 
 
 def _task(code: str, test: Test) -> dict[str, Any]:
-    """Return what ``inside`` is given; nothing of what is expected."""
+    """Return the task for ``inside``; it contains no expected value."""
     is_part = bool(test.function) or "Solution(" in test.statement
     return {
         "code": code,
@@ -128,8 +128,8 @@ def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Return whether two outputs are equal but for white space around words, empty lines at the end, and
-    decimal numbers."""
+    """Return whether two outputs are equal, apart from white space around words, empty lines at the end, and
+    the tolerance of decimal numbers."""
     ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
 
@@ -163,11 +163,11 @@ def _is_close(value: float, expected: float) -> bool:
 
 
 def same_returned(value: Any, expected: Any) -> bool:
-    """Return whether what a function returned is what is expected, or the one member of a list that is.
+    """Return whether a function returned the expected value, or the single element of an expected list.
 
     Args:
-        value: plain, as ``inside.decode`` makes it.
-        expected: of the types of JSON.
+        value: plain value from ``inside.decode``.
+        expected: value of the types of JSON.
     """
     if _same_value(value, expected):
         return True
@@ -203,7 +203,7 @@ def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
 
 
 def _key(key: Any) -> Any:
-    """Return a key as JSON writes it."""
+    """Return a dictionary key as JSON writes it."""
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     return repr(key) if isinstance(key, int | float) else key
@@ -219,8 +219,8 @@ def _as_float(value: float) -> float:
 def fault_of_tests(answer: str) -> str | Doubt | None:
     """Return why a program cannot be tested with a reference, or a doubt, or None.
 
-    The doubt is about statements that a program can pass without solving its task, if it sets out to: those
-    that run in its own process, and those that compare what the program makes itself.
+    The doubt is about statements that a program can pass deliberately without solving its task: those that
+    run in its own process, and those that only compare the program's own results.
     """
     try:
         tests = tests_of(answer)

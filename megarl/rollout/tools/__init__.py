@@ -1,2 +1,2 @@
-"""Tools that a policy may call while it responds: how calls are written by models, and tools that megarl
-brings."""
+"""Tools that a policy may call in its responses: parsers of the calls that models write, and built-in
+tools."""

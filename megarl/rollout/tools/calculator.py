@@ -1,4 +1,4 @@
-"""A calculator: arithmetic of plain numbers, by Python's own grammar and nothing else of Python."""
+"""A calculator: arithmetic of plain numbers in Python's grammar, without any other part of Python."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_BITS = 4096
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, as Python writes it.
+    """Return the value of an arithmetic expression, as Python prints it.
 
     Raises:
-        ValueError: it is none, or its value is too large.
-        ArithmeticError: it cannot be computed, as 1/0.
+        ValueError: the text is not an arithmetic expression, or its value is too large.
+        ArithmeticError: the expression cannot be computed, such as 1/0.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression has more than {_LONGEST_EXPRESSION} characters")

@@ -1,5 +1,5 @@
 """The environment ``tools``: the policy calls tools until it gives an answer, which the rewards of the
-environment judge."""
+environment score."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarl.rollout.tools.tool import Tool, Toolbox, tools_of
 
 
 class ToolEnv(MessageEnv):
-    """A conversation that goes on as long as the policy calls tools.
+    """A conversation that continues as long as the policy calls tools.
 
     Args:
-        section: of the environment.
-        tools: that may be called.
+        section: section of the environment.
+        tools: tools that the policy may call.
     """
 
     def __init__(self, section: EnvConfig, tools: Sequence[Tool]) -> None:
@@ -28,7 +28,7 @@ class ToolEnv(MessageEnv):
         self._toolbox, self._calls = Toolbox(tools), 0
 
     def step(self, message: Message) -> Step:
-        """Make the calls of a response; one without calls is the answer."""
+        """Run the tool calls of a response; a response without calls ends the conversation."""
         calls = [call["function"] | {"id": call["id"]} for call in message.get("tool_calls") or ()]
         if not calls:
             return Step(done=True)
@@ -50,7 +50,8 @@ class ToolEnv(MessageEnv):
         return Step(answers, metrics=counts)
 
     def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Make a call; return its text, and the figure that counts its failure."""
+        """Run a tool call. Return its text, and the name of the metric that counts its failure, or None if it
+        succeeded."""
         fault = self._toolbox.fault_of(name, arguments)
         if fault is not None:
             return f"Error: {fault}", "bad_tool_calls"
@@ -63,19 +64,19 @@ class ToolEnv(MessageEnv):
             return f"Error: {error}", "tool_errors"
 
     def close(self) -> None:
-        """End the tools."""
+        """Close the tools."""
         self._toolbox.close()
 
 
 class ToolEnvironment(MessageEnvironment):
-    """Conversations with tools, of which the rewards of the section judge the last response.
+    """Conversations with tools; the rewards of the section score the last response of each.
 
     Args:
-        section: of the environment.
-        key: its dotted key.
+        section: section of the environment.
+        key: dotted key of the section.
 
     Raises:
-        ConfigError: a tool or a reward cannot be made.
+        ConfigError: a tool or a reward cannot be built.
     """
 
     def __init__(self, section: EnvConfig, key: str) -> None:
@@ -88,15 +89,15 @@ class ToolEnvironment(MessageEnvironment):
 
     @property
     def final_answer(self) -> Any:
-        """See ``SingleTurn``."""
+        """Function that extracts a response's final answer, see ``SingleTurn.final_answer``."""
         return self._single.final_answer
 
     def judges_groups(self, step_rows: int) -> None:
-        """See ``SingleTurn``."""
+        """Declare the number of responses per step, see ``SingleTurn.judges_groups``."""
         self._single.judges_groups(step_rows)
 
     def close(self) -> None:
-        """End the rewards' processes."""
+        """End the processes of the rewards."""
         self._single.close()
 
     def _judged(self, turn: Turn) -> EnvironmentReturn:

@@ -1,4 +1,4 @@
-"""A tool elsewhere: a call is a POST of its arguments as JSON."""
+"""A remote tool: a call is an HTTP POST of its arguments as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOVED = frozenset({301, 302, 303, 307, 308})
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: urllib would ask again by GET, without the arguments of the call."""
+    """Handler that follows no redirection: urllib would send a GET without the arguments of the call."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -26,12 +26,12 @@ _OPENER = urllib.request.build_opener(_Stays)
 
 
 def post(url: str, timeout_s: float, **arguments: Any) -> str:
-    """The text of the reply, or of its key ``output``, ``result`` or ``content`` where it is a JSON object
-    with one.
+    """Send a call and return the text of the reply; if the reply is a JSON object with a key ``output``,
+    ``result`` or ``content``, return the value of the first of these keys.
 
     Raises:
         EnvironmentLostError: the service is gone, busy or late, which no call can cause.
-        ValueError: it refuses the call (status 4xx).
+        ValueError: the service refuses the call (status 4xx).
     """
     request = urllib.request.Request(
         url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST"

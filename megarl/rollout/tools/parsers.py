@@ -1,4 +1,5 @@
-"""Calls of tools in the texts that models write, by the names that vLLM has for their forms."""
+"""Parsers of the tool calls in texts that models write. A parser has the name that vLLM has for its
+format."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from typing import Any, TypeAlias
 from megarl.config.environments import TOOL_PARSERS
 
 Calls: TypeAlias = list[dict[str, Any]]
-"""Calls as messages have them: ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
+"""Calls in the form of messages: ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
 
 Found: TypeAlias = Iterator[tuple[str, Any]]
-"""Names and arguments, the latter an object or its JSON text."""
+"""Names and arguments; the arguments are an object or its JSON text."""
 
 
 class BadCallError(ValueError):
-    """A text begins a call that cannot be read; the policy is told why."""
+    """A text begins a call that cannot be read; the message is shown to the policy."""
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -105,10 +106,11 @@ assert tuple(_FORMS) == TOOL_PARSERS
 
 
 def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
-    """Return what parses responses: called with a response and, if it must be, its text with special tokens
-    (the first of a sequence); returns the text without the calls, and the calls. With None no text is a call.
+    """Return a parser of responses. It takes a response and a sequence, whose first element is the response's
+    text with special tokens, read only if the format needs it. It returns the text without the calls, and the
+    calls. With None the parser finds no calls.
 
-    What it returns raises ``BadCallError`` for a call that cannot be read.
+    The parser raises ``BadCallError`` for a call that cannot be read.
     """
     if name is None:
         return lambda response, full: (response, [])
@@ -165,7 +167,7 @@ def _json(text: str) -> Any:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON objects one after another, with white space or semicolons between them."""
+    """Yield consecutive JSON objects that are separated by white space or semicolons."""
     decoder = json.JSONDecoder()
     while text:
         try:
@@ -180,7 +182,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def _plain(text: str) -> Any:
-    """A value that was written without quotes: JSON where it is some, one of Python's words, else the
+    """Convert an unquoted value: from JSON if it is valid JSON, from one of Python's words, else keep the
     text."""
     if text in _WORDS:
         return _WORDS[text]

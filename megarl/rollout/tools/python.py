@@ -1,9 +1,9 @@
-"""Python code in the closed sandbox of ``megarl.rollout.programs``, a process a conversation, whose variables
-stay between calls.
+"""Python code in the sandbox of ``megarl.rollout.programs``: one process per conversation, whose variables
+persist between calls.
 
-The sandbox is started by a process without threads of its own, as between fork and exec no other thread may
-hold a lock; that process is this module as a program, and answers requests on its standard input, a line of
-JSON each.
+The sandbox must be started by a process without other threads, because between fork and exec no other thread
+may hold a lock. That process is this module as a program; it answers requests on its standard input, one line
+of JSON each.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def megarl_cell(text):
 
 @dataclass(slots=True)
 class Python:
-    """An interpreter of one conversation.
+    """The interpreter of one conversation.
 
     Attributes:
-        limits: of it.
-        timeout_s: of one call, after which it is ended and its variables are gone.
+        limits: limits of the interpreter.
+        timeout_s: time limit of one call in seconds; after it the interpreter is ended, and its variables are
+            lost.
     """
 
     limits: Limits
@@ -69,10 +70,10 @@ class Python:
 
     @classmethod
     def maker(cls, section: ToolConfig, key: str) -> Callable[[], Python]:
-        """Return what makes interpreters by a tool's section.
+        """Return a function that builds interpreters from a tool's section.
 
         Raises:
-            ConfigError: programs cannot be shut in here, and the section wants that.
+            ConfigError: programs cannot be isolated here, and the section requires it.
         """
         fault, bubblewrap = isolation()
         if fault is not None and section.get("isolation", "required") == "required":
@@ -91,9 +92,9 @@ class Python:
         """Run code and return what it prints, with the value of its last expression.
 
         Raises:
-            ValueError: it takes too long, or ends the interpreter.
+            ValueError: the code takes too long, or ends the interpreter.
             EnvironmentLostError: no interpreter can be started, or its host was killed, which no code in it
-                can do.
+                can cause.
         """
         process = self._process = self._process or self._started()
         assert process.stdin is not None
@@ -133,7 +134,7 @@ class Python:
         return process
 
     def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """The next answer; None where none comes in time."""
+        """Return the next answer, or None if none arrives in time."""
         assert process.stdout is not None
         until, read = time.monotonic() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
@@ -161,7 +162,7 @@ class Python:
 
 
 def _serve(limits: Limits) -> None:
-    """Answer requests until there are no more."""
+    """Serve requests until end of file."""
     try:
         with _interpreter(limits) as program:
             cell = program.name("megarl_cell")
@@ -174,8 +175,8 @@ def _serve(limits: Limits) -> None:
 
 
 def _end_with_the_driver() -> None:
-    """Look each second whether the driver lives, also while code runs: one that was killed has told nobody.
-    Linux would say so itself, but of the thread that started this process, which may end earlier."""
+    """Check once a second, even while code runs, whether the driver is alive, and exit if it is not. Linux's
+    own signal would follow the thread that started this process, which may end earlier than the driver."""
     parent = os.getppid()
 
     def look(*_: object) -> None:

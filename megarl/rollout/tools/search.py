@@ -1,4 +1,4 @@
-"""Search over documents of one's own, by SQLite's full-text index (FTS5, ranked by BM25)."""
+"""Search over a user's documents, by SQLite's full-text index (FTS5, ranked by BM25)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SHOWN = 2000
 
 
 class DocumentIndex:
-    """An index in memory that threads share.
+    """An in-memory index that threads share.
 
     Args:
-        path: JSON lines, an object a document: its text under ``text`` (or ``content``, ``contents``,
-            ``body``, ``passage``), and a ``title`` where it has one; or rows as HotpotQA has them, whose
-            paragraphs are the documents, each once. Or the name of a set of such rows
-            (``megarl.config.data_sources.NAMED_SETS``).
-        key: dotted key that names it, for messages.
+        path: path of JSON lines, one object per document: its text under ``text`` (or ``content``,
+            ``contents``, ``body``, ``passage``), and optionally a ``title``. The lines may also be rows in
+            HotpotQA's form, whose paragraphs are the documents, without duplicates. Or the name of a set of
+            such rows (``megarl.config.data_sources.NAMED_SETS``).
+        key: dotted key of the path in the configuration, for messages.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no document.
+        ConfigError: the file cannot be read, or a line is not a document.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -53,7 +53,7 @@ class DocumentIndex:
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
 
     def search(self, query: str, count: int = 3) -> str:
-        """The documents that fit the words of a query best, one below the other."""
+        """Return the documents that match the words of a query best, one below the other."""
         words = _WORD.findall(query)
         if not words:
             raise ValueError("the query has no words")

@@ -1,4 +1,5 @@
-"""Tools by name: what the policy is told of each, and what runs when it calls one."""
+"""Tools by name: the description of each for the policy, and the function that runs when the policy
+calls it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from megarl.rollout.tools.http import post
 from megarl.rollout.tools.search import DocumentIndex
 
 Call: TypeAlias = Callable[..., Any]
-"""Called with the arguments of the policy by name; what it returns becomes text. What it raises is the call's
-fault."""
+"""Function that is called with the policy's arguments by name. Its return value is converted to text. An
+exception counts against the call."""
 
 # Characters of an answer that the policy is given at most; what is longer loses its end, and says so.
 _LONGEST = 100_000
@@ -29,9 +30,9 @@ class Tool:
     """A tool.
 
     Attributes:
-        name: by which the policy calls it.
-        schema: what the chat template shows of it, in the form of OpenAI's functions.
-        begin: makes what is called in one conversation. It may have a method ``close``.
+        name: name by which the policy calls the tool.
+        schema: description that the chat template shows, in the form of OpenAI's functions.
+        begin: returns the function for one conversation. It may have a method ``close``.
     """
 
     name: str
@@ -40,10 +41,10 @@ class Tool:
 
 
 def tools_of(section: EnvConfig, key: str = "env") -> list[Tool]:
-    """The tools that an environment's section names.
+    """Return the tools that an environment's section names.
 
     Raises:
-        ConfigError: one cannot be made.
+        ConfigError: a tool cannot be built.
     """
     return [_tool(name, inner, f"{key}.tools.{name}") for name, inner in tool_sections(section).items()]
 
@@ -74,8 +75,8 @@ def _schema(
 
 
 def _own(name: str, function: Callable[..., Any], section: ToolConfig, key: str) -> Tool:
-    """A tool that a function of one's own is; transformers reads what the policy is told of it from its
-    annotations and docstring."""
+    """Build a tool from a user-defined function; transformers derives its schema from its annotations and
+    docstring."""
     from transformers.utils import get_json_schema
 
     try:
@@ -124,10 +125,10 @@ _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str]
 
 
 class Toolbox:
-    """The tools of one conversation, each begun when it is first called.
+    """The tools of one conversation; each begins when it is first called.
 
     Args:
-        tools: that may be called.
+        tools: tools that may be called.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -135,7 +136,7 @@ class Toolbox:
         self._begun: dict[str, Call] = {}
 
     def fault_of(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Why a call cannot be made, as the policy is told; None where it can."""
+        """Return, as a text for the policy, why a call is invalid, or None if it is valid."""
         if name not in self._tools:
             return f"there is no tool {name!r}; the tools are {', '.join(self._tools)}"
         parameters = self._tools[name].schema["function"]["parameters"]
@@ -149,7 +150,7 @@ class Toolbox:
         return None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; whatever it raises is passed on."""
+        """Call a tool and return its result as text. Exceptions of the tool are passed on."""
         if name not in self._begun:
             self._begun[name] = self._tools[name].begin()
         found = self._begun[name](**arguments)
@@ -161,7 +162,7 @@ class Toolbox:
         )
 
     def close(self) -> None:
-        """End what was begun."""
+        """Close the tools that have begun."""
         with contextlib.ExitStack() as stack:
             for call in self._begun.values():
                 if inspect.ismethod(getattr(call, "close", None)):

@@ -1,8 +1,8 @@
-"""The policy's adapter in vLLM's model: the factors that a refit brings, in place of those of the last one.
+"""The policy's adapter in vLLM's model: the factors of a refit replace those of the previous one.
 
-vLLM loads adapters from directories, by name, and passes over what it has no layer for. Here factors come by
-a refit, and every one of them has to be where vLLM computes with it, times the policy's scale, or the refit
-has failed.
+vLLM loads adapters from directories, by name, and ignores factors for which it has no layer. Here factors
+arrive by a refit, and vLLM has to compute with every one of them, times the policy's scale; otherwise the
+refit has failed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from megarl.errors import RefitError
 
 ADAPTER = 1
-"""Number of the policy's adapter among those of an engine, which has no other."""
+"""Number of the policy's adapter, the only adapter of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterScale:
-    """Rank and scale of an adapter, which its factors do not tell.
+    """Rank and scale of an adapter, which its factors do not contain.
 
     Attributes:
-        rank: of every module.
+        rank: rank of every module.
         alpha: ``policy.peft.alpha``.
         rank_stabilized: ``policy.peft.use_rslora``.
     """
@@ -41,8 +41,8 @@ class AdapterBinding:
     """The policy's adapter in vLLM's model.
 
     Args:
-        model: as vLLM has wrapped its layers.
-        scale: of the policy.
+        model: the model, with layers that vLLM has wrapped.
+        scale: rank and scale of the policy's adapter.
     """
 
     def __init__(self, model: Any, scale: AdapterScale) -> None:
@@ -51,22 +51,22 @@ class AdapterBinding:
         self._factors: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Forget the factors that came."""
+        """Forget the factors that were received."""
         self._factors = {}
 
     def take(self, factors: list[tuple[str, torch.Tensor]]) -> None:
-        """Keep copies of factors, by PEFT's names."""
+        """Store copies of factors, by PEFT's names."""
         # A copy: the group's memory is written again by the next group.
         self._factors |= {name: tensor.to("cpu", copy=True) for name, tensor in factors}
 
     def bind(self) -> tuple[int, int]:
-        """Let vLLM compute with the factors that came.
+        """Make vLLM compute with the factors that were received.
 
         Returns:
-            How many of vLLM's layers have an adapter now, and how many could have one.
+            The number of vLLM's layers that have an adapter now, and the number that could have one.
 
         Raises:
-            RefitError: vLLM did not take a module's factors, or has others than came.
+            RefitError: vLLM did not load a module's factors, or its factors differ from those received.
         """
         manager, scale = self._manager, self._scale
         peft = PEFTHelper(
@@ -109,8 +109,8 @@ class AdapterBinding:
         return len(layers), len(manager.modules)
 
     def _bound(self, lora: LoRAModel) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the modules that vLLM computes with, and their factors; of a layer that it fuses each
-        part."""
+        """Yield the modules that vLLM computes with, and their factors; for a layer that vLLM fuses, each
+        part of it."""
         for layer in self._manager.modules:
             factors = self._manager._get_lora_layer_weights(lora, layer)
             if factors is None:

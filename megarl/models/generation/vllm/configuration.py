@@ -1,4 +1,4 @@
-"""vLLM's part of the configuration: defaults, rules, and the memory of a device. Loads neither torch nor
+"""vLLM's part of the configuration: defaults, rules, and the memory of a device. Imports neither torch nor
 vLLM."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ONLY_ON_GPUS = {
     ),
     "expert_parallel_size": "vLLM 0.32 for CPUs dies in its kernel for experts where they are divided",
 }
-"""Sizes that are 1 on a CPU, each with the reason: engines of such sizes start there, and take their
-weights."""
+"""Sizes that must be 1 on a CPU, each with the reason: larger engines start there and load their weights, but
+fail later."""
 KEYS_OF_ARGUMENTS = {
     "model": "model_name",
     "max_model_len": "vllm_cfg.max_model_len",
@@ -61,20 +61,20 @@ KEYS_OF_ARGUMENTS = {
     "kv_cache_memory_bytes": "vllm_cfg.kv_cache_gb",
     "enable_sleep_mode": "colocated.enabled",
 }
-"""Arguments of vLLM that other keys of the section give."""
+"""Arguments of vLLM that are set by other keys of the section."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM 0.32 makes room for; an adapter of a lower rank than that has zeros behind it."""
+"""Ranks for which vLLM 0.32 allocates memory; an adapter of a lower rank is padded with zeros."""
 MAX_NUM_SEQS = 1024
-"""Most responses that an engine samples at a time: vLLM 0.32's own default on a GPU of 70 GiB and more. For
-each its sampler counts the tokens of the vocabulary in 4 bytes."""
+"""Maximum number of responses that an engine samples at a time: vLLM 0.32's own default on GPUs with at least
+70 GiB. For each response its sampler counts the tokens of the vocabulary in 4 bytes."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
-    """A copy of a ``generation`` section for vLLM with every absent optional key filled in.
+    """Return a copy of a ``generation`` section for vLLM with every absent optional key filled in.
 
     Args:
         generation: the section.
-        engines: what the engines take of the policy unless ``vllm_cfg`` says otherwise.
+        engines: the policy's values that the engines use unless ``vllm_cfg`` sets others.
     """
     filled = fill(
         generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}}
@@ -86,7 +86,7 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
 
 
 def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config:
-    """``complete_vllm`` for the engines of a policy."""
+    """Return the result of ``complete_vllm`` for the engines of a policy."""
     of_policy = {
         "precision": policy.get("precision"),
         "max_model_len": policy.get("max_total_sequence_length"),
@@ -95,9 +95,9 @@ def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config
 
 
 def sized(view: View) -> GenerationConfig:
-    """The ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the rows that
-    an engine gets in a step of training, unless the section says otherwise. Further rows, as of a large
-    validation, wait in the engine's queue."""
+    """Return the ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the
+    number of rows that an engine gets in a training step, unless the section sets it. Additional rows, as in
+    a large validation, wait in the engine's queue."""
     generation: GenerationConfig = view[GENERATION]
     given, settings = generation.get("vllm_kwargs") or {}, generation["vllm_cfg"]
     if "max_num_seqs" in given:
@@ -120,12 +120,12 @@ def sized(view: View) -> GenerationConfig:
 
 
 def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
-    """``engine_memory`` of a checked run."""
+    """Return ``engine_memory`` of a checked run."""
     return engine_memory(sized(View(config)), config["cluster"], facts)
 
 
 def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: ModelFacts) -> EngineMemory:
-    """Memory of a device of an engine.
+    """Return the memory use of a device of an engine.
 
     Args:
         generation: a filled-in ``policy.generation`` section on vLLM.
@@ -166,16 +166,16 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
-    """Numbers that a rank of an engine keeps of a token in each layer: keys and values of its heads, or of
-    latent attention what these are projected up from, which each rank has as a whole."""
+    """Return how many numbers per token and layer a rank of an engine caches: keys and values of its heads
+    or, for latent attention, the latent that these are projected from, which each rank caches in full."""
     if facts.latent_attention is not None:
         return facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
     return 2 * -(-facts.num_key_value_heads // tensor) * facts.head_dim
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
-    """The engine's weights have room in its share of a device; without that, engines would fail after minutes
-    of starting."""
+    """Yield violations if the engine's weights, or the cache of its longest sequence, do not fit into its
+    share of a device; otherwise engines would fail after minutes of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
     # Sized as the run starts it: vLLM's sampler takes memory for each row that it may have.
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
@@ -216,8 +216,8 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
-    """The ranks of a node make whole engines, or an engine fills whole nodes, which divide those that
-    generate."""
+    """Yield a violation unless the ranks of a node divide into whole engines, or an engine fills whole nodes
+    whose number divides the number of generating nodes."""
     key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", generation_shape(view) or training_shape(view)
     stages = view[f"{VLLM}.pipeline_parallel_size"]
     if view[key] >= 1 and stages >= 1 and not fills_places(view[key] * stages, nodes, ranks):
@@ -232,14 +232,14 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
 
 
 def fills_places(size: int, nodes: int, ranks: int) -> bool:
-    """Return whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several on a
-    node, or each on several nodes."""
+    """Return whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several engines
+    per node, or several nodes per engine."""
     return ranks % size == 0 or (size % ranks == 0 and nodes % (size // ranks) == 0)
 
 
 def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield sizes of engines that fill the nodes, and numbers of ranks of a node that engines of these sizes
-    divide."""
+    """Yield sizes of engines that fill the nodes, and numbers of ranks per node that engines of the present
+    size divide."""
     key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
     tensor, stages = view[key], view[stages_key]
     if ranks % stages == 0:
@@ -263,7 +263,8 @@ def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, 
 
 
 def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
-    """On a CPU an engine is divided over tensor-parallel ranks alone; see ``ONLY_ON_GPUS``."""
+    """Yield violations if an engine on a CPU is divided otherwise than over tensor-parallel ranks; see
+    ``ONLY_ON_GPUS``."""
     view.require(view["cluster.device"] == "cpu")
     for key, reason in ONLY_ON_GPUS.items():
         if view[f"{VLLM}.{key}"] > 1:
@@ -274,7 +275,8 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
 
 
 def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
-    """Dtype, widths and caches that vLLM's kernels for gated delta nets have on a CPU."""
+    """Yield violations for dtypes, widths and caches of gated delta nets that vLLM's kernels on a CPU do not
+    support."""
     net = view.facts.gated_delta
     view.require(net is not None and view["cluster.device"] == "cpu")
     assert net is not None
@@ -299,8 +301,8 @@ def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
 
 
 def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Experts are divided over all tensor-parallel ranks of an engine or none: vLLM knows only whether they
-    are."""
+    """Yield a violation unless experts are divided over all tensor-parallel ranks of an engine or over none:
+    vLLM only has a switch for this."""
     key, size = f"{VLLM}.expert_parallel_size", view[f"{VLLM}.expert_parallel_size"]
     view.require(size > 1)
     tensor = view[f"{VLLM}.tensor_parallel_size"]
@@ -312,7 +314,7 @@ def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
 
 
 def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Each rank of an engine has the same number of attention heads."""
+    """Yield a violation unless each rank of an engine has the same number of attention heads."""
     key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
     if view[key] >= 1 and heads % view[key]:
         bound = f"it must divide the {heads} attention heads"
@@ -322,7 +324,8 @@ def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
 
 
 def engine_reaches_length(view: View) -> Iterator[Violation]:
-    """The engine takes any sequence that the policy does, or answers would be cut short."""
+    """Yield a violation if the engine's maximum length is below the policy's, because responses would be
+    truncated."""
     key, longest = f"{VLLM}.max_model_len", view[LONGEST]
     if view[key] < longest:
         yield Violation(
@@ -335,8 +338,8 @@ def engine_reaches_length(view: View) -> Iterator[Violation]:
 
 
 def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
-    """On GPUs vLLM takes its second model runner, which has a seed for each response at no cost and no faster
-    sampler without."""
+    """Yield a violation for ``fast_sampling`` with vLLM's second model runner, the default on GPUs: seeds per
+    response cost nothing there, and sampling without them is not faster."""
     key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
     view.require(view["cluster.device"] != "cpu" and view[key])
     if str((view[f"{VLLM}.env_vars"] or {}).get(variable)) != "0":
@@ -349,7 +352,8 @@ def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
 
 
 def adapters_go_alone(view: View) -> Iterator[Violation]:
-    """Engines that get adapters by themselves have their base, and keep it."""
+    """Yield violations if engines that receive only adapters would lack the base model, or cannot use such
+    adapters."""
     key = f"{VLLM}.enable_lora"
     view.require(view[key])
     without = "write false, and engines get whole weights"
@@ -407,7 +411,7 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
-    """Arguments in ``vllm_kwargs`` are none of those that megarl gives an engine itself."""
+    """Yield a violation for each argument in ``vllm_kwargs`` that megarl sets itself."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
     for name in given:
         if name in FIXED_ARGUMENTS:

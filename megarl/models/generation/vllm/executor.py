@@ -1,4 +1,4 @@
-"""Executor: how the ranks of an engine are run: by vLLM's processes, which leave nothing in /dev/shm however
+"""Executor of an engine's ranks: it runs them in vLLM's processes, which leave nothing in /dev/shm however
 they end."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Executor(MultiprocExecutor):
-    """vLLM's executor of several processes (``distributed_executor_backend``); when all of them run, the
-    files of their memory go."""
+    """vLLM's executor of several processes (``distributed_executor_backend``); once all of them run, it
+    removes the files of their shared memory."""
 
     def _init_executor(self) -> None:
         super()._init_executor()

@@ -1,10 +1,10 @@
-"""Experts of a mixture as vLLM takes them with least work: three stacks a layer in the place of three weights
-for each expert.
+"""Experts of a mixture in the form that vLLM loads with the least work: three stacks per layer instead of
+three weights per expert.
 
-vLLM's layer-wise reload works through every weight three times: it binds the loader's arguments, counts what
-would be copied, and copies once the layer is complete. For thousands of experts that takes seconds of a host.
-Its loader of experts takes a stack of all experts of this rank as well, so the weights are copied into one as
-they come, and experts of other ranks are left out.
+vLLM's layer-wise reload processes every weight three times: it binds the loader's arguments, counts what
+would be copied, and copies once the layer is complete. For thousands of experts that takes seconds of host
+time. Its loader of experts also accepts a stack of all experts of this rank, so the weights are copied into a
+stack as they arrive, and experts of other ranks are left out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class _Stack:
     """One of the three weights of all experts that a layer has on this rank.
 
     Attributes:
-        layer: that has them.
-        name: of the layer's parameter in the model.
-        shard: what vLLM's loader calls the weight: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
-        expert: one of the experts; its loader looks up whether it is on this rank.
-        count: experts on this rank.
-        whole: shape of one expert's whole weight.
-        where: what this rank reads of each; None for all of it.
-        values: [count, *part], what came; None where nothing did.
+        layer: the layer of the experts.
+        name: name of the layer's parameter in the model.
+        shard: name of the weight in vLLM's loader: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
+        expert: one of the experts; the loader checks that this expert is on this rank.
+        count: number of experts on this rank.
+        whole: shape of one expert's full weight.
+        where: slice of each weight that this rank reads; None for all of it.
+        values: [count, *part], the values that have arrived; None before any arrive.
         pieces: the experts' views of ``values``.
-        missing: experts that did not come yet.
+        missing: number of experts that have not arrived yet.
     """
 
     layer: RoutedExperts
@@ -54,7 +54,7 @@ class _Stack:
     missing: int = field(default=0)
 
     def add(self, places: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        """Copy what is read of some experts."""
+        """Copy the parts that are read of some experts into the stack."""
         if self.values is None:
             self.values = torch.empty(
                 (self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device
@@ -65,7 +65,7 @@ class _Stack:
         self.missing -= len(parts)
 
     def load(self) -> None:
-        """Hand all experts to vLLM's loader, and keep none."""
+        """Pass all experts to vLLM's loader, and release the stack."""
         assert self.values is not None
         weight = self.values
         if self.where is not None:
@@ -83,12 +83,13 @@ class _Stack:
 
 
 class ExpertStacks:
-    """The stacks of all layers of a model; empty for a model that keeps its experts otherwise.
+    """The stacks of all layers of a model; empty for a model that stores its experts differently.
 
     Args:
-        model: vLLM's.
-        tensors: what the policy sends.
-        reads: the slices that this rank reads of them; empty where that is not known, or all.
+        model: vLLM's model.
+        tensors: the tensors that the policy sends.
+        reads: the slices of the tensors that this rank reads; empty if it reads them in full, or if the
+            slices are not known.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[TensorInfo], reads: Slices) -> None:
@@ -102,12 +103,12 @@ class ExpertStacks:
 
     @property
     def names(self) -> KeysView[str]:
-        """Names of the weights that come in stacks."""
+        """Names of the weights that are loaded in stacks."""
         return self._places.keys()
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Copy what is read of experts' weights, hand each stack that is complete to its loader, and yield
-        the parameter's name then."""
+        """Copy the parts that are read of experts' weights. Each stack that is complete is passed to its
+        loader, and its parameter's name is yielded."""
         coming: dict[_Stack, tuple[list[int], list[torch.Tensor]]] = {}
         for name, part in weights.items():
             stack, place = self._places[name]
@@ -122,14 +123,14 @@ class ExpertStacks:
                 yield stack.name
 
     def forget(self) -> None:
-        """Let go of what came of a reload that was given up."""
+        """Release what has arrived of a reload that was abandoned."""
         for stack, _ in self._places.values():
             stack.forget()
 
 
 def _takes_stacks(layer: RoutedExperts) -> bool:
-    """Return whether vLLM's loader of a layer takes the experts of this rank together: plain ones, each of
-    them once."""
+    """Return whether vLLM's loader accepts all of this rank's experts as one stack, which needs unquantised
+    experts without adapters and without duplicates."""
     config = layer.moe_config
     plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod) and not layer.lora_base_layer_prefix
     once = (
@@ -142,8 +143,8 @@ def _takes_stacks(layer: RoutedExperts) -> bool:
 def _stacks_of(
     name: str, layer: RoutedExperts, infos: Mapping[str, TensorInfo], reads: Slices
 ) -> Iterator[tuple[_Stack, dict[str, int]]]:
-    """The stacks of a layer, each with the names of its weights and their places. A stack whose experts are
-    not read alike is left out."""
+    """Yield the stacks of a layer, each with the names of its weights and their indices in the stack. A stack
+    whose experts are read differently is left out."""
     shards = (("w1", "w13_weight", layer.ckpt_gate_proj_name), ("w3", "w13_weight", layer.ckpt_up_proj_name))
     for shard, parameter, module in (*shards, ("w2", "w2_weight", layer.ckpt_down_proj_name)):
         experts = range(layer.moe_config.num_experts)

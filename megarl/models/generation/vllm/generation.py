@@ -1,4 +1,4 @@
-"""VllmGeneration: engines of vLLM on the places of a cluster."""
+"""VllmGeneration: vLLM engines on the bundles of a cluster."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ LONGEST = f"{_SETTINGS}.max_model_len"
 
 
 class VllmGeneration(EngineGroup):
-    """Engines of vLLM on the places of a cluster.
+    """vLLM engines on the bundles of a cluster.
 
     Args:
-        cluster: gives the places; an engine takes as many neighbouring ones as it has ranks.
+        cluster: provides the bundles; an engine takes one adjacent bundle for each of its ranks.
         config: the generation configuration, completed by ``configure_generation_config``; optional keys may
             be absent.
-        name_prefix: opens the workers' names.
+        name_prefix: prefix of the workers' names.
         workers_per_node: not used; the NeMo-RL policy API has it.
-        model: directory or hub id of the model; ``config["model_name"]`` by default.
-        longest: most tokens of prompt and answer together; ``vllm_cfg.max_model_len`` by default.
-        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``vllm_cfg.precision`` by default.
-        tokenizer: directory or hub id, for stop strings; the model's by default.
-        adapter: section ``policy.peft`` of a policy that sends its adapter alone.
-        seed: where a batch brings no sampling seeds.
-        init_timeout_s, call_timeout_s: bounds for starting the engines and for each call, in seconds.
-        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``.
+        model: directory or hub id of the model; defaults to ``config["model_name"]``.
+        longest: maximum tokens of prompt and response together; defaults to ``vllm_cfg.max_model_len``.
+        dtype: dtype of the weights: ``float32``, ``bfloat16`` or ``float16``; defaults to
+            ``vllm_cfg.precision``.
+        tokenizer: directory or hub id, for stop strings; defaults to the model's.
+        adapter: section ``policy.peft`` of a policy that sends only its adapter.
+        seed: used if a batch has no sampling seeds.
+        init_timeout_s, call_timeout_s: timeouts of the engines' start and of each call, in seconds.
+        deadlines: timeouts of the calls by phase, which replace ``call_timeout_s``.
 
     Raises:
-        ConfigError: the configuration lacks a value, or the places do not make whole engines.
-        MegarlError: an engine could not be made; none is left behind.
+        ConfigError: the configuration lacks a value, or the bundles do not divide into whole engines.
+        MegarlError: an engine could not be started; those already started are shut down.
     """
 
     def __init__(
@@ -115,6 +116,6 @@ class VllmGeneration(EngineGroup):
 
     @property
     def takes_requests(self) -> bool:
-        """True without ``fast_sampling``, where the random numbers of a request depend on what waits with
-        it."""
+        """True without ``fast_sampling``, with which the random numbers of a request depend on the other
+        waiting requests."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

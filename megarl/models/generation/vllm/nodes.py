@@ -1,8 +1,8 @@
-"""Engines over several nodes: each node's part of an engine, and what runs on the nodes behind its first one.
+"""Engines over several nodes: each node's part of an engine, and the processes on the nodes after the first.
 
-The first node runs vLLM itself, with the scheduler; the others run its ranks there, which hear the first
-one's calls. This is vLLM's own start over nodes by its executor of processes (``--nnodes``, ``--node-rank``,
-``--master-addr``), with Ray's actors in place of commands.
+The first node runs vLLM itself, with the scheduler; the other nodes run only ranks, which receive the first
+node's calls. This is vLLM's own start over nodes by its multiprocessing executor (``--nnodes``,
+``--node-rank``, ``--master-addr``), with Ray actors instead of shell commands.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Part:
     """The share of one node in an engine.
 
     Attributes:
-        node: its number in the engine, 0 for the one that answers.
-        nodes: of the engine; each has as many of its ranks.
-        address, port: of the first node, at which the ranks of all nodes meet.
+        node: number of the node in the engine, 0 for the one that returns the results.
+        nodes: number of nodes of the engine; each has the same number of ranks.
+        address, port: those of the first node, to which the ranks of all nodes connect.
     """
 
     node: int
@@ -27,8 +27,8 @@ class Part:
     port: int
 
     def options(self) -> dict[str, Any]:
-        """Arguments of ``LLM``, next to those of every engine. Over nodes vLLM takes its executor by name
-        only."""
+        """Return the arguments of ``LLM`` that are added to those of every engine. Over nodes vLLM accepts
+        its executor only by name."""
         return {
             "nnodes": self.nodes,
             "node_rank": self.node,
@@ -39,11 +39,11 @@ class Part:
 
 
 class Follower:
-    """The ranks of an engine on a node that is not its first: they do what the first node's executor asks
-    for.
+    """The ranks of an engine on a node that is not its first: they run the calls of the first node's
+    executor.
 
     Args:
-        options: arguments of ``LLM``, those of the node's ``Part`` among them.
+        options: arguments of ``LLM``, including those of the node's ``Part``.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -55,9 +55,9 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """True while none of its processes has ended."""
+        """True while all of its processes are running."""
         return all(process.is_alive() for process in self._processes)
 
     def shutdown(self) -> None:
-        """End its processes."""
+        """End the processes."""
         self._executor.shutdown()

@@ -1,4 +1,4 @@
-"""Options: what the configuration says, as arguments of vLLM's ``LLM``."""
+"""Conversion of the configuration into arguments of vLLM's ``LLM``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LARGEST_GRAPH = 512
 def completed(
     config: Mapping[str, Any], model: str | None = None, longest: int | None = None, dtype: str | None = None
 ) -> GenerationConfig:
-    """A generation configuration in which nothing is absent.
+    """Return a generation configuration in which no value is absent.
 
     Args:
         config: the generation configuration.
-        model, longest, dtype: in place of its ``model_name``, ``vllm_cfg.max_model_len`` and
+        model, longest, dtype: replace its ``model_name``, ``vllm_cfg.max_model_len`` and
             ``vllm_cfg.precision``.
 
     Raises:
-        ConfigError: a value is absent that nothing here can know.
+        ConfigError: a value is absent that has no default.
     """
     filled = complete_vllm(config)
     given = {"max_model_len": longest, "precision": dtype}
@@ -51,7 +51,7 @@ def completed(
 
 
 def ranks_of(settings: VllmConfig) -> int:
-    """Ranks of one engine, by its ``vllm_cfg``."""
+    """Return the number of ranks of one engine, by its ``vllm_cfg``."""
     return int(settings["tensor_parallel_size"] * settings["pipeline_parallel_size"])
 
 
@@ -64,15 +64,16 @@ def engine_options(
     part: Part | None = None,
     adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Arguments of ``LLM`` for one engine.
+    """Return the arguments of ``LLM`` for one engine.
 
     Args:
         config: the generation configuration, completed.
-        seed: of vLLM itself; answers depend on the seeds of their rows.
-        tokenizer: directory or hub id; stop strings are looked for in its texts. The model's by default.
+        seed: seed of vLLM itself; responses depend on the seeds of their rows.
+        tokenizer: directory or hub id; stop strings are searched in its decoded text. Defaults to the
+            model's.
         on_cpu: the engine runs without a GPU.
-        part: of an engine over several nodes.
-        adapter: of a policy that sends its adapter alone: fields of an ``AdapterScale``.
+        part: this node's part of an engine over several nodes.
+        adapter: fields of an ``AdapterScale``, for a policy that sends only its adapter.
     """
     settings = config["vllm_cfg"]
     shared = bool(config["colocated"]["enabled"])
@@ -137,16 +138,16 @@ def engine_options(
 
 
 def capture_sizes(rows: int) -> list[int]:
-    """Batch sizes that vLLM captures CUDA graphs of, for at most this many rows: vLLM's own steps, and
-    the whole batch. Without it a batch between two steps would run without a graph, since none of them may be
-    larger than the batch."""
+    """Return the batch sizes for which vLLM captures CUDA graphs, for at most ``rows`` rows: vLLM's own
+    steps, and the whole batch. Without the latter, a batch size between two steps would run without a graph,
+    since no captured size may exceed the batch."""
     largest = min(rows, LARGEST_GRAPH)
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, largest, 16))
     return sorted({size for size in steps if size < largest} | {largest})
 
 
 def _chooses_graphs(further: Mapping[str, Any]) -> bool:
-    """Return whether arguments of the user's choose the captured sizes; vLLM refuses two such arguments."""
+    """Return whether the user's arguments set the captured sizes; vLLM does not accept two such arguments."""
     own = further.get("compilation_config")
     keys = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     return bool(keys & (further.keys() | (own.keys() if isinstance(own, Mapping) else set())))

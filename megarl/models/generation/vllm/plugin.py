@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``: vLLM calls ``register`` in each of its processes."""
+"""Entry point ``vllm.general_plugins``, whose ``register`` vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOCATED, APART = "megarl_shared_memory", "megarl_broadcast"
 
 
 def register() -> None:
-    """Make the two engines of weight transfer known; vLLM imports them when one is used."""
+    """Register the two weight-transfer engines with vLLM, which imports an engine when it is used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, kind in ((COLOCATED, "SharedMemoryEngine"), (APART, "BroadcastEngine")):
@@ -24,8 +24,8 @@ def register() -> None:
 
 
 def require_entry_point() -> None:
-    """Refuse a megarl that is found by its path alone: vLLM's other processes would not know its engines of
-    weight transfer.
+    """Raise an error if megarl is importable but not installed: vLLM's other processes would not find its
+    weight-transfer engines.
 
     Raises:
         ConfigError: no installed distribution has the entry point.

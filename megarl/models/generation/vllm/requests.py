@@ -1,4 +1,5 @@
-"""A batch of prompts as vLLM wants them, and its answers as the NeMo-RL policy API wants them."""
+"""Conversion of a batch of prompts into vLLM's requests, and of its responses into the output of the NeMo-RL
+policy API."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Request:
     """One prompt.
 
     Attributes:
-        row: in the batch.
-        prompt: its tokens.
+        row: index of the prompt in the batch.
+        prompt: tokens of the prompt.
         options: arguments of vLLM's ``SamplingParams``.
     """
 
@@ -32,8 +33,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """vLLM's response to one prompt: tokens, their log-probabilities (NaN where none were asked for), and
-    whether a length limit ended it."""
+    """vLLM's response to one prompt: tokens, their log-probabilities (NaN if they were not requested), and
+    whether a length limit ended the response."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -46,17 +47,17 @@ NO_ROOM = Answer((), (), truncated=True)
 def requests_of(
     data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool
 ) -> list[Request]:
-    """The prompts that have room for an answer.
+    """Return a request for each prompt that leaves room for a response.
+
+    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, the prompts have no seeds of their own;
+    see ``seed_of_call``.
 
     Args:
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings``,
             ``sampling_seeds`` and ``max_new_tokens`` [B].
         config: the generation configuration.
-        longest: most tokens of prompt and answer together.
+        longest: maximum tokens of prompt and response together.
         greedy: take the most likely token instead of sampling.
-
-    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, no prompt has a seed of its own; see
-    ``seed_of_call``.
 
     Raises:
         BatchError: a stop string is empty.
@@ -96,10 +97,11 @@ def requests_of(
 
 
 def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | None:
-    """Seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its first row.
+    """Return the seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its
+    first row.
 
-    So engines and steps differ, and a resumed run draws alike. None where each row has its own, and where
-    there are no rows.
+    So engines and steps have different seeds, and a resumed run samples the same tokens. Returns None if each
+    row has its own seed, or if there are no rows.
     """
     if not _is_fast(config) or not len(data.get("sampling_seeds", ())):
         return None
@@ -112,7 +114,7 @@ def _is_fast(config: GenerationConfig) -> bool:
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:
-    """Return the settings as vLLM has them, where a temperature of 0 takes the most likely token."""
+    """Return the settings in vLLM's form, in which a temperature of 0 takes the most likely token."""
     if settings.greedy:
         return {"temperature": 0.0}
     # 0 means all tokens to vLLM.
@@ -120,7 +122,7 @@ def _drawing(settings: SamplingSettings) -> dict[str, Any]:
 
 
 def answer_of(completion: Any) -> Answer:
-    """The answer in one of vLLM's ``CompletionOutput``."""
+    """Return the response in one of vLLM's ``CompletionOutput``."""
     tokens = list(completion.token_ids)
     if completion.logprobs is None:
         return Answer(tokens, [math.nan] * len(tokens), completion.finish_reason == "length")
@@ -131,7 +133,8 @@ def answer_of(completion: Any) -> Answer:
 def assembled(
     data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int
 ) -> BatchedDataDict[Any]:
-    """The NeMo-RL policy API's output of all rows; those without an answer had no room for one."""
+    """Return the NeMo-RL policy API's output for all rows. A row that is not in ``answers`` had no room for a
+    response, and gets an empty one."""
     lengths = data["input_lengths"].tolist()
     given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
     width = max(

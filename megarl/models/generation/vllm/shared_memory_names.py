@@ -1,7 +1,7 @@
-"""The files that vLLM's processes share memory by, taken away as soon as all of them have it.
+"""Removal of the files through which vLLM's processes share memory, as soon as all of them have opened it.
 
-The memory itself stays until the last process lets go of it, however that one ends. A file that still has its
-name then, as of a process that was killed, would hold the memory until the machine is restarted.
+The memory itself remains until the last process releases it, however that process ends. If a process is
+killed while its file still has a name, the memory stays allocated until the machine is restarted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _OF_KERNELS = "/dev/shm/vllm_dist_"
 
 
 def remove_names() -> None:
-    """Remove the files of all shared memory that this process has of vLLM; nobody can open it by name
-    afterwards."""
+    """Remove the files of all of vLLM's shared memory in this process; afterwards no process can open it by
+    name."""
     for block in _blocks():
         with contextlib.suppress(FileNotFoundError):
             block.unlink()
@@ -31,13 +31,13 @@ def remove_names() -> None:
 
 
 def _blocks() -> list[SharedMemory]:
-    """Python's, of this process: those of vLLM's message queues."""
+    """Return this process's ``SharedMemory`` objects of Python: those of vLLM's message queues."""
     # by its very type: of some objects even the question what they are has effects
     return [found for found in gc.get_objects() if type(found) is SharedMemory]
 
 
 def _mapped(beginning: str) -> Iterator[Path]:
-    """Files in this process's memory whose path begins so."""
+    """Yield the existing files mapped into this process whose path begins with ``beginning``."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         # address, rights, offset, device, inode, path
         *_, path = line.split(maxsplit=5)
@@ -47,4 +47,4 @@ def _mapped(beginning: str) -> Iterator[Path]:
 
 
 def _nothing() -> None:
-    """Replace ``unlink`` once the file is removed."""
+    """Do nothing; replaces ``unlink`` once the file is removed."""

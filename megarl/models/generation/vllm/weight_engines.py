@@ -1,10 +1,10 @@
-"""Weight transfer inside vLLM's workers: each rank of an engine takes weights from the policy and keeps its
-own part of them, out of full ones, or of slices where the policy's rank on its device gives just what it
-reads.
+"""Weight transfer inside vLLM's workers: each rank of an engine receives weights from the policy and keeps
+its own part of them. It receives full weights, or slices if the policy's rank on its device sends just what
+it reads.
 
-Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights came and keeps
-what came before until then; so what is read of a weight is copied once out of the transfer buffer. Experts of
-a layer are handed over together (``expert_stacks``).
+Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights have arrived
+and keeps the weights that arrived earlier until then. So the part that is read of a weight is copied once out
+of the transfer buffer. Experts of a layer are loaded together (``expert_stacks``).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _ENDED_EARLY = "the refit ended before all weights had come: refit anew"
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """Data that an engine is sent once, when it connects.
+    """Data that is sent to an engine once, when it connects.
 
     Attributes:
         weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
         address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for
             shared memory.
-        adapter: fields of an ``AdapterScale``, where the weights are factors of an adapter; None for the
+        adapter: fields of an ``AdapterScale`` if the weights are factors of an adapter; None if they are the
             model's own.
     """
 
@@ -59,8 +59,9 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """One message of a refit: for shared memory the number of a refit that comes by itself, or handles by
-    device of one group of it; for a broadcast nothing; or that no more will come."""
+    """One message of a refit. With shared memory it has the number of a refit in which the ranks exchange all
+    weights themselves, or handles by device of one group of weights; for a broadcast it is empty.
+    ``given_up`` announces that no more weights will arrive."""
 
     handles: dict[str, Any] | None = None
     ticket: int | None = None
@@ -68,7 +69,7 @@ class Transfer(WeightTransferUpdateInfo):
 
 
 class _Reloading(WeightTransferEngine[Connection, Transfer]):
-    """Base class of both weight engines: a reload that is completed or given up."""
+    """Base class of both weight engines: a reload that is completed or abandoned."""
 
     init_info_cls = Connection
     update_info_cls = Transfer
@@ -81,13 +82,14 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     _has_said_bound = False
 
     def learn(self, manifest: Manifest, connection: Connection) -> None:
-        """Note what the policy sends; what is read of it is found out once, before the first reload."""
+        """Store the description of the weights that the policy sends; the parts of them that are read are
+        determined once, before the first reload."""
         self._tensors, self._reads, self._stacks = manifest.tensors, None, None
         scale = scale_of(connection.adapter)
         self._adapter = None if scale is None else AdapterBinding(self.model, scale)
 
     def start_weight_update(self) -> None:
-        """Begin a reload; of one that was given up nothing is left."""
+        """Begin a reload; nothing remains of a reload that was abandoned."""
         if self._adapter is not None:
             self._adapter.clear()
             return
@@ -110,8 +112,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Update as vLLM's own engine does. Of a refit that was given up vLLM learns by an error: nothing
-        else ends one before its finish."""
+        """Update as vLLM's own engine does. An abandoned refit is reported to vLLM as an error, because
+        nothing else ends a refit before its finish."""
         try:
             if update_info.get("given_up"):
                 raise RefitError("the refit was given up")
@@ -121,8 +123,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand weights to vLLM's model, one after another, and experts in stacks: it keeps copies of what
-        this rank reads until their layer is whole, and no more than that."""
+        """Load weights into vLLM's model, one after another, and experts in stacks. The model keeps only
+        copies of the parts that this rank reads, until their layer is complete."""
         if self._adapter is not None:
             self._adapter.take(weights)
             return
@@ -135,21 +137,21 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._loaded |= set(self.model.load_weights(others) or ())
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what is read of a weight, which stays when its group is gone, in the place of the
-        full weight."""
+        """Return a copy of the part of a weight that is read, as a substitute for the full weight; the copy
+        remains valid after its group is released."""
         part, where, whole = self._part_of(name, tensor)
         return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        """Return what is read of a weight that came, the slice of the full weight that it is (None for all of
+        """Return the part of a received weight that is read, its slice of the full weight (None for all of
         it), and the shape of the full weight."""
         where = (self._reads or {}).get(name)
         return (tensor if where is None else where.of(tensor)), where, tensor.shape
 
     def _reads_of_weights(self) -> Slices:
-        """The slices that this rank reads of the weights, without those that it reads whole; found out once,
-        by loading weights without values. What the model has is as before. Never an error, of which vLLM
-        would hear from one rank alone."""
+        """Return the slices that this rank reads of the weights, without weights that it reads in full. They
+        are determined once, by loading weights without values, which leaves the model unchanged. This never
+        raises, because vLLM would get the error from one rank only."""
         if self._reads is None:
             try:
                 # a rank that is alone reads all, and every one does of factors
@@ -166,7 +168,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         return self._reads
 
     def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
-        """The slices that the model's loaders read."""
+        """Return the slices that the model's loaders read."""
         self._abandon()
         notes = {info.name: Reads() for info in tensors}
         left = list(tensors)
@@ -195,7 +197,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     def _noting(
         self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights without values; what was taken of them is in ``given``."""
+        """Yield weights without values, and append each yielded one to ``given``."""
         for info in tensors:
             given.append(info)
             yield info.name, PartialWeight.noting(info.shape, info.dtype, self.device, notes[info.name])
@@ -204,7 +206,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         """End a reload.
 
         Raises:
-            RefitError: not all of the weights came, or the model has parameters that none of them filled.
+            RefitError: not all weights arrived, or no weight filled some of the model's parameters.
         """
         version = self.version()
         if self._adapter is not None:
@@ -230,8 +232,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def bind_adapter(self) -> None:
-        """Compute with the factors that came from now on. After the refit's end, with which vLLM throws all
-        adapters away."""
+        """Compute with the received factors from now on. Call this after the refit's end, at which vLLM
+        discards all adapters."""
         assert self._adapter is not None, "weights are factors of an adapter"
         with _taking_memory(self.model):
             bound, layers = self._adapter.bind()
@@ -245,12 +247,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def _abandon(self) -> None:
-        """Give the model the tensors back that it had before the reload, some with new values, and let go of
-        the weights that wait.
+        """Restore the tensors that the model had before the reload, some with new values, and release the
+        waiting weights.
 
-        The reload's own end would take a layer for done in which it broke off, for lack of memory say: it
-        would leave the unpacked weights there, which the next reload cannot fill, and which a CUDA graph does
-        not look at. A layer into which nothing was loaded gets its tensors back.
+        The reload's own end would treat a layer as complete if an error interrupted it there, such as a lack
+        of memory. It would leave the unpacked weights in that layer, which the next reload cannot fill, and
+        which a CUDA graph does not read. A layer into which nothing was loaded gets its tensors back.
         """
         if self._adapter is not None:
             self._adapter.clear()
@@ -270,7 +272,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def _abandon_after(self, error: BaseException) -> None:
-        """Give a reload up after ``error``, which counts; what fails now is tried again at the next start."""
+        """Abandon a reload after ``error``, which remains the reported error; a failure to abandon is noted
+        on it and retried at the next start."""
         try:
             self._abandon()
         except Exception as another:
@@ -279,12 +282,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def version(self) -> int | None:
-        """Version of the weights that are whole."""
+        """Return the version of the weights if they are complete, otherwise None."""
         raise NotImplementedError
 
     @staticmethod
     def manifest(connection: Connection) -> Manifest:
-        """Return what the policy sends."""
+        """Return the description of the weights that the policy sends."""
         return Manifest.from_description(
             {name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights}
         )
@@ -292,10 +295,10 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
 
 @contextlib.contextmanager
 def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
-    """Turn a lack of memory inside the block into an error that says so.
+    """Convert an error caused by a lack of memory within the context into a clear one.
 
     Raises:
-        RefitError: there was no memory.
+        RefitError: there was not enough memory.
     """
     try:
         yield
@@ -320,8 +323,8 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unpacked_layer(model: torch.nn.Module) -> str | None:
-    """Name of a layer in which a reload broke off over weights that are not packed, where they were packed
-    before."""
+    """Return the name of a layer in which a reload was interrupted with unpacked weights, although they were
+    packed before; None if there is none."""
     for name, layer in model.named_modules():
         reload = get_layerwise_info(layer)
         if reload.can_load() and reload.kernel_tensors is not None:
@@ -338,10 +341,11 @@ def _unpacked_layer(model: torch.nn.Module) -> str | None:
 
 
 def _repack_shared_weights(model: torch.nn.Module) -> None:
-    """Let layers follow that share another one's weight, such as a tied output layer.
+    """Repack layers that share another layer's weight, such as a tied output layer.
 
-    The reload repacks the layers that weights are loaded into. What the other one made of the weight when it
-    was built, on a CPU a packed copy, would stay as it was, and vLLM would go on answering with it.
+    The reload repacks only the layers that weights are loaded into. A sharing layer may have its own form of
+    the weight, on a CPU a packed copy; that copy would stay stale, and vLLM would continue to generate with
+    it.
     """
     sharing: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
@@ -357,10 +361,10 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 
 
 def _set_experts_up_anew(model: torch.nn.Module) -> None:
-    """Let the reload pack the experts of a mixture as it did when they were built.
+    """Make the reload pack the experts of a mixture as it did when they were built.
 
-    vLLM packs them for its kernel on a CPU together with making the kernel. Where there is a kernel it takes
-    the weights as they come, and goes on with rows and columns in the wrong places.
+    vLLM packs them for its CPU kernel when it creates the kernel. If the kernel exists already, it uses the
+    weights unpacked, with rows and columns in the wrong order.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -369,28 +373,28 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Engine on the policy's devices: weights are in the policy's buffer. Those of a refit that goes by
-    itself may come as slices."""
+    """Weight engine on the policy's devices: weights are in the policy's buffer. In a refit that the ranks
+    run among themselves, weights may arrive as slices."""
 
     _receiver: WeightReceiver | None = None
     _mailbox: MailboxReader | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        """Learn the manifest."""
+        """Store the manifest and create the receiver."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
         self.learn(self._receiver.manifest, init_info)
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Identity of this rank's device, and the slice that it reads of each weight of which it does not
-        read all."""
+        """Return the identity of this rank's device, and the slice that it reads of each weight that it does
+        not read in full."""
         return runtime_on(self.device).identity(), {
             name: where.plain() for name, where in self._reads_of_weights().items()
         }
 
     def take_slices(self, names: list[str]) -> None:
-        """Take these weights as the slices that this rank reads, in refits that go by themselves from now on;
-        by default none."""
+        """Receive these weights as the slices that this rank reads, from now on, in refits that the ranks run
+        among themselves; by default no weights arrive as slices."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
         # of some weights other ranks alone read a slice
@@ -409,12 +413,12 @@ class SharedMemoryEngine(_Reloading):
         self._mailbox = MailboxReader(mailbox, session)
 
     def refuse(self, ticket: int) -> None:
-        """Have the policy not wait for this rank within a refit."""
+        """Tell the policy's rank not to wait for this rank within a refit."""
         if self._mailbox is not None:
             self._mailbox.refuse(ticket)
 
     def receive_weights(self, update_info: Transfer) -> None:
-        """Load all groups of a refit, or one whose handles came."""
+        """Load all groups of a refit, or the one group whose handles were sent."""
         assert self._receiver is not None, "vLLM initialises an engine before it uses it"
         if update_info.ticket is not None:
             assert self._mailbox is not None, "the driver has engine and policy meet before a refit"
@@ -441,12 +445,12 @@ class SharedMemoryEngine(_Reloading):
 
 
 class BroadcastEngine(_Reloading):
-    """Apart from the policy: weights come over a transfer group."""
+    """Weight engine on devices of its own: weights arrive through a transfer group."""
 
     _listener: WeightListener | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        """Join the policy."""
+        """Join the policy's transfer group."""
         assert init_info.address is not None, "the driver gives the address"
         self.shutdown()
         ip, port, world_size, first_rank = init_info.address
@@ -456,7 +460,7 @@ class BroadcastEngine(_Reloading):
         self._listener = WeightListener(group, manifest)
 
     def start_weight_update(self) -> None:
-        """Begin a reload; or leave the group, in which the policy would wait for this rank."""
+        """Begin a reload; if that fails, leave the group, because the policy would wait for this rank."""
         try:
             super().start_weight_update()
         except BaseException:

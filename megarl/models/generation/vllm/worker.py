@@ -1,8 +1,8 @@
-"""The actor of one vLLM engine: the engine itself, the GPUs of its places, and the version of the weights
-that it has.
+"""The actor of one vLLM engine: the engine itself, the GPUs of its bundles, and the version of its weights.
 
-No call of the engine waits for a process of it that has died, and it leaves no file behind. Ray shows an
-actor the GPU of its own place alone; an engine of several ranks has the bundles next to it too.
+No call of the engine waits for one of its processes that has died, and the engine leaves no file behind. Ray
+exposes to an actor only the GPU of its own bundle; an engine of several ranks also uses the bundles next to
+it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
 
 def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` calls the GPUs of neighbouring places, in their order. For an
-    actor on the first of them.
+    """Return the ``CUDA_VISIBLE_DEVICES`` identifiers of the GPUs of adjacent bundles, in the order of the
+    bundles. Called by an actor on the first of them.
 
     Args:
-        first: bundle that the actor is on, of its placement group.
-        count: of the places.
-        share: of its GPU that the actor has, and that nobody else takes of the other places' GPUs.
-        timeout_s: longest wait for the other places.
+        first: index of the actor's bundle in its placement group.
+        count: number of bundles.
+        share: fraction of its GPU that the actor has; the same fraction of the other bundles' GPUs must be
+            free.
+        timeout_s: maximum wait for the other bundles.
 
     Raises:
-        ClusterError: one of the other places is taken, or Ray starts no process there.
+        ClusterError: one of the other bundles is in use, or Ray starts no process there.
     """
     if count == 1:
         return _devices()
@@ -100,10 +101,10 @@ LAST_WORDS_SECONDS = 5.0
 
 
 class Engine:
-    """``vllm.LLM``, in this process or with processes of its own.
+    """``vllm.LLM``, in this process or with its own processes.
 
     Args:
-        options: its arguments.
+        options: arguments of ``LLM``.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -118,19 +119,19 @@ class Engine:
 
     @property
     def has_sleep_mode(self) -> bool:
-        """True where it can give its memory back and take it again."""
+        """True if the engine can free its memory and allocate it again."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
     @property
     def is_alive(self) -> bool:
-        """True while none of its processes has ended."""
+        """True while all of its processes are running."""
         return all(process.is_alive() for process in self._processes)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of ``LLM``, or of what it has: ``llm_engine.step``.
+        """Call a method of ``LLM`` or of one of its attributes, such as ``llm_engine.step``.
 
         Raises:
-            RuntimeError: a process of vLLM died, so that there will be no answer. vLLM itself would wait for
+            RuntimeError: a process of vLLM died, so that the call cannot return. vLLM itself would wait for
                 it indefinitely.
         """
         if not self._processes:
@@ -168,7 +169,7 @@ class Engine:
                 process.kill()
 
     def shutdown(self) -> None:
-        """End vLLM's processes, those that are left of an engine that died too."""
+        """End vLLM's processes, including those that remain of an engine that died."""
         # In the reverse order, each whatever the others raise: transfer engine, processes, sockets.
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
@@ -192,11 +193,11 @@ class VllmGenerationWorker:
 
     Args:
         config: the generation configuration, completed.
-        seed: of vLLM itself; answers depend on the seeds of their rows.
-        tokenizer: directory or hub id; the model's by default.
-        nodes: that the engine's ranks are on, in equal numbers.
-        adapter: fields of an ``AdapterScale``, of a policy that sends its adapter alone.
-        place: number of the engine's first place, and the share of its GPU that the engine has, 0 without
+        seed: seed of vLLM itself; responses depend on the seeds of their rows.
+        tokenizer: directory or hub id; defaults to the model's.
+        nodes: number of nodes of the engine, each with the same number of ranks.
+        adapter: fields of an ``AdapterScale``, for a policy that sends only its adapter.
+        place: index of the engine's first bundle, and the fraction of its GPU that the engine has, 0 without
             GPUs.
     """
 
@@ -255,22 +256,22 @@ class VllmGenerationWorker:
     def configure_worker(
         num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        """See ``RayWorkerBuilder``: an engine hears which place it is on."""
+        """Return the arguments that pass the engine its bundle; see ``RayWorkerBuilder``."""
         return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
 
     def meeting_place(self) -> tuple[str, int]:
-        """Address of this node, and a port of it that nobody listens on, at which the ranks of an engine over
-        nodes can meet."""
+        """Return the address of this node and a free port on it, to which the ranks of an engine over several
+        nodes can connect."""
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
     def join(self, node: int, address: list[Any]) -> None:
-        """Start this node's part of an engine; all its parts are started together, and each returns when all
-        ranks have met.
+        """Start this node's part of an engine. All parts are started together, and each returns when all
+        ranks have connected.
 
         Args:
-            node: number of the part; the first one answers for the engine.
-            address: what ``meeting_place`` of the first part returned.
+            node: number of the part; the first one represents the engine.
+            address: result of ``meeting_place`` of the first part.
         """
         # at which the others reach this node
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
@@ -288,7 +289,8 @@ class VllmGenerationWorker:
     # refit
 
     def connect(self, weights: list[list[Any]], address: list[Any] | None) -> None:
-        """Tell vLLM's ranks what will come, and where from."""
+        """Send vLLM's ranks the descriptions of the weights that will arrive, and the address that they
+        arrive from."""
         self._names = [name for name, _, _ in weights]
         self._version = None
         self._call(
@@ -297,12 +299,12 @@ class VllmGenerationWorker:
         )
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
-        """Have each of vLLM's ranks find the mailbox of the policy's rank on its device."""
+        """Let each of vLLM's ranks find the mailbox of the policy's rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
     def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
-        """Return of each of vLLM's ranks the identity of its device, and the slices of the weights that it
-        reads or ``slices_digest`` of them."""
+        """Return, for each of vLLM's ranks, the identity of its device, and the slices of the weights that it
+        reads or their ``slices_digest``."""
         found: list[tuple[str, Slices | str]] = []
         for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
             slices = {name: Slice(*where) for name, where in plain.items()}
@@ -310,15 +312,16 @@ class VllmGenerationWorker:
         return found
 
     def take_slices(self, names: list[str]) -> None:
-        """Have all of vLLM's ranks take these weights as slices from now on."""
+        """Make all of vLLM's ranks receive these weights as slices from now on."""
         self._version = None
         self._call("megarl_take_slices", names=names)
 
     def update_from_policy(self, ticket: int) -> int | None:
-        """Load all weights of a refit, which the policy's ranks hand to vLLM's ranks; returns their version.
+        """Load all weights of a refit, which the policy's ranks send to vLLM's ranks, and return their
+        version.
 
         Raises:
-            RefitError: they did not come whole.
+            RefitError: the weights did not arrive complete.
         """
         self._begin(ticket)
         self._update({"ticket": ticket})
@@ -326,7 +329,7 @@ class VllmGenerationWorker:
         return self._version
 
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
-        """Load one group of weights. Returns the version when it was the last."""
+        """Load one group of weights; return the version if it was the last group, otherwise None."""
         payload = next(iter(handles.values()))
         # The first group: a reload begins here, and one that was interrupted is given up.
         if payload["first"] == 0:
@@ -337,13 +340,13 @@ class VllmGenerationWorker:
         return self._version
 
     def update_from_broadcast(self, version: int | None = None) -> int | None:
-        """Load all weights from the transfer group; returns their version, as the policy gave it.
+        """Load all weights from the transfer group, and return their version, which the policy sends.
 
         Args:
-            version: that has to come; any by default.
+            version: required version; any by default.
 
         Raises:
-            RefitError: the weights did not come whole, or are of another version.
+            RefitError: the weights did not arrive complete, or are of another version.
         """
         self._begin()
         self._update({})
@@ -385,11 +388,11 @@ class VllmGenerationWorker:
         [self._version] = versions
 
     def _call(self, method: str, **arguments: Any) -> None:
-        """Have all ranks call a method of vLLM for new weights. After an error they wait for the next refit.
+        """Make all ranks call a method of vLLM for new weights. After an error they wait for the next refit.
 
         Raises:
-            RefitError: a rank could not.
-            RuntimeError: a rank failed otherwise than on purpose, so that it may be of no more use.
+            RefitError: a rank failed with one of megarl's own errors.
+            RuntimeError: a rank failed with another error, so that it may be unusable.
         """
         # megarl_call returns errors as values: of raised ones vLLM reads those of one rank alone.
         answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
@@ -399,7 +402,7 @@ class VllmGenerationWorker:
             raise _error_of(failures, len(answers))
 
     def _give_up(self) -> None:
-        """End a refit that is under way on any rank, if there is one."""
+        """Abandon a refit that is in progress on any rank, if there is one."""
         self._version = None
         if self._updating:
             self._updating = False
@@ -425,7 +428,7 @@ class VllmGenerationWorker:
         """Complete every prompt with the weights of ``version``.
 
         Raises:
-            RefitError: the engine has others, or none that are whole.
+            RefitError: the engine has other weights, or none that are complete.
         """
         self._require(version)
         from vllm import SamplingParams
@@ -448,13 +451,14 @@ class VllmGenerationWorker:
         return assembled(data, answers, int(self._config["pad_token_id"]))
 
     def score(self, data: BatchedDataDict[Any], version: int | None) -> BatchedDataDict[Any]:
-        """``logprobs`` [B, S] float32 of the tokens of ``data``, each given those before it; 0 of the first
-        one and on padding.
+        """Return ``logprobs`` [B, S] float32 of the tokens of ``data``, each given the tokens before it; 0
+        for the first token and on padding.
 
-        A row leaves room for a token more. vLLM takes no prompt from its cache that it is asked this of.
+        A row must leave room for one more token. vLLM does not use its prefix cache for prompts that are
+        scored.
 
         Raises:
-            RefitError: the engine has other weights, or none that are whole.
+            RefitError: the engine has other weights, or none that are complete.
         """
         self._require(version)
         from vllm import SamplingParams
@@ -476,7 +480,7 @@ class VllmGenerationWorker:
         return BatchedDataDict({"logprobs": logprobs})
 
     def _beside(self) -> dict[str, Any]:
-        """Return the argument of a request that names the policy's adapter."""
+        """Return the request argument that selects the policy's adapter; empty without an adapter."""
         if self._adapter is None:
             return {}
         from vllm.lora.request import LoRARequest
@@ -505,22 +509,22 @@ class VllmGenerationWorker:
         sampling: Sampling | None,
         gathers: bool = False,
     ) -> list[tuple[int, Sequence[int], Sequence[float], bool]]:
-        """Take further requests, and work until one is completed.
+        """Accept further requests, and work until one is completed.
 
         Args:
-            numbers: of the caller's, one a row of ``data``.
-            data: prompts, as of ``generate``.
-            given_up: numbers of requests that end as they are.
-            wait_s: work for so long at most.
-            greedy, version, sampling: as of ``generate``.
-            gathers: work for all of that time, whatever is completed meanwhile.
+            numbers: the caller's numbers, one per row of ``data``.
+            data: prompts, as in ``generate``.
+            given_up: numbers of requests to interrupt.
+            wait_s: maximum seconds to work.
+            greedy, version, sampling: see ``generate``.
+            gathers: work for all of that time, even if requests are completed earlier.
 
         Returns:
             Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed
-            or given up.
+            or interrupted.
 
         Raises:
-            RefitError: the engine has other weights, or none that are whole.
+            RefitError: the engine has other weights, or none that are complete.
         """
         self._require(version)
         from vllm import SamplingParams
@@ -553,7 +557,7 @@ class VllmGenerationWorker:
         ]
 
     def _given_up(self, names: set[str]) -> dict[int, Answer]:
-        """End requests as they are; what has been sampled of each."""
+        """Interrupt requests, and return the partial response of each."""
         if not names:
             return {}
         from vllm.v1.engine import FinishReason
@@ -571,8 +575,8 @@ class VllmGenerationWorker:
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
         """Complete prompts with one seed for all of them.
 
-        None is answered before all of them wait: who draws which of the random numbers would depend on when
-        each of them came.
+        None is started before all of them wait: otherwise the random numbers of a prompt would depend on when
+        each of them arrived.
         """
         # Level 0 stops the scheduler alone; memory and weights stay.
         self._engine.call("sleep", level=0)
@@ -584,13 +588,13 @@ class VllmGenerationWorker:
         return self._engine.call("wait_for_completion", use_tqdm=False)
 
     def prepare_for_generation(self, tags: list[str] | None = None) -> None:
-        """Take memory again: ``weights``, ``kv_cache``, or both."""
+        """Allocate memory again: ``weights``, ``kv_cache``, or both."""
         if self._engine.has_sleep_mode:
             self._engine.call("wake_up", tags)
 
     def finish_generation(self) -> bool:
-        """Give memory back, where the device is shared. The weights go: only a refit brings them back.
-        Returns whether they stayed."""
+        """Free the engine's memory if it shares the device. Weights are then discarded until the next refit;
+        return whether they were kept."""
         self._engine.call("reset_prefix_cache")
         if self._engine.has_sleep_mode:
             self._version = None
@@ -600,11 +604,12 @@ class VllmGenerationWorker:
         return True
 
     def environment(self) -> dict[str, str]:
-        """The engine's environment variables that are vLLM's."""
+        """Return vLLM's environment variables in this process."""
         return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
-        """Return whether vLLM's processes live too; False only from a worker that still answers."""
+        """Return whether all of vLLM's processes are running. If this worker itself is dead, the call fails
+        instead of returning False."""
         return (self._follower or self._engine).is_alive
 
     def shutdown(self) -> None:
@@ -617,7 +622,7 @@ class VllmGenerationWorker:
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
-    """Return the error of ranks that could not take weights."""
+    """Return the error of ranks that could not load weights."""
     said = (
         f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message
         for rank, failure in failures.items()
@@ -632,10 +637,10 @@ def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
 
 
 def _check_model_on_a_cpu(model: str) -> None:
-    """Refuse a model that vLLM on a CPU would break off at, after a minute.
+    """Raise an error for a model on which vLLM would fail on a CPU, after a minute.
 
     Raises:
-        ConfigError: its heads have a width for which there is no kernel, or vLLM's code of it cannot be
+        ConfigError: there is no kernel for the width of its heads, or vLLM's code of the model cannot be
             imported.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -656,7 +661,7 @@ def _check_model_on_a_cpu(model: str) -> None:
 
 
 def _check_torchvision(model: str) -> None:
-    """Refuse a model of which vLLM's code imports torchvision, where that fails.
+    """Raise an error if vLLM's code of a model needs torchvision, and torchvision cannot be imported.
 
     Raises:
         ConfigError: torchvision is absent, or is a build for CUDA with a torch for CPUs.
@@ -672,11 +677,12 @@ def _check_torchvision(model: str) -> None:
 
 
 def _check_runner_on_a_cpu() -> None:
-    """Refuse vLLM's newer model runner where vLLM itself would not say how to go on ("Model Runner V2
-    requires Triton.").
+    """Raise an error with a remedy if vLLM's newer model runner cannot work; vLLM's own error gives none
+    ("Model Runner V2 requires Triton.").
 
     Raises:
-        ConfigError: it is asked for, and there is no Triton for CPUs, whose kernels it prepares batches with.
+        ConfigError: the runner is selected, but there is no Triton for CPUs, whose kernels it needs to
+            prepare batches.
     """
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON

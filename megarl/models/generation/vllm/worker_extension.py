@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers: methods next to their own; vLLM makes it a base of its worker class
+"""Extension of vLLM's workers: additional methods in a base class of vLLM's worker class
 (``worker_extension_cls``)."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Failure(NamedTuple):
-    """The error of a rank that could not do what it was asked for.
+    """The error of a rank that could not complete a call.
 
     Attributes:
-        message: of the error, with its type where that is not megarl's own.
-        on_purpose: it is megarl's own: the rank is as good as before, without whole weights.
-        trace: the stack, as text.
+        message: message of the error, with its type unless that is megarl's own.
+        on_purpose: True if the error is megarl's own: the rank is still usable, but without complete weights.
+        trace: the stack trace, as text.
     """
 
     message: str
@@ -27,17 +27,15 @@ class Failure(NamedTuple):
 
 
 class WorkerCalls:
-    """Base of a worker of vLLM."""
+    """Base class of a vLLM worker."""
 
     weight_transfer_engine: Any
 
     def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
-        """Call one of vLLM's methods for new weights. What it raises is returned, as the fields of a
-        ``Failure``.
+        """Call one of vLLM's methods for new weights. An error is returned, as the fields of a ``Failure``.
 
-        Of an error vLLM reads the answer of the first rank that has one. Those of the others stay where the
-        next call looks for its own, and from then on that of each call would be taken for the answer to the
-        next.
+        If ranks raised, vLLM would read only the first failed rank's response. The responses of the other
+        ranks would stay in their queues, and each later call would read the response to the call before it.
         """
         try:
             getattr(self, method)(**arguments)
@@ -64,7 +62,7 @@ class WorkerCalls:
         return found
 
     def megarl_take_slices(self, names: list[str]) -> None:
-        """Learn which weights come as slices from now on."""
+        """Set the weights that arrive as slices from now on."""
         self.weight_transfer_engine.take_slices(names)
 
     def megarl_refuse(self, ticket: int) -> None:
@@ -72,19 +70,20 @@ class WorkerCalls:
         self.weight_transfer_engine.refuse(ticket)
 
     def megarl_bind_adapter(self) -> None:
-        """Have this rank compute with the adapter that a refit has brought."""
+        """Make this rank compute with the adapter that a refit has sent."""
         self.weight_transfer_engine.bind_adapter()
 
     def megarl_weights_version(self) -> int | None:
-        """Return the version of the weights that this rank has in full; None where it has none."""
+        """Return the version of this rank's weights if they are complete, otherwise None."""
         version: int | None = self.weight_transfer_engine.version()
         return version
 
     def megarl_seed(self, seed: int) -> None:
-        """Seed this rank's random numbers: with one seed on all ranks of an engine, each of which samples the
-        same tokens for itself."""
+        """Seed this rank's random numbers. All ranks of an engine get the same seed, so that each samples the
+        same tokens by itself."""
         seed_everything(seed)
 
     def megarl_remove_names(self) -> None:
-        """Remove the files of the memory that this rank shares with others, which have it by now."""
+        """Remove the files of the memory that this rank shares with other ranks, which have opened it
+        by now."""
         remove_names()
