@@ -27,24 +27,28 @@ REVERSE_KL = "reverse_kl_advantage"
 
 
 class DistillationConfig(SampledConfig, DistillationLossConfig):
-    """On-policy distillation. ``teacher``, or one of ``teachers``, says what the policy learns from.
-    ``loss_fn`` is the loss of `reverse_kl_advantage` alone."""
+    """On-policy distillation from ``teacher``, or from one of ``teachers``. Only `reverse_kl_advantage` reads
+    ``loss_fn``."""
 
     mode: NotRequired[
         Annotated[
             Literal["topk", "reverse_kl_advantage"],
             Key(
-                "`topk`: the divergence from the teacher over its ``topk_logits_k`` most likely tokens is "
-                "the loss; "
-                "`reverse_kl_advantage`: how much more likely each sampled token is by the teacher is its "
-                "advantage in a policy gradient.",
+                "``topk``: the loss is the divergence from the teacher over its ``topk_logits_k`` most "
+                "likely tokens; ``reverse_kl_advantage``: a policy gradient in which a token's advantage "
+                "is the teacher's log-probability minus the policy's.",
                 default="topk",
             ),
         ]
     ]
     topk_logits_k: NotRequired[
         Annotated[
-            int, Key("tokens of the teacher that the divergence goes over (`topk`).", AT_LEAST_1, default=64)
+            int,
+            Key(
+                "number of the teacher's most likely tokens that the divergence covers (``topk``).",
+                AT_LEAST_1,
+                default=64,
+            ),
         ]
     ]
     advantage_clip_low: NotRequired[
@@ -63,10 +67,9 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
         Annotated[
             dict[str, str] | None,
             Key(
-                "with ``teachers``, the name of the teacher of each source of ``data.train``, by the "
-                "source's ``env_name`` where it has "
-                "one, else by the end of its ``name``, or the file name of its ``path`` without its ending; "
-                "null for an only teacher.",
+                "with ``teachers``: name of the teacher of each source of ``data.train``. A source is "
+                "named by its ``env_name`` if it has one, else by the end of its ``name``, or the file "
+                "name of its ``path`` without its ending. null for a single teacher.",
                 default=None,
             ),
         ]
@@ -87,12 +90,13 @@ class Distillation(Sampled):
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             TEACHER: ModelSection(
-                "the only teacher of a distillation: the keys of ``policy``, of which absent ones are as "
-                "there.",
+                "the teacher of a distillation with one teacher, with the keys of ``policy``; absent keys "
+                "are as in ``policy``.",
                 is_optional=True,
             ),
             TEACHERS: ModelSection(
-                "several teachers of a distillation, by name: each has the keys of ``policy``, likewise.",
+                "the teachers of a distillation with several teachers, by name; each has the keys of "
+                "``policy``, likewise.",
                 by_name=True,
             ),
         }

@@ -30,8 +30,8 @@ class DPOConfig(DPOLossConfig, SupervisedConfig):
             bool,
             Key(
                 "compute the reference policy's log-probabilities of all pairs before the first step, and "
-                "keep them in ``data.cache_dir`` "
-                "for the next start; false computes those of each batch in its step.",
+                "keep them in ``data.cache_dir`` for the next start; false computes those of each batch in "
+                "its step.",
                 default=True,
             ),
         ]

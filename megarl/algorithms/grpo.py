@@ -28,19 +28,17 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """Settings of the advantages made of rewards."""
+    """How advantages are computed from rewards."""
 
     name: Annotated[
         str,
         Key(
-            "`grpo`: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and "
-            "``use_leave_one_out_baseline`` "
-            "say; `rloo`: minus the mean of the others; `gdpo`: each of several rewards as with `grpo`, and "
-            "their sum whitened over "
-            "the batch; `reinforce_plus_plus`: rewards whitened over all tokens of the batch; or the import "
-            "path of a function of one's "
-            "own, `path/to/file.py:name`, from ``AdvantageInputs`` to a tensor "
-            "(`megarl.algorithms.advantages`).",
+            "``grpo``: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and "
+            "``use_leave_one_out_baseline`` say; ``rloo``: minus the mean of the others; ``gdpo``: each of "
+            "several rewards as with ``grpo``, and their sum whitened over the batch; "
+            "``reinforce_plus_plus``: rewards whitened over all tokens of the batch; or the import path of "
+            "your own function, ``path/to/file.py:name``, from ``AdvantageInputs`` to a tensor "
+            "(``megarl.algorithms.advantages``).",
         ),
     ]
     options: NotRequired[
@@ -70,8 +68,8 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float,
             Key(
-                "with ``reward_model``: weight of ``env``'s reward, which stays the accuracy; 0 for the "
-                "score alone.",
+                "with ``reward_model``: weight of ``env``'s reward, which is still reported as the "
+                "accuracy; 0 for the score alone.",
                 default=1.0,
             ),
         ]
@@ -80,10 +78,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             int,
             Key(
-                "shares of a step's prompts whose log-probabilities are computed apart from each other: with "
-                "engines on ranks of their own, those of a share that is complete while others are still "
-                "sampled. Another number changes log-probabilities by rounding; 1 computes them behind the "
-                "last response.",
+                "number of parts into which a step's prompts are divided for log-probabilities. With "
+                "engines on ranks of their own, the policy scores a part whose responses are complete "
+                "while others are still sampled; 1 waits for the last response. Another number changes "
+                "log-probabilities by rounding.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -93,9 +91,9 @@ class RewardedConfig(SampledConfig):
         Annotated[
             bool,
             Key(
-                "truncated responses are left out of training; with GRPO they stay in the groups that "
-                "others are compared with. "
-                "A global batch of which nothing is left changes no weight (`empty_global_batches`).",
+                "leave truncated responses out of training; with GRPO they still count in the groups that "
+                "others are compared with. A global batch with no other response changes no weight "
+                "(``empty_global_batches``).",
                 default=False,
             ),
         ]
@@ -104,11 +102,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "responses whose mean over tokens of exp(|log-probability where it was generated - "
-                "log-probability of the policy|) is "
-                "larger are left out of training, and ``max_token_mult_prob_error`` is held against the "
-                "others; a step of which nothing "
-                "is left ends the run. 1 is no difference, null leaves none out.",
+                "leave a response out of training if its mean over tokens of exp(|log-probability where it "
+                "was generated - log-probability of the policy|) is larger; ``max_token_mult_prob_error`` "
+                "is then compared with the others, and a step with no response left ends the run. 1 is no "
+                "difference, null leaves none out.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -118,11 +115,9 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "the run stops before it trains on responses whose ``token_mult_prob_error``, the mean over "
-                "tokens of "
-                "exp(|log-probability where it was generated - log-probability of the policy|), is larger; "
-                "1 is no "
-                "difference, null never stops.",
+                "stop the run before it trains on responses whose ``token_mult_prob_error``, the mean over "
+                "tokens of exp(|log-probability where it was generated - log-probability of the policy|), "
+                "is larger; 1 is no difference, null never stops.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -146,7 +141,7 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             AdvEstimatorConfig,
             Key(
-                "how advantages are made of rewards.",
+                "how advantages are computed from rewards.",
                 default={"name": "grpo", "options": {}, "minus_baseline": False},
             ),
         ]
@@ -186,9 +181,9 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "leave out prompts whose responses are all equally correct, and sample further prompts in "
-                "their place until a step "
-                "has ``num_prompts_per_step`` (DAPO). Correctness is the accuracy, not the shaped reward.",
+                "leave out prompts whose responses are all equally correct, and sample further prompts "
+                "instead until a step has ``num_prompts_per_step`` (DAPO). Correctness is the accuracy, "
+                "not the shaped reward.",
                 default=False,
             ),
         ]
@@ -197,9 +192,9 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             float,
             Key(
-                "with ``use_dynamic_sampling``, ``num_prompts_per_step`` times this prompts are sampled at "
-                "a time. It changes how long a "
-                "step takes, not what it trains on.",
+                "with ``use_dynamic_sampling``: each generation round samples this times "
+                "``num_prompts_per_step`` prompts. It changes how long a step takes, not what it trains "
+                "on.",
                 AT_LEAST_1,
                 default=1.0,
             ),
@@ -228,9 +223,9 @@ class GRPO(Sampled):
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             "reward_model": ModelSection(
-                "a model that scores answers (GRPO, PPO): the keys of ``policy``, of which absent ones are "
-                "as there; ``model_name`` is a "
-                "model that `rm` has trained, or another one with a score layer.",
+                "a model that scores responses (GRPO, PPO), with the keys of ``policy``; absent keys are "
+                "as in ``policy``. ``model_name`` is a model trained with ``rm``, or another one with a "
+                "score layer.",
                 scores=True,
                 is_optional=True,
             )

@@ -39,13 +39,15 @@ class PPOConfig(RewardedConfig):
             ),
         ]
     ]
-    gae_gamma: NotRequired[Annotated[float, Key("discount of what comes a token later.", SHARE, default=1.0)]]
+    gae_gamma: NotRequired[
+        Annotated[float, Key("discount, per token, of later rewards and values.", SHARE, default=1.0)]
+    ]
     gae_lambda: NotRequired[
         Annotated[
             float,
             Key(
-                "0 judges a token by the critic's word on the state behind it, 1 by what really came after "
-                "it; between them both count.",
+                "0 estimates an advantage by the critic's value of the next state, 1 by the rewards that "
+                "followed; values between mix both.",
                 SHARE,
                 default=0.95,
             ),
@@ -61,9 +63,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "the state behind an answer that was cut off is worth what the critic says of it; false for "
-                "0, as behind an answer that "
-                "ended: then the reward of what there is of it is all that it gets.",
+                "value the state after a truncated response by the critic; false values it as 0, as after "
+                "a complete response, so that the response gets only the reward of its sampled part.",
                 default=False,
             ),
         ]
@@ -72,9 +73,9 @@ class PPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "with ``max_rollout_turns``: the reward of each turn stands at the last token of its "
-                "response, so that what comes before "
-                "it alone is judged by it; false for all rewards at the last token of the conversation.",
+                "with ``max_rollout_turns``: put the reward of each turn on the last token of its "
+                "response, so that it credits only what precedes it; false puts all rewards on the last "
+                "token of the conversation.",
                 default=False,
             ),
         ]
@@ -83,9 +84,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             float | None,
             Key(
-                "a value that has moved further than this from what it was when the answers were sampled "
-                "has no gradient that moves it "
-                "on; null for no such bound.",
+                "maximum change of a value since the responses were sampled; beyond it, a value has no "
+                "gradient that moves it further. null for no maximum.",
                 ABOVE_0,
                 default=0.2,
             ),
@@ -95,7 +95,7 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "passes of the actor over the responses of a step, each in all its global batches.",
+                "number of passes of the actor over all global batches of a step.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -103,12 +103,20 @@ class PPOConfig(RewardedConfig):
     ]
     critic_ppo_epochs: NotRequired[
         Annotated[
-            int, Key("the same of the critic; ``ppo_epochs`` when absent.", AT_LEAST_1, follows="ppo_epochs")
+            int,
+            Key(
+                "number of passes of the critic, likewise; ``ppo_epochs`` when absent.",
+                AT_LEAST_1,
+                follows="ppo_epochs",
+            ),
         ]
     ]
     critic_warmup_steps: NotRequired[
         Annotated[
-            int, Key("steps at the beginning in which the critic alone is trained.", AT_LEAST_0, default=0)
+            int,
+            Key(
+                "number of steps at the beginning in which only the critic is trained.", AT_LEAST_0, default=0
+            ),
         ]
     ]
 
@@ -128,9 +136,8 @@ class PPO(GRPO):
         {
             **GRPO.MODELS,
             "critic": ModelSection(
-                "the value model of PPO: the keys of ``policy``, of which absent ones are as there. Without "
-                "a ``model_name`` it begins as "
-                "the policy does, with a new score layer.",
+                "the value model of PPO, with the keys of ``policy``; absent keys are as in ``policy``. "
+                "Without a ``model_name`` it starts from the policy's model, with a new score layer.",
                 scores=True,
                 is_trained=True,
                 has_backbone_of_policy=True,

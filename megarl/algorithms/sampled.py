@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 class SampledConfig(TypedDict):
     """Steps and validation of a training on sampled responses."""
 
-    num_prompts_per_step: Annotated[int, Key("prompts a step.", AT_LEAST_1)]
-    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    num_prompts_per_step: Annotated[int, Key("number of prompts per step.", AT_LEAST_1)]
+    max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
     max_rollout_turns: NotRequired[
         Annotated[
             int,
             Key(
-                "most responses of a conversation, with an environment that answers them; behind the last "
-                "one it ends as it is.",
+                "maximum number of responses in a conversation, with an environment that replies; after "
+                "the last one the conversation ends as it is.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -57,9 +57,9 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "most tokens of a conversation behind its prompt, those of observations among them; "
-                "``policy.generation.max_new_tokens`` "
-                "bounds each response. null for the room that ``policy.max_total_sequence_length`` leaves.",
+                "maximum number of tokens of a conversation after its prompt, observations included; "
+                "``policy.generation.max_new_tokens`` bounds each response. null for the room that "
+                "``policy.max_total_sequence_length`` leaves.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -87,7 +87,8 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "maximum number of passes over the training data, whatever max_num_steps; null for no limit.",
+                "maximum number of passes over the training data; the run ends at this or at its maximum "
+                "number of steps, whichever comes first. null for no limit.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -109,16 +110,20 @@ class SampledConfig(TypedDict):
     max_val_samples: NotRequired[
         Annotated[
             int | None,
-            Key("prompts of a validation set, its first ones; null for all.", AT_LEAST_1, default=None),
+            Key(
+                "number of prompts of a validation set to use, the first ones; null for all.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
     val_batch_size: NotRequired[
         Annotated[
             int | None,
             Key(
-                "prompts of a validation set that are generated together; null for the whole set in one "
-                "call. A policy that generates "
-                "itself takes ``policy.generation_batch_size`` answers at a time even so.",
+                "prompts of a validation set that are generated in one call; null for the whole set. A "
+                "policy that generates itself still samples ``policy.generation_batch_size`` responses at "
+                "a time.",
                 AT_LEAST_1,
                 default=None,
             ),

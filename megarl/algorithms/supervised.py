@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 class SupervisedConfig(TypedDict):
     """Steps and validation of a training on given answers. A sample is a row, or for preferences a pair."""
 
-    max_num_steps: Annotated[int, Key("steps of the run.", AT_LEAST_1)]
+    max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
             Key(
-                "maximum number of passes over the training data, whatever max_num_steps; null for no limit.",
+                "maximum number of passes over the training data; the run ends at this or at its maximum "
+                "number of steps, whichever comes first. null for no limit.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -36,13 +37,30 @@ class SupervisedConfig(TypedDict):
         Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]
     ]
     val_batches: NotRequired[
-        Annotated[int | None, Key("global batches of a validation; null for all.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key("number of global batches per validation; null for all.", AT_LEAST_1, default=None),
+        ]
     ]
     val_global_batch_size: NotRequired[
-        Annotated[int, Key("samples, or pairs, of a global batch of a validation.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "validation samples (DPO and reward models: pairs) per global batch; "
+                "``policy.train_global_batch_size`` when absent.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     val_micro_batch_size: NotRequired[
-        Annotated[int, Key("samples, or pairs, of a forward pass on one data-parallel rank.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "validation samples (DPO and reward models: pairs) per forward pass on one data-parallel "
+                "rank; ``policy.train_micro_batch_size`` when absent.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
     val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]

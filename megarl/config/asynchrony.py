@@ -19,18 +19,17 @@ class AsyncConfig(TypedDict):
     """Engines sample the batches of later steps while a step trains."""
 
     enabled: Annotated[
-        bool, Key("sample beside training; needs ``policy.generation.colocated.enabled: false``.")
+        bool, Key("sample while a step trains; needs ``policy.generation.colocated.enabled: false``.")
     ]
     schedule: NotRequired[
         Annotated[
             Literal["in_order", "ready_first"],
             Key(
-                "`in_order`: the batch of step n is sampled with the weights behind step n - 1 - "
+                "``in_order``: the batch of step n is sampled with the weights after step n - 1 - "
                 "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. "
-                "`ready_first`: a "
-                "step trains on the groups that are complete first, and engines sample on over refits, so "
-                "that no step "
-                "waits for its longest response; the batches are kept in ``RUN/ledger``.",
+                "``ready_first``: a step trains on the groups that complete first, and engines keep "
+                "sampling over refits, so that no step waits for its longest response; the batches are "
+                "kept in ``RUN/ledger``.",
                 default="in_order",
             ),
         ]
@@ -39,10 +38,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "steps of training between the weights that sample a response and those that it trains: "
-                "exactly k "
-                "`in_order`, at most k `ready_first`. 0 samples and trains in turn; 1 is enough to keep "
-                "both busy.",
+                "age of a response in training steps, from the weights that sample it to those that it "
+                "trains: exactly k ``in_order``, at most k ``ready_first``. 0 samples and trains in turn; "
+                "1 is enough to keep both busy.",
                 AT_LEAST_0,
                 default=1,
             ),
@@ -52,9 +50,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "`ready_first`: batches that are sampled, or wait, while a step trains; more leave more to "
-                "choose from. "
-                "At most ``max_trajectory_age_steps``.",
+                "``ready_first``: number of batches that are sampled or wait while a step trains; with "
+                "more of them a step has more groups to choose from. At most ``max_trajectory_age_steps``.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -64,9 +61,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             Literal["wait", "drop"],
             Key(
-                "`ready_first`: `wait` trains on a group before it is too old, and waits for it where it "
-                "must; `drop` "
-                "leaves out groups that are too old (`rollouts_dropped`), which favours short answers.",
+                "``ready_first``: ``wait`` trains on a group before it is too old, and waits for that "
+                "group if it has to; ``drop`` discards groups that are too old (``rollouts_dropped``), "
+                "which favours short responses.",
                 default="wait",
             ),
         ]
@@ -75,9 +72,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "`ready_first`, with engines that take requests one by one (`vllm`): an answer that is not "
-                "complete at "
-                "a refit goes on with the new weights. false waits for all of them before each refit.",
+                "``ready_first``, with engines that take requests one by one (``vllm``): a response that "
+                "is not complete at a refit continues with the new weights. false waits for all responses "
+                "before each refit.",
                 default=True,
             ),
         ]
@@ -86,9 +83,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory of a `ready_first` run: train on its ledger again, bit for bit, without engines "
-                "where "
-                "nothing is validated; null samples.",
+                "directory of a ``ready_first`` run: train on its ledger again, bit for bit, and without "
+                "engines unless something is validated; null samples.",
                 default=None,
             ),
         ]
@@ -97,11 +93,10 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the trainer computes the log-probabilities of a batch before it trains on it: the clipped "
-                "ratio is then to the newest "
-                "weights, and the importance weight corrects the age (decoupled objective, arXiv "
-                "2505.24298). false takes those of the "
-                "engine, saves the pass, and leaves the age to the clip.",
+                "compute the log-probabilities of a batch before training on it: the clipped ratio is then "
+                "to the newest weights, and the importance weight corrects the age (decoupled objective, "
+                "arXiv 2505.24298). false uses those of the engine, saves the pass, and leaves the age to "
+                "the clip.",
                 default=True,
             ),
         ]

@@ -54,8 +54,8 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a file, `.parquet`, `.csv`, `.tsv` or else one JSON object a line; or a directory of such "
-                "files, or of a saved data set."
+                "a file (``.parquet``, ``.csv``, ``.tsv``, or else one JSON object a line), or a directory "
+                "of such files or of a saved data set."
             ),
         ]
     ]
@@ -63,9 +63,8 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a data set of the ``datasets`` library, by id or local directory; or one of the names of "
-                "configs/README.md, which needs "
-                "no keys of fields, and may have a ``path`` where its files lie.",
+                "a data set of the ``datasets`` library, by id or local directory; or one of the names in "
+                "configs/README.md, which needs no field keys, and may have a ``path`` to its files.",
             ),
         ]
     ]
@@ -75,9 +74,9 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field of a record that holds the prompt: text, a number, or messages; of several fields "
-                "the texts are joined by blank "
-                "lines. When absent, it and the keys that go with it are found by the usual names of columns."
+                "field that holds the prompt: text, a number, or messages; several fields are joined by "
+                "blank lines. When absent, this key and its related keys are found from the common column "
+                "names."
             ),
         ]
     ]
@@ -85,9 +84,8 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field that holds the answer: text, a number, or tests of a program; several fields make a "
-                "JSON object, such as tests "
-                "with what they need."
+                "field that holds the answer: text, a number, or the tests of a program; several fields "
+                "are combined into one JSON object, such as tests and the code that they need."
             ),
         ]
     ]
@@ -95,11 +93,10 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "field that holds a whole conversation. The last turn of the assistant is the answer, what "
-                "is before it the prompt; in "
-                "SFT every turn of the assistant is learned, but for messages with ``weight: 0``. With "
-                "``answer_key``, which the answer is "
-                "then taken from, it is the prompt.",
+                "field that holds a whole conversation. The last turn of the assistant is the answer, and "
+                "what precedes it the prompt; SFT learns every turn of the assistant, except messages with "
+                "``weight: 0``. With ``answer_key``, which then holds the answer, the whole conversation "
+                "is the prompt.",
             ),
         ]
     ]
@@ -119,15 +116,15 @@ class DataSource(TypedDict):
     ]
     tools_key: NotRequired[
         Annotated[
-            str, Key("field with the list of tools that the chat template is told of; may be JSON text.")
+            str, Key("field that holds the list of tools given to the chat template; may be JSON text.")
         ]
     ]
     system_key: NotRequired[
         Annotated[
             str,
             Key(
-                "field with the system message of a record, put in place of ``system_prompt``; none where "
-                "it is empty."
+                "field that holds the system message of a record, which replaces ``system_prompt``; an "
+                "empty one means no system message."
             ),
         ]
     ]
@@ -135,7 +132,7 @@ class DataSource(TypedDict):
         Annotated[
             list[str],
             Key(
-                "further fields of a record; a reward finds them in its ``record``, an environment in the "
+                "further fields of a record; a reward gets them in its ``record``, an environment in the "
                 "``fields`` of its records."
             ),
         ]
@@ -164,15 +161,15 @@ class DataSource(TypedDict):
 
 
 class ValidationSource(DataSource):
-    """A data source with settings of how answers to its prompts are sampled. Sources with one ``val_set`` are
-    one set, and agree on that; SFT and DPO take all sources as one set."""
+    """A data source with settings for sampling responses to its prompts. Sources with the same ``val_set``
+    are one set, and must agree on these settings; SFT and DPO take all sources as one set."""
 
     val_set: NotRequired[
         Annotated[
             str,
             Key(
-                "name of its validation set, in metrics; when absent the end of ``name``, or the file name "
-                "of ``path``."
+                "name of the source's validation set in metrics; when absent the end of ``name``, or the "
+                "file name of ``path``."
             ),
         ]
     ]
@@ -214,14 +211,14 @@ class DataConfig(TypedDict):
         Annotated[
             ValidationSource | list[ValidationSource] | None,
             Key(
-                "validation data: a source or a list of them, each a set with figures of its own; null for "
+                "validation data: a source or a list of them, each a set with metrics of its own; null for "
                 "none.",
                 default=None,
             ),
         ]
     ]
     max_input_seq_length: Annotated[
-        int, Key("longest prompt (SFT and DPO: prompt and answer) in tokens.", AT_LEAST_1)
+        int, Key("maximum prompt length in tokens (SFT and DPO: prompt and response together).", AT_LEAST_1)
     ]
     filter_overlong_prompts: NotRequired[
         Annotated[
@@ -233,8 +230,8 @@ class DataConfig(TypedDict):
         Annotated[
             Literal["refuse", "skip"],
             Key(
-                "how to treat a record that cannot be used: refuse the run, or skip the record, and "
-                "report how many were skipped and the first ones.",
+                "what to do with a record that cannot be used: ``refuse`` the run, or ``skip`` the record "
+                "and report how many were skipped and the first ones.",
                 default="refuse",
             ),
         ]
@@ -249,7 +246,7 @@ class DataConfig(TypedDict):
         ]
     ]
     prompt_template: NotRequired[
-        Annotated[str | None, Key("text with ``{prompt}`` in the place of the prompt.", default=None)]
+        Annotated[str | None, Key("text with ``{prompt}`` where the prompt goes.", default=None)]
     ]
     cache_dir: NotRequired[
         Annotated[

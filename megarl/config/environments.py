@@ -50,14 +50,13 @@ class RewardOptions(TypedDict):
         Annotated[
             str,
             Key(
-                "`format`: regular expression that the whole response has to match, in which a dot is any "
-                "character; when absent "
-                "there is one ``<think>...</think>`` at the beginning, which the prompt may have opened, "
-                "and an answer after it."
+                "``format``: regular expression that the whole response must match, in which a dot is any "
+                "character; when absent: one ``<think>...</think>`` at the beginning, which the prompt may "
+                "have opened, and an answer after it."
             ),
         ]
     ]
-    url: NotRequired[Annotated[str, Key("`http`: where the scorer listens, ``http://`` or ``https://``.")]]
+    url: NotRequired[Annotated[str, Key("``http``: address of the scorer, ``http://`` or ``https://``.")]]
     attempts: NotRequired[
         Annotated[
             int,
@@ -106,9 +105,8 @@ class RewardOptions(TypedDict):
         Annotated[
             bool,
             Key(
-                "`code`: the score is the share of the tests that pass, each of which has a part of "
-                "``timeout_s``; when absent all of them "
-                "have to, for 1."
+                "``code``: score the share of the tests that pass, each with a part of ``timeout_s``; when "
+                "absent or false, all tests must pass for a score of 1."
             ),
         ]
     ]
@@ -116,51 +114,50 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "`code`: where Linux grants no namespaces, to the run or to bubblewrap, programs of a model "
-                "could reach the network, read "
-                "the expected outputs, write files and end other processes: `required` (default) refuses to "
-                "run them, `preferred` "
-                "runs them with the other limits alone, and says so."
+                "``code``: what to do if Linux grants no namespaces to the run or to bubblewrap, so that "
+                "programs of a model could reach the network, read the expected outputs, write files and "
+                "end other processes: ``required`` (default) refuses to run them, ``preferred`` runs them "
+                "with the other limits only, and warns."
             ),
         ]
     ]
     max_response_length: NotRequired[
-        Annotated[int, Key("`overlong`, `length`: longest response in tokens.", AT_LEAST_1)]
+        Annotated[int, Key("``overlong``, ``length``: maximum response length in tokens.", AT_LEAST_1)]
     ]
     overlong_buffer_length: NotRequired[
         Annotated[
             int,
             Key(
-                "`overlong`: tokens before that length over which the reward falls from 0 to -1.", AT_LEAST_1
+                "``overlong``: number of tokens before the maximum length over which the reward falls "
+                "linearly from 0 to -1.",
+                AT_LEAST_1,
             ),
         ]
     ]
 
 
 class RewardConfig(RewardOptions):
-    """One of several rewards; its options stand beside these keys."""
+    """One of several rewards; its options are written next to these keys."""
 
-    reward: NotRequired[
-        Annotated[str, Key("as ``env.reward``; when absent, the name under which this section stands.")]
-    ]
+    reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name of this section.")]]
     weight: NotRequired[Annotated[float, Key("weight in the sum of the rewards (default 1).")]]
-    strip: NotRequired[Annotated[bool, Key("as ``env.strip``, which it is when absent.")]]
-    timeout_s: NotRequired[Annotated[float, Key("as ``env.timeout_s``, likewise.", ABOVE_0)]]
+    strip: NotRequired[Annotated[bool, Key("as ``env.strip``, whose value it takes when absent.")]]
+    timeout_s: NotRequired[
+        Annotated[float, Key("as ``env.timeout_s``, whose value it takes when absent.", ABOVE_0)]
+    ]
 
 
 class ToolConfig(TypedDict):
-    """A tool that the policy may call, under the name that it calls it by."""
+    """A tool that the policy may call; the section has the tool's name."""
 
     tool: NotRequired[
         Annotated[
             str,
             Key(
-                "`calculator`: arithmetic; `python`: code in a closed sandbox, whose variables stay for "
-                "later calls of a conversation; "
-                "`search`: over ``documents``; `http`: a service at ``url`` that gets the arguments as "
-                "JSON; or the import path of a "
-                "function with annotated parameters and a docstring. When absent, the name under which this "
-                "section stands."
+                "``calculator``: arithmetic; ``python``: code in a closed sandbox, whose variables are "
+                "kept for later calls of a conversation; ``search``: over ``documents``; ``http``: a "
+                "service at ``url`` that gets the arguments as JSON; or the import path of a function with "
+                "annotated parameters and a docstring. When absent, the name of this section."
             ),
         ]
     ]
@@ -179,17 +176,19 @@ class ToolConfig(TypedDict):
     results: NotRequired[
         Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]
     ]
-    url: NotRequired[Annotated[str, Key("`http`: where the service listens, ``http://`` or ``https://``.")]]
+    url: NotRequired[Annotated[str, Key("``http``: address of the service, ``http://`` or ``https://``.")]]
     timeout_s: NotRequired[
         Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]
     ]
     memory_mb: NotRequired[
-        Annotated[int, Key("`python`: memory limit as of the reward `code` (default 512).", AT_LEAST_1)]
+        Annotated[
+            int, Key("``python``: memory limit in MB, as for the reward ``code`` (default 512).", AT_LEAST_1)
+        ]
     ]
     isolation: NotRequired[
         Annotated[
             Literal["required", "preferred"],
-            Key("`python`: isolation as of the reward `code` (default `required`)."),
+            Key("``python``: isolation, as for the reward ``code`` (default ``required``)."),
         ]
     ]
 
@@ -206,22 +205,22 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class EnvConfig(RewardOptions):
-    """The environment that responses meet. Any other section in it, ``env.math: {...}``, is one with that
-    name, of these same keys.
+    """The environment that scores responses. Any other section in it, ``env.math: {...}``, is an environment
+    with that name and the same keys.
 
-    What such a section lacks of the keys that follow ``rewards`` it has from here, but of ``options``. A
-    record's ``env_name`` (or ``task_name``) says which it meets; where there is one environment with a name,
-    every record meets it. The reward of an environment is by default the built-in one of its name.
+    Such a section takes absent keys that follow ``rewards`` from here, except ``options``. A record's
+    ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every record
+    gets it. An environment's reward is by default the built-in one of its name.
     """
 
     environment: NotRequired[
         Annotated[
             str,
             Key(
-                "`single_turn`: a reward function compares a response with the reference answer; `tools`: "
-                "the same once the policy has "
-                "called ``tools`` as it likes; or the import path of a "
-                "class, `path/to/file.py:Name` or `package.module:Name`, see `megarl.rollout.message_env`.",
+                "``single_turn``: a reward function compares a response with the reference answer; "
+                "``tools``: the same in conversations in which the policy may call ``tools``; or the "
+                "import path of a class, ``path/to/file.py:Name`` or ``package.module:Name``, see "
+                "``megarl.rollout.message_env``.",
                 default="single_turn",
             ),
         ]
@@ -230,11 +229,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: `exact_match`, `math` (or `math_verify`), `gsm8k`, `multichoice`, "
-                "`code`, `format`, `length`, "
-                "`overlong`, `http`, or an import path, `path/to/file.py:function`, see "
-                "`megarl.rollout.rewards`; null where ``rewards`` "
-                "names several, or the environment has its own.",
+                "the reward function: ``exact_match``, ``math`` (or ``math_verify``), ``gsm8k``, "
+                "``multichoice``, ``code``, ``format``, ``length``, ``overlong``, ``http``, or an import "
+                "path, ``path/to/file.py:function``, see ``megarl.rollout.rewards``; null if ``rewards`` "
+                "names several, or if the environment computes its own.",
                 default=None,
             ),
         ]
@@ -248,16 +246,18 @@ class EnvConfig(RewardOptions):
     strip: NotRequired[
         Annotated[
             bool,
-            Key("ignore leading and trailing white space in the comparison (``exact_match``).", default=True),
+            Key(
+                "ignore leading and trailing white space when texts are compared (``exact_match``).",
+                default=True,
+            ),
         ]
     ]
     keep_special_tokens: NotRequired[
         Annotated[
             bool,
             Key(
-                "rewards read responses with their special tokens, and of Harmony's all messages; otherwise "
-                "without, and the last message "
-                "of the final channel.",
+                "give rewards the responses with their special tokens, and all messages of Harmony; false "
+                "gives them the text without, and of Harmony only the last message of the final channel.",
                 default=False,
             ),
         ]
@@ -266,14 +266,14 @@ class EnvConfig(RewardOptions):
         Annotated[
             int | None,
             Key(
-                "processes that compute rewards that may fail or take long; null for as many as the driver "
-                "has cores, at most 8.",
+                "number of processes for rewards that may fail or take long; null for the driver's number "
+                "of cores, at most 8.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
-    num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name of ``processes``.", AT_LEAST_1)]]
+    num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name for ``processes``.", AT_LEAST_1)]]
     timeout_s: NotRequired[
         Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]
     ]
@@ -281,14 +281,12 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "a response on which the reward function raises, returns no finite number or dies: `zero` "
-                "counts as 0, `mask` leaves the "
-                "sample out of training, by which a policy may learn to break the function, `raise` ends "
-                "the run. What no response can "
-                "cause (a scorer that does not answer, a process that others kill, a failed import, a full "
-                "machine) is masked unless "
-                "`raise`. A function that fails on every response of a batch ends the run, as do three "
-                "batches in a row without a score.",
+                "what happens to a response on which the reward function raises, returns no finite number "
+                "or dies: ``zero`` scores it 0; ``mask`` leaves the sample out of training, so that a "
+                "policy may learn to break the function; ``raise`` ends the run. Failures that no response "
+                "can cause (a scorer that does not reply, a process killed by others, a failed import, a "
+                "full machine) are masked unless ``raise``. A function that fails on every response of a "
+                "batch ends the run, as do three batches in a row without a score.",
                 default="zero",
             ),
         ]
@@ -297,13 +295,13 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "how to treat a reward that exceeds ``timeout_s``: like ``on_error``. A policy can escape "
-                "scoring by masked time-outs.",
+                "what happens if a reward function exceeds ``timeout_s``; values as for ``on_error``. With "
+                "``mask`` a policy may learn to avoid low scores by time-outs.",
                 default="zero",
             ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("keys of an environment of your own.", default={})]]
+    options: NotRequired[Annotated[dict[str, Any], Key("settings of your own environment.", default={})]]
     tools: NotRequired[
         Annotated[
             dict[str, ToolConfig],
@@ -346,7 +344,7 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss"] | None,
             Key(
-                "the form in which the model writes calls of tools; null where there are no tools.",
+                "format in which the model writes tool calls; null without tools.",
                 default=None,
             ),
         ]
@@ -367,9 +365,8 @@ class EnvConfig(RewardOptions):
             Literal["observe", "end"],
             Key(
                 "what happens when a tool, or ``MessageEnv.step``, raises on a response: as "
-                "``on_bad_call``. What no response can "
-                "cause (a server that is gone, a "
-                "process that was killed, an answer that is late) leaves the conversation out of training.",
+                "``on_bad_call``. A failure that no response can cause (a server that is gone, a process "
+                "that was killed, a late reply) leaves the conversation out of training.",
                 default="observe",
             ),
         ]

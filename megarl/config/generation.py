@@ -13,10 +13,10 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 
 
 class ResourcesConfig(TypedDict):
-    """Resources of a generation engine of its own."""
+    """Devices reserved for generation engines."""
 
     gpus_per_node: NotRequired[
-        Annotated[int | None, Key("worker ranks per node of the engines; null for all of a node.")]
+        Annotated[int | None, Key("worker ranks of the engines per node; null for all ranks of a node.")]
     ]
     num_nodes: NotRequired[
         Annotated[
@@ -27,9 +27,9 @@ class ResourcesConfig(TypedDict):
 
 
 class ColocationConfig(TypedDict):
-    """Placement of generation: on the devices of training, or apart."""
+    """Placement of generation: on the devices of training, or on devices of its own."""
 
-    enabled: Annotated[bool, Key("generation shares the devices of training, in turn.")]
+    enabled: Annotated[bool, Key("let generation and training share devices, one at a time.")]
     resources: NotRequired[
         Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]
     ]
@@ -42,10 +42,9 @@ class VllmConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "ranks that share each layer; an engine has them times ``pipeline_parallel_size``, and as "
-                "many engines are started as "
-                "the places allow. They are on one node, or fill whole nodes: 32 are an engine over four "
-                "nodes of 8.",
+                "ranks that share each layer. An engine has this times ``pipeline_parallel_size`` ranks, "
+                "and as many engines start as the ranks for generation allow. The ranks of an engine are "
+                "on one node, or fill whole nodes: 32 is an engine over four nodes of 8.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -53,16 +52,17 @@ class VllmConfig(TypedDict):
     ]
     pipeline_parallel_size: NotRequired[
         Annotated[
-            int, Key("parts of the layers, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1)
+            int,
+            Key("pipeline stages of an engine, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1),
         ]
     ]
     expert_parallel_size: NotRequired[
         Annotated[
             int,
             Key(
-                "ranks that the experts of a mixture are divided over: 1 cuts each of them over "
-                "``tensor_parallel_size`` ranks, "
-                "``tensor_parallel_size`` gives each rank whole ones; 1 on a CPU.",
+                "ranks over which the experts of a mixture are divided: 1 cuts each expert over "
+                "``tensor_parallel_size`` ranks, ``tensor_parallel_size`` gives each rank complete "
+                "experts; 1 on a CPU.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -72,30 +72,32 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "one seed an engine and call instead of one a response, with which the fast sampler of "
-                "vLLM's first model runner runs; "
-                "GPUs take the second one, where it would gain nothing and is refused. Given up: that a "
-                "response is the same whatever "
-                "else is in the batch and however many engines there are.",
+                "use one seed per engine and call instead of one per response, as the fast sampler of "
+                "vLLM's first model runner needs. GPUs use the second model runner, which would gain "
+                "nothing, so it is refused there. A response then depends on the other responses of its "
+                "batch and on the number of engines.",
                 default=False,
             ),
         ]
     ]
     # The key is in NeMo-RL's configurations.
     async_engine: NotRequired[
-        Annotated[Literal[False], Key("false: an engine gets a batch of prompts at once.", default=False)]
+        Annotated[
+            Literal[False], Key("must be false: an engine gets a batch of prompts at once.", default=False)
+        ]
     ]
     precision: NotRequired[
         Annotated[
             Literal["float32", "bfloat16", "float16"],
-            Key("type of the engine's weights; the policy's when absent."),
+            Key("dtype of the engine's weights; the policy's when absent."),
         ]
     ]
     max_model_len: NotRequired[
         Annotated[
             int,
             Key(
-                "maximum tokens of prompt and response together; the policy's longest sequence when absent.",
+                "maximum tokens of prompt and response together; ``policy.max_total_sequence_length`` when "
+                "absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -104,7 +106,7 @@ class VllmConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "share of a GPU's memory that an engine may take, weights and cache together.",
+                "share of a GPU's memory that an engine may use, weights and key-value cache together.",
                 POSITIVE_SHARE,
                 default=0.6,
             ),
@@ -114,8 +116,8 @@ class VllmConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "GiB of an engine's cache of keys and values; null for what ``gpu_memory_utilization`` "
-                "leaves, and 1 on a CPU.",
+                "GiB of an engine's key-value cache; null for what ``gpu_memory_utilization`` leaves, and "
+                "1 on a CPU.",
                 ABOVE_0,
                 default=None,
             ),
@@ -131,8 +133,8 @@ class VllmConfig(TypedDict):
         Annotated[
             Literal["dummy", "auto"],
             Key(
-                "``dummy``: weights come with the first refit alone; ``auto``: they are read from the "
-                "model's files before that too.",
+                "``dummy``: engines get their weights from the first refit only; ``auto``: engines also "
+                "read the model's files before it.",
                 default="dummy",
             ),
         ]
@@ -141,10 +143,9 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "engines read the model's own weights from its files, once, and get the adapters of "
-                "``policy.peft`` by themselves at a "
-                "refit; false: they get whole weights, with the adapters in them. It needs ``load_format: "
-                "auto``.",
+                "let engines read the model's own weights from its files, once; a refit then sends them "
+                "only the adapters of ``policy.peft``. false sends merged weights. true needs "
+                "``load_format: auto``.",
                 default=False,
             ),
         ]
@@ -155,22 +156,28 @@ class VllmConfig(TypedDict):
 
 
 class EngineCheckConfig(TypedDict):
-    """Check that engines apart compute with the weights that they were sent."""
+    """Check that engines on ranks of their own compute with the weights that they were sent."""
 
     sequences: NotRequired[
         Annotated[
             int,
             Key(
-                "responses of the last batch that engines and policy both score after a refit, drawn by the "
-                "seed; where engines are of the "
-                "policy's own backend, all weights are compared too, bit for bit. 0 for no check.",
+                "number of responses of the last batch that both the engines and the policy score after a "
+                "refit, sampled by the seed. If the engines run the policy's own backend, all weights are "
+                "compared too, bit for bit. 0 for no check.",
                 AT_LEAST_0,
                 default=0,
             ),
         ]
     ]
     on_difference: NotRequired[
-        Annotated[Literal["stop", "warn"], Key("what a difference that is no rounding does.", default="stop")]
+        Annotated[
+            Literal["stop", "warn"],
+            Key(
+                "what happens if the difference is larger than rounding explains: stop the run, or warn.",
+                default="stop",
+            ),
+        ]
     ]
 
 
@@ -203,7 +210,7 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "smallest set of tokens with at least this probability is kept, in sampling and in "
+                "keep the smallest set of tokens with at least this probability, in sampling and in "
                 "log-probabilities; 1 keeps all.",
                 POSITIVE_SHARE,
                 default=1.0,
@@ -214,7 +221,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "only this many tokens are kept, in sampling and in log-probabilities; null keeps all.",
+                "keep only this many of the most likely tokens, in sampling and in log-probabilities; null "
+                "keeps all.",
                 AT_LEAST_1,
                 default=None,
                 advice="write null to keep all tokens",
@@ -246,14 +254,15 @@ class GenerationConfig(TypedDict):
             ),
         ]
     ]
-    model_name: NotRequired[Annotated[str, Key("model of the engine; the policy's, also when absent.")]]
+    model_name: NotRequired[
+        Annotated[str, Key("the engine's model, which must be the policy's; the policy's when absent.")]
+    ]
     stop_token_ids: NotRequired[
         Annotated[
             list[int] | None,
             Key(
-                "tokens that end a response; null or absent for all that the tokenizer, "
-                "`generation_config.json`, `config.json` and the "
-                "chat template name.",
+                "tokens that end a response; null or absent for all those that the tokenizer, "
+                "``generation_config.json``, ``config.json`` and the chat template name.",
                 default=None,
             ),
         ]
@@ -271,18 +280,18 @@ class GenerationConfig(TypedDict):
         Annotated[
             EngineCheckConfig,
             Key(
-                "whether engines apart compute with the policy's weights.",
+                "check that engines on ranks of their own compute with the policy's weights.",
                 default={"sequences": 0, "on_difference": "stop"},
             ),
         ]
     ]
-    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("vLLM engines; read where ``backend`` is vllm.")]]
+    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("settings of vLLM engines, with ``backend: vllm``.")]]
     vllm_kwargs: NotRequired[
         Annotated[
             dict[str, Any],
             Key(
                 "further arguments of vLLM's ``LLM``, which override those from ``vllm_cfg``; arguments "
-                "that refits and log-probabilities depend on are refused."
+                "that refits or log-probabilities depend on are refused."
             ),
         ]
     ]
@@ -290,8 +299,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             dict[str, Any],
             Key(
-                "keys of an engine of one's own, which the ``section`` of its kind says "
-                "(`megarl.config.plugins`)."
+                "settings of a custom engine; the ``section`` of its kind defines the keys "
+                "(``megarl.config.plugins``)."
             ),
         ]
     ]

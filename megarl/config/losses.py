@@ -23,14 +23,14 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "`clipped_pg`, which the keys below are about; or the import path of a class of one's own, "
-                "`path/to/file.py:Name`, made of "
-                "this section: a ``LossFunction`` (`megarl.algorithms.interfaces`).",
+                "``clipped_pg``, to which the keys below belong; or the import path of your own class, "
+                "``path/to/file.py:Name``, a ``LossFunction`` (``megarl.algorithms.interfaces``) that is "
+                "built from this section.",
                 default=CLIPPED_PG,
             ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("keys of a loss of one's own.", default={})]]
+    options: NotRequired[Annotated[dict[str, Any], Key("settings of your own loss.", default={})]]
     reference_policy_kl_penalty: Annotated[
         float,
         Key(
@@ -50,34 +50,38 @@ class ClippedPGLossConfig(TypedDict):
         ),
     ]
     use_on_policy_kl_approximation: Annotated[
-        bool, Key("weigh the divergence by the ratio of current to generation policy.")
+        bool,
+        Key("weigh the divergence by the probability ratio of the current policy to the generation policy."),
     ]
     use_importance_sampling_correction: Annotated[
         bool,
         Key(
-            "weigh each token, or with ratios of sequences each sequence, by the ratio of training to "
-            "generation policy."
+            "weigh each token, or each sequence if ratios are of sequences, by the probability ratio of "
+            "the training policy to the generation policy."
         ),
     ]
     truncated_importance_sampling_type: NotRequired[
         Annotated[
             Literal["tis", "icepop", "seq-mask-tis"] | None,
             Key(
-                "what becomes of weights out of bounds: `tis` takes the upper bound in their place, "
-                "`icepop` 0, and `seq-mask-tis` takes 0 "
-                "for all tokens of a sequence whose geometric mean is out of bounds, and all other weights "
-                "as they are; null for nothing.",
+                "what happens to weights out of bounds: ``tis`` replaces them by the upper bound, "
+                "``icepop`` by 0; ``seq-mask-tis`` sets all tokens of a sequence to 0 if the sequence's "
+                "geometric mean is out of bounds, and changes no other weight; null does nothing.",
                 default=None,
             ),
         ]
     ]
     truncated_importance_sampling_ratio: NotRequired[
-        Annotated[float | None, Key("the upper bound of those weights.", ABOVE_0, default=None)]
+        Annotated[float | None, Key("upper bound of those weights.", ABOVE_0, default=None)]
     ]
     truncated_importance_sampling_ratio_min: NotRequired[
         Annotated[
             float | None,
-            Key("their lower bound (`icepop`, `seq-mask-tis`); null for none.", ABOVE_0, default=None),
+            Key(
+                "lower bound of those weights (``icepop``, ``seq-mask-tis``); null for none.",
+                ABOVE_0,
+                default=None,
+            ),
         ]
     ]
     token_level_loss: Annotated[
@@ -93,9 +97,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the previous log-probabilities are the current ones, so that the ratio is exactly 1 and no "
-                "pass computes them, unless "
-                "``grpo.max_token_mult_prob_error`` needs it; for batches that are trained on once.",
+                "use the current log-probabilities as the previous ones: the ratio is exactly 1, and no "
+                "pass computes them unless ``grpo.max_token_mult_prob_error`` needs it. For batches that "
+                "are trained on once.",
                 default=False,
             ),
         ]
@@ -104,7 +108,7 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "one ratio a sequence, the geometric mean of those of its tokens, which is clipped as a "
+                "use one ratio per sequence, the geometric mean of its tokens' ratios, and clip it as a "
                 "whole (GSPO).",
                 default=False,
             ),
@@ -114,9 +118,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["sequence", "token"],
             Key(
-                "`sequence` for the gradient of a sequence's ratio (GSPO); with `token` it has the value of "
-                "the sequence and the gradient "
-                "of the token (GSPO-token). They differ where advantages do within a sequence.",
+                "``sequence``: the gradient of a sequence's ratio (GSPO); ``token``: the value of the "
+                "sequence's ratio with the gradient of the token's (GSPO-token). They differ if advantages "
+                "differ within a sequence.",
                 default="sequence",
             ),
         ]
@@ -125,9 +129,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the clipped ratio is a constant weight of the log-probability, so that clipped tokens keep "
-                "a gradient (CISPO); "
-                "``ratio_clip_min: 1`` has no lower bound, as its paper has none.",
+                "use the clipped ratio as a constant weight of the log-probability, so that clipped tokens "
+                "keep a gradient (CISPO); ``ratio_clip_min: 1`` means no lower bound, as in the paper.",
                 default=False,
             ),
         ]
@@ -136,9 +139,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "constant that the sum over each sequence's tokens is divided by in place of their number, "
-                "such as the longest response "
-                "(Dr.GRPO), before the mean over sequences; null for their number.",
+                "constant that replaces a sequence's number of tokens as the divisor of its sum, such as "
+                "the maximum response length (Dr.GRPO), before the mean over sequences; null for the "
+                "number of tokens.",
                 ABOVE_0,
                 default=None,
             ),
@@ -148,8 +151,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["k1", "k2", "k3"],
             Key(
-                "how the divergence of a token is estimated: `k1` -d, `k2` d^2 / 2, `k3` exp(d) - d - 1 "
-                "with d = reference - current.",
+                "estimator of a token's divergence: ``k1`` -d, ``k2`` d^2 / 2, ``k3`` exp(d) - d - 1 with "
+                "d = reference - current.",
                 default="k3",
             ),
         ]
@@ -158,10 +161,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "subtract the divergence from the rewards, instead of adding it to the loss. With "
-                "`reinforce_plus_plus` a token's return "
-                "loses the divergence of it and of all later tokens; otherwise a response's reward loses "
-                "that of the whole response.",
+                "subtract the divergence from the rewards instead of adding it to the loss. With "
+                "``reinforce_plus_plus`` a token's return loses the divergence of this and all later "
+                "tokens; otherwise a response's reward loses that of the whole response.",
                 default=False,
             ),
         ]
@@ -179,8 +181,7 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "the logarithm of the probability ratio is clamped to plus and minus this; null for no "
-                "clamp.",
+                "clamp the logarithm of the probability ratio to plus and minus this; null for no clamp.",
                 ABOVE_0,
                 default=20.0,
             ),
@@ -190,8 +191,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "bound on the difference of log-probabilities in the divergence, clamped in value and "
-                "gradient; null for none.",
+                "clamp the difference of log-probabilities in the divergence to plus and minus this, in "
+                "value and gradient; null for no clamp.",
                 ABOVE_0,
                 default=20.0,
             ),
@@ -200,17 +201,16 @@ class ClippedPGLossConfig(TypedDict):
     kl_output_clamp_value: NotRequired[
         Annotated[
             float | None,
-            Key("the divergence of a token is clamped to this; its gradient goes on.", ABOVE_0, default=10.0),
+            Key("clamp the divergence of a token to this; its gradient is kept.", ABOVE_0, default=10.0),
         ]
     ]
     entropy_coef: NotRequired[
         Annotated[
             float,
             Key(
-                "weight of the entropy bonus: the loss is lower by this times the mean entropy (nats) of "
-                "the distributions that the tokens "
-                "are drawn from, with the temperature and what top-k and top-p keep, normalised like the "
-                "loss; 0 computes none.",
+                "weight of the entropy bonus: the loss is reduced by this times the mean entropy (nats) of "
+                "the distributions that tokens are sampled from, after temperature, top-k and top-p, "
+                "normalised like the loss; 0 computes none.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -225,7 +225,8 @@ class DPOLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "beta: how dear it is to leave the reference policy; of `ipo`, the paper's tau.",
+                "beta: how strongly leaving the reference policy is penalised; with ``ipo``, the paper's "
+                "tau.",
                 ABOVE_0,
                 default=0.05,
             ),
@@ -235,8 +236,8 @@ class DPOLossConfig(TypedDict):
         Annotated[
             Literal["sigmoid", "ipo"],
             Key(
-                "of the margin between both rewards m: `sigmoid` has -log sigmoid(beta m), DPO's, `ipo` the "
-                "square of m - 1 / (2 beta).",
+                "loss of the margin m between the two rewards: ``sigmoid`` is DPO's -log sigmoid(beta m), "
+                "``ipo`` the square of m - 1 / (2 beta).",
                 default="sigmoid",
             ),
         ]
@@ -248,8 +249,8 @@ class DPOLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the reward of an answer is a mean over its tokens, not their sum (length-normalised; `ipo` "
-                "in TRL).",
+                "take the mean over a response's tokens as its reward, not their sum (length-normalised; "
+                "``ipo`` in TRL).",
                 default=False,
             ),
         ]
@@ -258,14 +259,14 @@ class DPOLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "weight of the negative log-likelihood of the chosen answers; 0 for none.",
+                "weight of the negative log-likelihood of the chosen responses; 0 for none.",
                 AT_LEAST_0,
                 default=0.0,
             ),
         ]
     ]
     sft_average_log_probs: NotRequired[
-        Annotated[bool, Key("that likelihood is a mean over tokens, not their sum.", default=False)]
+        Annotated[bool, Key("take the mean over tokens for that likelihood, not their sum.", default=False)]
     ]
 
 
@@ -276,8 +277,8 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             Literal["forward", "reverse", "mixed"],
             Key(
-                "`forward` is KL(teacher || policy), `reverse` KL(policy || teacher), `mixed` the sum of "
-                "both by ``mixed_kl_weight``.",
+                "``forward`` is KL(teacher || policy), ``reverse`` KL(policy || teacher), ``mixed`` their "
+                "sum, weighted by ``mixed_kl_weight``.",
                 default="reverse",
             ),
         ]
@@ -286,7 +287,7 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "weight of the forward divergence in `mixed`; the reverse one has the rest of 1.",
+                "weight of the forward divergence in ``mixed``; the reverse divergence has 1 minus this.",
                 SHARE,
                 default=0.5,
             ),
@@ -296,11 +297,10 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             Literal["rest", "renormalize"],
             Key(
-                "probability of all other tokens: with `rest` it counts as that of one more token, so that "
-                "the divergence is a lower bound "
-                "of that over the whole vocabulary; `renormalize` leaves it out and divides by what is "
-                "left, so that nothing keeps the "
-                "policy from other tokens.",
+                "how the probability of all other tokens counts: ``rest`` treats them as one more token, "
+                "so that the divergence is a lower bound of that over the whole vocabulary; "
+                "``renormalize`` leaves them out and divides by the probability of the others, so that "
+                "nothing keeps the policy from the tokens that are left out.",
                 default="rest",
             ),
         ]

@@ -19,15 +19,14 @@ MomentDtype: TypeAlias = Literal["float32", "bfloat16", "8bit"]
 _FirstMoment: TypeAlias = Annotated[
     MomentDtype,
     Key(
-        "type of the mean gradient of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is "
-        "rounded at random; ``8bit`` "
-        "has a float32 scale for each 256 numbers. Checkpoints hold float32: any type reads those of any "
-        "other.",
+        "dtype of the first moment of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is "
+        "rounded stochastically; ``8bit`` has a float32 scale for each 256 numbers. Checkpoints hold "
+        "float32, so that any dtype resumes from any other.",
         default="float32",
     ),
 ]
 _SecondMoment: TypeAlias = Annotated[
-    MomentDtype, Key("the same for the mean square of the gradient.", default="float32")
+    MomentDtype, Key("dtype of the second moment, likewise.", default="float32")
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
@@ -35,10 +34,9 @@ STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
 _Master: TypeAlias = Annotated[
     Literal["float32", "bfloat16"],
     Key(
-        "type of the weights that the optimizer steps: ``float32`` keeps copies of 16-bit weights, "
-        "``bfloat16`` steps the bfloat16 "
-        "weights themselves, rounded up or down at random so that small steps are not lost on "
-        "average.",
+        "dtype of the weights that the optimizer updates: ``float32`` keeps copies of 16-bit weights; "
+        "``bfloat16`` updates the bfloat16 weights themselves with stochastic rounding, so that small "
+        "steps are not lost on average.",
         default="float32",
     ),
 ]
@@ -68,20 +66,18 @@ class DTensorConfig(TypedDict):
         Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]
     ]
     tensor_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("tensor-parallel ranks, which share each layer.", AT_LEAST_1, default=1)]
     ]
     context_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("context-parallel ranks, which share each sequence.", AT_LEAST_1, default=1)]
     ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, "
-                "has all of them "
-                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long "
-                "sequences. null is "
-                "all_gather.",
+                "how attention gets the keys and values of the other ranks: ``all_gather``, the faster, "
+                "gathers all of them on every rank; ``p2p``, ring attention, holds at most those of two "
+                "ranks, for long sequences. null is all_gather.",
                 default=None,
             ),
         ]
@@ -90,10 +86,9 @@ class DTensorConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "import path of a plan or of a function that returns one; null takes the built-in plan of "
-                "the model. It is applied as "
-                "it is: a whole parameter whose module works on a part of an activation, such as a norm of "
-                "heads, needs "
+                "import path of a plan, or of a function that returns one; null uses the built-in plan of "
+                "the model. It is applied unchanged: a replicated parameter whose module works on a shard "
+                "of an activation, such as a norm of attention heads, needs "
                 "``replicated_with_grad_allreduce`` or ``sequence_parallel``, or its gradient is wrong.",
                 default=None,
             ),
@@ -112,12 +107,13 @@ class SequencePackingConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "tokens a micro-batch in training; auto: as many as the memory plan has room for.", AT_LEAST_1
+                "tokens of a micro-batch in training; ``auto``: as many as fit by the memory plan.",
+                AT_LEAST_1,
             ),
         ]
     ]
     logprob_mb_tokens: NotRequired[
-        Annotated[int, Key("tokens a micro-batch when log-probabilities are computed.", AT_LEAST_1)]
+        Annotated[int, Key("tokens of a micro-batch when log-probabilities are computed.", AT_LEAST_1)]
     ]
     algorithm: NotRequired[
         Annotated[
@@ -134,17 +130,20 @@ class SequencePackingConfig(TypedDict):
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of sequences of like length, at most ``*_mb_tokens`` padded tokens each."""
+    """Micro-batches of sequences of similar length, at most ``*_mb_tokens`` padded tokens each."""
 
     enabled: Annotated[bool, Key("form micro-batches by length.")]
     train_mb_tokens: NotRequired[
         Annotated[
             int,
-            Key("tokens a micro-batch in training, padding included; or auto, as in packing.", AT_LEAST_1),
+            Key("tokens of a micro-batch in training, padding included; ``auto`` as in packing.", AT_LEAST_1),
         ]
     ]
     logprob_mb_tokens: NotRequired[
-        Annotated[int, Key("the same when log-probabilities are computed.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key("tokens of a micro-batch when log-probabilities are computed, padding included.", AT_LEAST_1),
+        ]
     ]
     sequence_length_round: NotRequired[
         Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]
@@ -154,11 +153,9 @@ class DynamicBatchingConfig(TypedDict):
 class MegatronOptimizerConfig(TypedDict):
     """Megatron-Core's optimizer."""
 
-    lr: Annotated[float, Key("largest learning rate.", ABOVE_0)]
+    lr: Annotated[float, Key("maximum learning rate.", ABOVE_0)]
     optimizer: NotRequired[Annotated[Literal["adam", "sgd"], Key("kind of optimizer.", default="adam")]]
-    min_lr: NotRequired[
-        Annotated[float, Key("learning rate at the end of the decay.", AT_LEAST_0, default=0.0)]
-    ]
+    min_lr: NotRequired[Annotated[float, Key("learning rate after the decay.", AT_LEAST_0, default=0.0)]]
     weight_decay: NotRequired[
         Annotated[
             float,
@@ -169,18 +166,30 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the model's weights are bfloat16, the optimizer keeps float32 copies; must follow "
+                "train bfloat16 weights, with float32 copies in the optimizer; must follow "
                 "``policy.precision``."
             ),
         ]
     ]
-    fp16: NotRequired[Annotated[bool, Key("the same for float16, with loss scaling.")]]
+    fp16: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "train float16 weights, with float32 copies in the optimizer and loss scaling; must follow "
+                "``policy.precision``."
+            ),
+        ]
+    ]
     # The other types are in NeMo-RL's configurations, and a rule refuses them with its reason.
     params_dtype: NotRequired[
-        Annotated[Precision, Key("type of the parameters that the optimizer updates.", default="float32")]
+        Annotated[Precision, Key("dtype of the parameters that the optimizer updates.", default="float32")]
     ]
-    adam_beta1: NotRequired[Annotated[float, Key("decay of the mean of the gradient.", DECAY, default=0.9)]]
-    adam_beta2: NotRequired[Annotated[float, Key("decay of the mean of its square.", DECAY, default=0.999)]]
+    adam_beta1: NotRequired[
+        Annotated[float, Key("decay rate of the gradient's running mean.", DECAY, default=0.9)]
+    ]
+    adam_beta2: NotRequired[
+        Annotated[float, Key("decay rate of the squared gradient's running mean.", DECAY, default=0.999)]
+    ]
     adam_eps: NotRequired[
         Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]
     ]
@@ -195,9 +204,9 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "Transformer Engine's optimizer with state below float32. Refused: ``master_dtype``, "
-                "``exp_avg_dtype`` and "
-                "``exp_avg_sq_dtype`` have it on every device.",
+                "must be false: Transformer Engine's optimizer with state below float32. Use "
+                "``master_dtype``, ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` instead, which work on every "
+                "device.",
                 default=False,
             ),
         ]
@@ -206,10 +215,9 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "Megatron-Core's own optimizer in host memory. Refused: it wants Transformer Engine, and "
-                "takes a step with random "
-                "gradients before it reads a checkpoint, which changes the weights. "
-                "``optimizer_offload_fraction`` takes its place.",
+                "must be false: Megatron-Core's own optimizer in host memory needs Transformer Engine, and "
+                "takes a step with random gradients before it reads a checkpoint, which changes the "
+                "weights. Use ``optimizer_offload_fraction`` instead.",
                 default=False,
             ),
         ]
@@ -218,24 +226,21 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "share of the optimizer's states, float32 copies of the weights among them, that stays in "
-                "page-locked host memory and is "
-                "stepped there by the CPU, to the same bits; it steps states below float32 many times "
-                "slower. Gradients and weights stay "
-                "on the device; gradients are also copied, while the backward pass goes on, into 2 or 4 "
-                "more bytes of host memory a number. The step begins behind it: it needs the norm of all "
-                "gradients. (``offload_optimizer_for_logprob`` moves states away between steps; the "
-                "torch backends keep all of them "
-                "in host memory with ``dtensor_cfg.cpu_offload`` and ``fsdp_offload_enabled``.)",
+                "share of the optimizer state, including float32 copies of the weights, that stays in "
+                "page-locked host memory, where the CPU updates it to the same bits (many times slower for "
+                "states below float32). Gradients and weights stay on the device; gradients are also "
+                "copied into 2 or 4 more bytes of host memory a number during the backward pass. The "
+                "update starts after it, because it needs the norm of all gradients. "
+                "(``offload_optimizer_for_logprob`` moves states away between steps; the torch backends "
+                "keep all of them in host memory with ``dtensor_cfg.cpu_offload`` and "
+                "``fsdp_offload_enabled``.)",
                 SHARE,
                 default=0.0,
             ),
         ]
     ]
     clip_grad: NotRequired[
-        Annotated[
-            float, Key("largest norm of the gradient of the whole model; 0 turns clipping off.", AT_LEAST_0)
-        ]
+        Annotated[float, Key("maximum norm of the full model's gradient; 0 turns clipping off.", AT_LEAST_0)]
     ]
 
 
@@ -247,13 +252,13 @@ class MegatronSchedulerConfig(TypedDict):
     weight_decay_incr_style: NotRequired[
         Annotated[
             Literal["constant", "linear", "cosine"],
-            Key("how it goes from one to the other.", default="constant"),
+            Key("how weight decay goes from the start value to the end value.", default="constant"),
         ]
     ]
     lr_decay_style: NotRequired[
         Annotated[
             Literal["constant", "linear", "cosine", "inverse-square-root"],
-            Key("how the learning rate goes from ``lr`` to ``min_lr``.", default="constant"),
+            Key("how the learning rate decays from ``lr`` to ``min_lr``.", default="constant"),
         ]
     ]
     lr_decay_iters: NotRequired[
@@ -282,8 +287,8 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             bool | None,
             Key(
-                "reduce gradients while the backward pass runs; null where several data- or "
-                "context-parallel ranks have them, and where ``optimizer_offload_fraction`` is above 0.",
+                "reduce gradients while the backward pass runs; null does so if several data- or "
+                "context-parallel ranks share them, and if ``optimizer_offload_fraction`` is above 0.",
                 default=None,
             ),
         ]
@@ -310,18 +315,20 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "number of parameters in one collective, where communication overlaps computation; null for "
-                "Megatron's choice.",
+                "parameters per collective, if communication overlaps computation; null for Megatron's "
+                "choice.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
-    use_custom_fsdp: NotRequired[Annotated[bool, Key("Megatron's own FSDP.", default=False)]]
+    use_custom_fsdp: NotRequired[
+        Annotated[bool, Key("must be false: Megatron's own FSDP is not supported.", default=False)]
+    ]
     data_parallel_sharding_strategy: NotRequired[
         Annotated[
             Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
-            Key("what Megatron's own FSDP shards; ``no_shard`` without it.", default="no_shard"),
+            Key("must be ``no_shard``: Megatron's own FSDP is not supported.", default="no_shard"),
         ]
     ]
 
@@ -334,8 +341,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal[0, 1, 2],
             Key(
-                "give cached device memory back: 0 never, 1 after forward and backward, 2 also after the "
-                "optimizer step.",
+                "when to return cached device memory: 0 never, 1 after forward and backward, 2 also after "
+                "the optimizer step.",
                 default=0,
             ),
         ]
@@ -344,7 +351,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "recompute layers, or parts of them, in the backward pass instead of keeping what is inside.",
+                "recompute layers, or parts of them, in the backward pass instead of storing their "
+                "activations.",
                 default=False,
             ),
         ]
@@ -354,8 +362,7 @@ class MegatronConfig(TypedDict):
             Literal["full", "selective"],
             Key(
                 "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the "
-                "parts of it that "
-                "``recompute_modules`` names.",
+                "parts of a layer that ``recompute_modules`` names.",
                 default="full",
             ),
         ]
@@ -364,9 +371,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[Literal["core_attn", "mlp", "moe"]],
             Key(
-                "parts of a layer: ``core_attn`` attention between its projections, ``mlp`` a dense layer's "
-                "MLP, ``moe`` router and "
-                "experts of the others.",
+                "parts of a layer to recompute: ``core_attn`` attention between its projections, ``mlp`` "
+                "the MLP of a dense layer, ``moe`` router and experts of a mixture's layer.",
                 default=["core_attn"],
             ),
         ]
@@ -375,8 +381,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "accepted for old configurations, where it names the model's own family "
-                "(``Qwen2ForCausalLM``), which decides."
+                "accepted for old configurations; it must name the model's own family "
+                "(``Qwen2ForCausalLM``), which is used anyway."
             ),
         ]
     ]
@@ -384,9 +390,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "Python file that defines the model's family (``megarl convert --family-file``), on every "
-                "machine; it is run. Null for the "
-                "built-in families.",
+                "Python file that defines the model's family (``megarl convert --family-file``); it must "
+                "exist on every machine, and is executed. null for the built-in families.",
                 default=None,
             ),
         ]
@@ -395,8 +400,7 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "keys of the model's ``config.json`` that it does not depend on and that would be refused "
-                "otherwise "
+                "keys of the model's ``config.json`` that do not affect it but would be refused otherwise "
                 "(``megarl convert --ignore-config-key``).",
                 default=[],
             ),
@@ -406,30 +410,28 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["gpt", "hybrid"] | None,
             Key(
-                "Megatron-Core's class of the model: ``gpt`` its GPTModel, ``hybrid`` the HybridModel that "
-                "takes its place, from release "
-                "0.19.2 on; null for GPTModel, and HybridModel where there is none. Checkpoints are the "
-                "same.",
+                "Megatron-Core's model class: ``gpt`` for GPTModel, ``hybrid`` for its successor "
+                "HybridModel (release 0.19.2 or later); null uses GPTModel if the release has it, else "
+                "HybridModel. Checkpoints are the same.",
                 default=None,
             ),
         ]
     ]
     tensor_model_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that share one layer.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("tensor-parallel ranks, which share each layer.", AT_LEAST_1, default=1)]
     ]
     pipeline_model_parallel_size: NotRequired[
-        Annotated[int, Key("stages the layers are divided into.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("pipeline stages that the layers are divided over.", AT_LEAST_1, default=1)]
     ]
     virtual_pipeline_model_parallel_size: NotRequired[
-        Annotated[int | None, Key("model chunks a stage; null for one.", AT_LEAST_1, default=None)]
+        Annotated[int | None, Key("model chunks per pipeline stage; null for one.", AT_LEAST_1, default=None)]
     ]
     pipeline_model_parallel_layout: NotRequired[
         Annotated[
             str | None,
             Key(
-                'which layers each model chunk holds, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); '
-                "null for what "
-                "the other keys say.",
+                'layers of each model chunk, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); null '
+                "derives them from the other keys.",
                 default=None,
             ),
         ]
@@ -441,24 +443,22 @@ class MegatronConfig(TypedDict):
         Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]
     ]
     context_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that share one sequence.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("context-parallel ranks, which share each sequence.", AT_LEAST_1, default=1)]
     ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets at the keys and values of the other ranks: ``all_gather``, the faster, "
-                "has all of them "
-                "on every rank; ``p2p``, ring attention, never more than two ranks' parts, for long "
-                "sequences. null is "
-                "all_gather, and with Transformer Engine its own choice, p2p.",
+                "how attention gets the keys and values of the other ranks: ``all_gather``, the faster, "
+                "gathers all of them on every rank; ``p2p``, ring attention, holds at most those of two "
+                "ranks, for long sequences. null is all_gather, but p2p with Transformer Engine.",
                 default=None,
             ),
         ]
     ]
     pipeline_dtype: NotRequired[
         Annotated[
-            Precision, Key("type of the activations sent between stages; must be ``policy.precision``.")
+            Precision, Key("dtype of the activations sent between stages; must be ``policy.precision``.")
         ]
     ]
     sequence_parallel: NotRequired[
@@ -471,17 +471,15 @@ class MegatronConfig(TypedDict):
         Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]
     ]
     expert_model_parallel_size: NotRequired[
-        Annotated[int, Key("ranks the experts are divided over.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("ranks that the experts are divided over.", AT_LEAST_1, default=1)]
     ]
     moe_token_dispatcher_type: NotRequired[
         Annotated[
             Literal["allgather", "alltoall", "flex"],
             Key(
-                "how tokens get to their experts: ``alltoall`` sends them to the ranks that have their "
-                "experts, "
-                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank, by the "
-                "kernels of DeepEP (GPUs, "
-                "bfloat16; not run on one).",
+                "how tokens reach their experts: ``alltoall`` sends them to the ranks of their experts, "
+                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank with "
+                "the kernels of DeepEP (GPUs, bfloat16; not run on one yet).",
                 default="alltoall",
             ),
         ]
@@ -490,8 +488,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "sort tokens by their experts in kernels of Transformer Engine, which needs GPUs (not run "
-                "on one).",
+                "sort tokens by expert in kernels of Transformer Engine, which needs GPUs (not run on one "
+                "yet).",
                 default=False,
             ),
         ]
@@ -500,9 +498,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool | None,
             Key(
-                "run the experts of a rank in one grouped matrix product, not one after another; null where "
-                "a CUDA device computes. "
-                "Checkpoints are the same.",
+                "run the experts of a rank as one grouped matrix product instead of one after another; "
+                "null does so on CUDA devices. Checkpoints are the same.",
                 default=None,
             ),
         ]
@@ -511,16 +508,16 @@ class MegatronConfig(TypedDict):
     moe_router_dtype: NotRequired[
         Annotated[
             Literal["fp32", "fp64"] | None,
-            Key("type the routers compute in; null for the model's.", default=None),
+            Key("dtype of the routers' computation; null for the model's.", default=None),
         ]
     ]
     moe_router_load_balancing_type: NotRequired[
         Annotated[
             Literal["none", "aux_loss", "seq_aux_loss"],
             Key(
-                "load-balancing loss of the routers: ``aux_loss`` over the global batch (a further forward "
-                "pass of each "
-                "micro-batch counts where its tokens go), ``seq_aux_loss`` over each sequence.",
+                "load-balancing loss of the routers: ``aux_loss`` over the global batch (one more forward "
+                "pass of each micro-batch counts the tokens of each expert), ``seq_aux_loss`` over each "
+                "sequence.",
                 default="none",
             ),
         ]
@@ -529,7 +526,7 @@ class MegatronConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "its weight in the loss, for each layer; null for the model's own ``router_aux_loss_coef``.",
+                "weight of that loss, per layer; null for the model's own ``router_aux_loss_coef``.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -539,8 +536,7 @@ class MegatronConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "weight of the mean squared log-sum-exp of the routers' logits, for each layer; null for "
-                "none.",
+                "weight of the mean squared log-sum-exp of the routers' logits, per layer; null for none.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -550,7 +546,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "step of the routers' bias update; 0 for the families here, whose routers have no such bias.",
+                "step size of the routers' bias update; must be 0, because the routers of the families "
+                "here have no such bias.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -560,11 +557,10 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["auto"] | bool,
             Key(
-                "layers of Transformer Engine: auto takes them where the ranks run on GPUs and it works on "
-                "all of them, but for dense "
-                "models in bfloat16, which were measured to train faster without; true refuses to start "
-                "where it does not work, with its "
-                "error; false takes the portable layers.",
+                "whether to use Transformer Engine's layers: ``auto`` uses them if the ranks run on GPUs "
+                "and it works on all of them, except for dense models in bfloat16, which trained faster "
+                "without when measured; true refuses to start if it does not work, with its error; false "
+                "uses the portable layers.",
                 default="auto",
             ),
         ]
@@ -573,14 +569,15 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "the logits of 16-bit weights stay as their products were added up, in float32, and are not "
-                "rounded to 16 bits; they take "
-                "twice the memory.",
+                "keep the logits of 16-bit weights in float32, as their products were summed, instead of "
+                "rounding them to 16 bits; it takes twice the memory.",
                 default=False,
             ),
         ]
     ]
-    apply_rope_fusion: NotRequired[Annotated[bool, Key("fused rotary embedding, where its kernel exists.")]]
+    apply_rope_fusion: NotRequired[
+        Annotated[bool, Key("fuse the rotary embedding if a kernel for it exists.")]
+    ]
     env_vars: NotRequired[
         Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]
     ]
@@ -596,22 +593,21 @@ class MegatronConfig(TypedDict):
 
 
 class RewardModelConfig(TypedDict):
-    """A model that scores: a linear layer with one output in the place of the output layer, ``score.weight``
-    of transformers' ``...ForSequenceClassification``. A language model gets a new one, sampled from the
-    seed."""
+    """A model that scores: a linear layer with one output replaces the output layer, ``score.weight`` of
+    transformers' ``...ForSequenceClassification``. A language model gets a new one, sampled from the seed."""
 
     enabled: Annotated[
         bool,
         Key(
-            "the model scores; it has no log-probabilities, generates nothing, and is trained with losses "
-            "of values."
+            "let the model score: it has no log-probabilities, generates nothing, and is trained with "
+            "losses of values."
         ),
     ]
     reward_model_type: NotRequired[
         Annotated[
             Literal["bradley_terry"],
             Key(
-                "``bradley_terry``: one score, without a bias, whose differences are log-odds of "
+                "``bradley_terry``: one score, without a bias; differences of scores are log-odds of "
                 "preferences.",
                 default="bradley_terry",
             ),
@@ -620,12 +616,13 @@ class RewardModelConfig(TypedDict):
 
 
 class PeftConfig(TypedDict):
-    """Low-rank adapters (LoRA): beside chosen linear layers W the product (alpha / dim) B A is trained, and
-    nothing else.
+    """Low-rank adapters (LoRA): next to selected linear layers W, only the product (alpha / dim) B A is
+    trained.
 
     Each of a layer's query, key, value, gate and up matrices has an adapter of its own, as in PEFT, on every
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
-    section."""
+    section.
+    """
 
     enabled: Annotated[
         bool, Key("train adapters; the model's own weights stay unchanged and are the reference policy.")
@@ -634,12 +631,11 @@ class PeftConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "linear layers that have an adapter: names, or ends of names, of Hugging Face modules "
-                "(``q_proj``), names with ``*``, or "
-                "Megatron-Core's ``linear_qkv``, ``linear_proj``, ``linear_fc1`` and ``linear_fc2``. An "
-                "empty list is all linear layers of "
-                "attention and dense MLPs. ``embed_tokens`` and ``lm_head`` have an adapter where a name "
-                "fits them and they are not tied, and on Megatron so has each expert that a name fits "
+                "linear layers that get an adapter: names, or ends of names, of Hugging Face modules "
+                "(``q_proj``), names with ``*``, or Megatron-Core's ``linear_qkv``, ``linear_proj``, "
+                "``linear_fc1`` and ``linear_fc2``. An empty list selects all linear layers of attention "
+                "and dense MLPs. ``embed_tokens`` and ``lm_head`` get one if a name matches them and they "
+                "are not tied; on Megatron, so does each expert that a name matches "
                 "(``*.experts.*.down_proj``).",
                 default=[],
             ),
@@ -649,20 +645,28 @@ class PeftConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "stacks of experts that have an adapter, as PEFT's key of this name: "
-                "``experts.gate_up_proj``, ``experts.down_proj``. Each "
-                "expert has factors of its own, and its gate and up matrices share A. Of Megatron alone, "
-                "without dropout.",
+                "stacked weights of experts that get an adapter, as in PEFT's key of this name: "
+                "``experts.gate_up_proj``, ``experts.down_proj``. Each expert has factors of its own, and "
+                "its gate and up matrices share A. Megatron only, without dropout.",
                 default=[],
             ),
         ]
     ]
     exclude_modules: NotRequired[
-        Annotated[list[str], Key("those of them that have none, in the same forms.", default=[])]
+        Annotated[
+            list[str],
+            Key(
+                "layers that get no adapter although ``target_modules`` selects them, in the same forms.",
+                default=[],
+            ),
+        ]
     ]
     dim: NotRequired[Annotated[int, Key("rank of every adapter.", AT_LEAST_1, default=8)]]
     alpha: NotRequired[
-        Annotated[float, Key("the adapter's product is multiplied by alpha / dim.", ABOVE_0, default=32.0)]
+        Annotated[
+            float,
+            Key("scale of the adapters: their product is multiplied by alpha / dim.", ABOVE_0, default=32.0),
+        ]
     ]
     use_rslora: NotRequired[
         Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]
@@ -681,28 +685,34 @@ class PeftConfig(TypedDict):
         Annotated[
             Literal["kaiming", "xavier", "normal"],
             Key(
-                "how A begins: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; ``xavier`` "
-                "normal with variance 2 / (inputs + "
-                "dim); ``normal`` with deviation 1 / dim. The same for every layout and backend of one seed.",
+                "initial values of A: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; "
+                "``xavier`` normal with variance 2 / (inputs + dim); ``normal`` with standard deviation 1 "
+                "/ dim. A seed gives the same values on every layout and backend.",
                 default="kaiming",
             ),
         ]
     ]
     lora_B_init_method: NotRequired[
-        Annotated[Literal["zero"], Key("how B begins: a new adapter changes nothing.", default="zero")]
+        Annotated[
+            Literal["zero"],
+            Key("initial values of B: zero, so that a new adapter changes nothing.", default="zero"),
+        ]
     ]
     lora_dtype: NotRequired[
         Annotated[
             Precision | None,
-            Key("dtype of the adapters' computation: null, or ``policy.precision``.", default=None),
+            Key(
+                "dtype of the adapters' computation: ``policy.precision``, or null for the same.",
+                default=None,
+            ),
         ]
     ]
     adapter_path: NotRequired[
         Annotated[
             str | None,
             Key(
-                "directory of a PEFT adapter that training goes on from, of the same modules, rank and "
-                "scale; null starts new adapters.",
+                "directory of a PEFT adapter with the same modules, rank and scale, from which training "
+                "continues; null starts new adapters.",
                 default=None,
             ),
         ]
@@ -747,18 +757,17 @@ class PytorchOptimizerConfig(TypedDict):
     kwargs: Annotated[
         dict[str, Any],
         Key(
-            "its keyword arguments. Without ``fused``, ``foreach``, ``capturable`` and ``differentiable``, "
-            "Adam and AdamW take torch's "
-            "fused kernel, and a resumed run the kernel that its checkpoint was written with."
+            "keyword arguments of the optimizer. Unless they name ``fused``, ``foreach``, ``capturable`` "
+            "or ``differentiable``, Adam and AdamW use torch's fused kernel, and a resumed run uses the "
+            "kernel that its checkpoint was written with."
         ),
     ]
     weight_decay_on_vectors: NotRequired[
         Annotated[
             bool,
             Key(
-                "biases and norms (parameters of one dimension) decay as ``kwargs.weight_decay`` says, as "
-                "in torch; false "
-                "leaves them out, as Megatron does.",
+                "apply ``kwargs.weight_decay`` to biases and norms (parameters of one dimension) too, as "
+                "torch does; false leaves them out, as Megatron does.",
                 default=True,
             ),
         ]
@@ -772,7 +781,7 @@ class SinglePytorchSchedulerConfig(TypedDict):
     """A learning-rate scheduler of the torch backends."""
 
     name: Annotated[str, Key("import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.")]
-    kwargs: Annotated[dict[str, Any], Key("its keyword arguments.")]
+    kwargs: Annotated[dict[str, Any], Key("keyword arguments of the scheduler.")]
 
 
 SchedulerMilestones: TypeAlias = dict[str, list[int]]
@@ -798,9 +807,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "a value to which the optimizer of any backend may refer as ``${policy.learning_rate}``; it "
-                "has no other effect. "
-                "If given, it must equal the optimizer's learning rate."
+                "a value that the optimizer of any backend may refer to as ``${policy.learning_rate}``; it "
+                "has no other effect. If given, it must equal the optimizer's learning rate."
             ),
         ]
     ]
@@ -818,10 +826,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "positions of a rank whose logits are there at a time, in training and log-probabilities: "
-                "the output layer and they "
-                "are computed together, and in the backward pass the logits once more; null keeps those of "
-                "a whole micro-batch.",
+                "number of positions whose logits a rank has in memory at a time, in training and in "
+                "log-probability passes: the output layer and the log-probabilities are computed part by "
+                "part, and the backward pass computes the logits once more. null computes those of a whole "
+                "micro-batch at once.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -836,11 +844,11 @@ class PolicyConfig(TypedDict):
     generation_batch_size: NotRequired[
         Annotated[int, Key("samples that a rank generates at a time.", AT_LEAST_1)]
     ]
-    precision: Annotated[Precision, Key("type of the weights and activations in the model.")]
+    precision: Annotated[Precision, Key("dtype of the weights and activations in the model.")]
     reward_model_cfg: NotRequired[
         Annotated[
             RewardModelConfig | None,
-            Key("a model that scores; null or absent for a language model.", default=None),
+            Key("settings of a model that scores; null or absent for a language model.", default=None),
         ]
     ]
     peft: NotRequired[
@@ -852,9 +860,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory of a LoRA adapter, of PEFT or of Megatron-Bridge, that is merged into the "
-                "weights of ``model_name`` as they are "
-                "read; the model is then their sum (``megarl eval --adapter``). null for none.",
+                "directory of a LoRA adapter of PEFT or Megatron-Bridge that is merged into the weights of "
+                "``model_name`` as they are read (``megarl eval --adapter``); null for none.",
                 default=None,
             ),
         ]
@@ -866,13 +873,13 @@ class PolicyConfig(TypedDict):
         Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]
     ]
     dynamic_batching: NotRequired[
-        Annotated[DynamicBatchingConfig, Key("micro-batches by length.", default={"enabled": False})]
+        Annotated[DynamicBatchingConfig, Key("micro-batches formed by length.", default={"enabled": False})]
     ]
     sequence_packing: NotRequired[
         Annotated[SequencePackingConfig, Key("several sequences per row.", default={"enabled": False})]
     ]
     make_sequence_length_divisible_by: NotRequired[
-        Annotated[int, Key("batches are padded to a multiple of this.", AT_LEAST_1, default=1)]
+        Annotated[int, Key("pad batches to a multiple of this length.", AT_LEAST_1, default=1)]
     ]
     max_total_sequence_length: Annotated[
         # A prompt and a response have a token each at least.
@@ -893,9 +900,9 @@ class PolicyConfig(TypedDict):
         Annotated[
             Literal["skip", "raise"],
             Key(
-                "reaction to a loss or gradient that is not finite on any rank: ``skip`` takes no "
+                "what happens if a loss or gradient is not finite on some rank: ``skip`` takes no "
                 "optimizer step for that global batch, ``raise`` ends the run. Weights, optimizer and "
-                "schedule stay as they are, and the batch is saved in the run's directory.",
+                "schedule stay unchanged, and the batch is saved in the run's directory.",
                 default="skip",
             ),
         ]
@@ -904,11 +911,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "on GPUs: the same run on the same kind and number of devices, layout and versions gives "
-                "the same bits, as it does on CPUs "
-                "anyway. It takes slower kernels, and an operation that has no deterministic one ends the "
-                "run with its name. What "
-                "vLLM generates is not covered. Not tried on a GPU yet.",
+                "on GPUs: make a run give the same bits again on the same kind and number of devices, "
+                "layout and versions, as it does on CPUs anyway. It uses slower kernels; an operation "
+                "without a deterministic kernel ends the run with its name. What vLLM generates is not "
+                "covered. Not tried on a GPU yet.",
                 default=False,
             ),
         ]
@@ -917,8 +923,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "maximum number of consecutive steps that are skipped so, or that have no response to "
-                "train on (all truncated, for example), before the run ends.",
+                "maximum number of consecutive steps that are skipped by ``on_nonfinite``, or that have no "
+                "response to train on (all truncated, for example), before the run ends.",
                 AT_LEAST_1,
                 default=3,
             ),
@@ -928,10 +934,9 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "gradients and optimizer state leave a GPU for host memory while log-probabilities are "
-                "computed and the policy itself "
-                "generates, 24 bytes a parameter there and back each step. They leave it anyway for an "
-                "engine that shares it.",
+                "move gradients and optimizer state from a GPU to host memory while log-probabilities are "
+                "computed and while the policy itself generates: 24 bytes a parameter, there and back, in "
+                "each step. They are always moved for an engine that shares the GPU.",
                 default=False,
             ),
         ]
@@ -940,17 +945,13 @@ class PolicyConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "GiB that a refit may take on a rank of the policy: the buffer in which weights are handed "
-                "to an engine on "
-                "the same device, both halves together, or to engines elsewhere two buffers, as large on "
-                "each of their "
-                "ranks; what is gathered for them; and on a CPU lists of them. A parameter that takes more "
-                "than a "
-                "sixteenth of it is gathered all the same, and FSDP1 gathers a layer at a time, whatever it "
-                "takes. null "
-                "takes half a GiB for each half (on a GPU less, when less is free), as much more as the "
-                "largest weight "
-                "needs, and 64 MiB for each of up to five buckets that are gathered.",
+                "GiB that a refit may use on a rank of the policy. It covers the buffer through which "
+                "weights pass to an engine on the same device (both halves together), or two buffers for "
+                "engines elsewhere, which take as much on each of their ranks; the weights being gathered "
+                "for them; and on a CPU the lists of what the buffers hold. A parameter larger than a "
+                "sixteenth of it is gathered anyway, and FSDP1 gathers a layer at a time, whatever its "
+                "size. null uses half a GiB for each half (on a GPU less, if less is free), more if the "
+                "largest weight needs it, and 64 MiB for each of up to five buckets being gathered.",
                 ABOVE_0,
                 default=None,
             ),
@@ -960,7 +961,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "send a checksum with each group of weights; an engine refuses a group that arrives changed.",
+                "send a checksum with each group of weights; an engine refuses a group that was changed on "
+                "the way.",
                 default=False,
             ),
         ]

@@ -47,10 +47,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             Literal["auto", "never"],
             Key(
-                '"auto" goes on from the newest valid checkpoint, and refuses where there are some and none '
-                "is valid; "
-                '"never" starts over, unless a valid one is there, and keeps the rows of ``metrics.jsonl`` '
-                "beside.",
+                "``auto`` continues from the newest valid checkpoint, and refuses to start if there are "
+                "checkpoints but none is valid; ``never`` starts over, refuses to do so if a valid "
+                "checkpoint exists, and keeps the old rows of ``metrics.jsonl`` in another file.",
                 default="auto",
             ),
         ]
@@ -97,10 +96,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "file with a secret of 32 bytes or more, of mode 0600, by which checkpoints are signed; one "
-                "without its signature, or with "
-                "other bytes, is passed over like a damaged one. Keep it where those who can write to the "
-                "checkpoints cannot read.",
+                "file with a secret of 32 bytes or more, of mode 0600, which signs checkpoints; a "
+                "checkpoint without its signature, or with other bytes, is skipped like a damaged one. "
+                "Keep the file where those who can write the checkpoints cannot read it.",
                 default=None,
             ),
         ]
@@ -118,14 +116,17 @@ class WandbConfig(TypedDict):
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
     tags: NotRequired[Annotated[list[str] | None, Key("tags of the run.")]]
     mode: NotRequired[
-        Annotated[Literal["online", "offline"], Key('"offline" keeps the files here until ``wandb sync``.')]
+        Annotated[
+            Literal["online", "offline"],
+            Key("``offline`` keeps the files on this machine until ``wandb sync``."),
+        ]
     ]
 
 
 class MlflowConfig(TypedDict):
     """MLflow."""
 
-    experiment_name: Annotated[str, Key("the experiment; made where the server has none of that name.")]
+    experiment_name: Annotated[str, Key("the experiment; created if the server has none of that name.")]
     run_name: NotRequired[Annotated[str | None, Key("name of the run there; null lets MLflow choose one.")]]
     tracking_uri: NotRequired[
         Annotated[
@@ -142,7 +143,7 @@ class TrackioConfig(TypedDict):
     """Trackio."""
 
     project: Annotated[str, Key("the project.")]
-    name: NotRequired[Annotated[str | None, Key("name of the run there, to which a random number is added.")]]
+    name: NotRequired[Annotated[str | None, Key("name of the run there; a random number is appended.")]]
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
     space_id: NotRequired[
         Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]
@@ -161,8 +162,8 @@ class TensorboardConfig(TypedDict):
 
 
 class SamplesConfig(TypedDict):
-    """Prompts and answers that a run leaves for people to read, as ``samples/train_step_N.jsonl`` and
-    ``samples/validation_step_N.jsonl`` in its directory; of algorithms that generate answers."""
+    """Prompts and responses that a run writes for people to read, as ``samples/train_step_N.jsonl`` and
+    ``samples/validation_step_N.jsonl`` in its directory, with algorithms that generate responses."""
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
     num_train_samples: NotRequired[
@@ -249,9 +250,8 @@ class LoggerConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "import paths of classes that take every row of metrics too, ``path/to/file.py:Name`` or "
-                "``package.module:Name``, see "
-                "`megarl.observe.sinks:Sink`."
+                "import paths of classes that also get every row of metrics, ``path/to/file.py:Name`` or "
+                "``package.module:Name``, see ``megarl.observe.sinks:Sink``."
             ),
         ]
     ]
@@ -312,7 +312,7 @@ class ClusterConfig(TypedDict):
             int,
             Key(
                 "maximum number of rollout engine restarts in one launch, after an engine is killed or "
-                "hangs; each restart refits the engines and samples the step's responses again by the "
+                "hangs; each restart refits the engines and samples the step's responses again with the "
                 "same seeds.",
                 AT_LEAST_0,
                 default=3,
@@ -322,10 +322,11 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Bounds in seconds for the phases of a run. A phase that takes longer ends the run with exit code 4, and
-    with the stacks of the workers. A phase has ``multiple`` times the slowest of its last ten, at least
-    ``least_s`` and at most its own key; the first time, of which nothing is measured, it has ``first_s``.
-    Workers that are stopped, or that all stand still, are not given so long, see ``least_s``."""
+    """Time limits in seconds for the phases of a run. A phase that exceeds its limit ends the run with exit
+    code 4, and the stacks of the workers are printed. The limit is ``multiple`` times the slowest of the
+    phase's last ten executions, at least ``least_s`` and at most the phase's own key; before anything is
+    measured it is ``first_s``. Workers that are stopped, or that all make no progress, are detected earlier,
+    see ``least_s``."""
 
     init_s: NotRequired[
         Annotated[
@@ -404,15 +405,13 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "minimum bound of a phase once it was measured, unless the phase's own key is smaller. "
-                "After this long without an answer "
-                "a phase is given up early if the process of a worker is stopped, or if no silent worker "
-                "has moved for three quarters of "
-                "it: same place in the code, no use of processor, files or disks, nor by child processes. A "
-                "refit, in which workers wait "
-                "for engines, is not given up for that. The run also ends, with exit code 4, if Ray's "
-                "control process, or the raylet of "
-                "the driver's node, is stopped or silent for 40 s, or 0.7 of this where that is less.",
+                "minimum time limit of a phase that has been measured, unless the phase's own key is "
+                "smaller. After this long without a reply a phase is ended early if the process of a "
+                "worker is stopped, or if no silent worker has made progress for three quarters of it: "
+                "same position in the code, no use of processor, files or disks, also not by child "
+                "processes. A refit, in which workers wait for engines, is not ended early. The run also "
+                "ends, with exit code 4, if Ray's control process, or the raylet of the driver's node, is "
+                "stopped or silent for 40 s, or 0.7 of this if that is less.",
                 ABOVE_0,
                 default=300.0,
             ),
@@ -422,10 +421,9 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "bound of the first time of a phase, in which workers compile and allocate, unless the "
-                "phase's own key is smaller. Workers "
-                "that replace others have ``multiple`` times the slowest first time of this launch instead. "
-                "It detects ranks that compute "
+                "time limit of a phase's first execution, in which workers compile and allocate, unless "
+                "the phase's own key is smaller. Workers that replace others get ``multiple`` times the "
+                "slowest first execution of this launch instead. It detects ranks that compute "
                 "indefinitely in a first step, or wait for a GPU, which keeps a processor busy.",
                 ABOVE_0,
                 default=1800.0,
@@ -436,7 +434,7 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "a phase may take this multiple of the slowest of its last ten times.",
+                "a phase may take this multiple of its slowest time among the last ten.",
                 AT_LEAST_1,
                 default=3.0,
             ),
@@ -445,18 +443,16 @@ class DeadlinesConfig(TypedDict):
 
 
 class DebugConfig(TypedDict):
-    """Means to find a fault of the program."""
+    """Debugging aids."""
 
     collectives: NotRequired[
         Annotated[
             bool,
             Key(
-                "compare operation, shape, dtype and number of every collective over the ranks of its group "
-                "before it begins, and name the "
-                "ranks that differ; slow. Sends and receives between pipeline stages are no collectives, "
-                "and are not compared: one that "
-                "does not match ends with the error of gloo or NCCL, or with the deadline of its phase, "
-                "which says who waits.",
+                "compare operation, shape, dtype and number of every collective over the ranks of its "
+                "group before it begins, and name the ranks that differ; slow. Sends and receives between "
+                "pipeline stages are not collectives and are not compared: one that does not match ends "
+                "with the error of gloo or NCCL, or with the deadline of its phase, which names who waits.",
                 default=False,
             ),
         ]
@@ -464,14 +460,14 @@ class DebugConfig(TypedDict):
 
 
 class ProfilerConfig(TypedDict):
-    """Profiling of chosen steps."""
+    """Profiling of selected steps."""
 
     steps: NotRequired[
         Annotated[
             list[int] | None,
             Key(
-                "which, ``[first, stop]``, counted from 1, without ``stop``; null for what "
-                "``MEGARL_NSYS_PROFILE_STEP_RANGE`` (``first:stop``) says, or none.",
+                "steps to profile, ``[first, stop]``, counted from 1, ``stop`` excluded; null for "
+                "``MEGARL_NSYS_PROFILE_STEP_RANGE`` (``first:stop``), or none.",
                 default=None,
             ),
         ]
@@ -480,8 +476,8 @@ class ProfilerConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "names of workers that run under NVIDIA Nsight Systems, patterns with commas between "
-                '(``"*policy*,*vllm*"``), which record those steps; null for '
+                "names of workers that run under NVIDIA Nsight Systems, which records those steps, as "
+                'patterns separated by commas (``"*policy*,*vllm*"``); null for '
                 "``MEGARL_NSYS_WORKER_PATTERNS``, or none.",
                 default=None,
             ),
@@ -491,8 +487,8 @@ class ProfilerConfig(TypedDict):
         Annotated[
             list[int],
             Key(
-                "ranks of the policy whose steps torch's profiler records, into ``profiles`` of the run's "
-                "directory.",
+                "ranks of the policy that torch's profiler records in those steps, into ``profiles`` in "
+                "the run's directory.",
                 default=[],
             ),
         ]
@@ -548,12 +544,12 @@ class RunConfig(TypedDict):
     ]
     data: Annotated[DataConfig, Key("the data.")]
     env: NotRequired[
-        Annotated[EnvConfig, Key("the rewards of GRPO and PPO, which distillation only measures.")]
+        Annotated[EnvConfig, Key("the rewards of GRPO and PPO; a distillation only measures them.")]
     ]
     checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
     logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
-    profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of chosen steps.")]]
-    debug: NotRequired[Annotated[DebugConfig, Key("aids for finding faults of the program.")]]
+    profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of selected steps.")]]
+    debug: NotRequired[Annotated[DebugConfig, Key("debugging aids.")]]
     cluster: Annotated[ClusterConfig, Key("the machines.")]
 
 
