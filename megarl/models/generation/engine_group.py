@@ -191,7 +191,7 @@ class EngineGroup(RolloutEngine):
         self._connected = False
 
     def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
-        """Wait for futures of this object's methods."""
+        """Wait for futures of this object's methods, and return their results."""
         return self._results(futures)
 
     # refit

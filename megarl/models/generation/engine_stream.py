@@ -32,7 +32,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 class Group(Protocol):
-    """The part of a group of engines that a stream calls; see
+    """The methods of a group of engines that a stream calls; see
     ``megarl.models.generation.engine_group.EngineGroup``."""
 
     @property
@@ -45,7 +45,7 @@ class Group(Protocol):
         ...
 
     def results(self, futures: list[Any]) -> list[Any]:
-        """Wait for futures."""
+        """Wait for futures and return their results."""
         ...
 
 

@@ -328,8 +328,8 @@ class RolloutEngine(GenerationInterface):
 
     def weight_digests(self) -> list[dict[str, int]] | None:
         """Return ``Policy.weight_digests`` of the model copy that each rank has a part of, computed from the
-        parameters after the load. Further copies of a tensor that differ have names of their own. Engines
-        that store weights in formats of their own return None."""
+        parameters after the load. Copies of a parameter that differ are listed under additional names.
+        Engines that store weights in formats of their own return None."""
         return None
 
     def is_alive(self) -> bool:

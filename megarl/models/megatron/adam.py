@@ -256,9 +256,9 @@ def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> No
 
 
 def _is_final(name: str, parameter: Any, tied: bool) -> bool:
-    """Return whether data parallelism is the last to reduce the gradient of a parameter. Megatron-Core's
-    ``finalize_model_grads`` reduces further the gradients of whole parameters under sequence parallelism, of
-    norms, and of a tied embedding."""
+    """Return whether data parallelism is the last to reduce the gradient of a parameter. After it,
+    Megatron-Core's ``finalize_model_grads`` also reduces the gradients of whole parameters under sequence
+    parallelism, of norms, and of a tied embedding."""
     later = parameter.ndim == 1 or (tied and ("word_embeddings" in name or "output_layer" in name))
     marks = ("sequence_parallel", "average_gradients_across_tp_domain")
     return not later and not any(getattr(parameter, mark, False) for mark in marks)

@@ -191,7 +191,7 @@ class ScoreLayer(torch.nn.Module):
     weight's gradient, which Megatron-Core sums as it does the gradients of norms.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         labels: number of scores of a position.
         group: the tensor-parallel ranks.
     """

@@ -96,7 +96,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def linears_of(experts: SequentialMLP) -> Linears:
-    """Return the linear layers of Megatron's loop over experts."""
+    """Return the first and the last linear layer of each expert in Megatron's loop over experts."""
     return [expert.linear_fc1 for expert in experts.local_experts], [
         expert.linear_fc2 for expert in experts.local_experts
     ]

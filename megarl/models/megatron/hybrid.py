@@ -119,7 +119,7 @@ def hybrid_model(
     """Build one model chunk of this pipeline stage.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         chunk: number of the chunk; None if the stage has a single chunk.
         layers: GPTModel's layer specs of the chunk.
         options: keyword arguments of GPTModel.

@@ -9,9 +9,9 @@ arXiv:2412.19437, equations 17 to 20.)
 
 * ``aux_loss``: ``E * sum_i f[i] * P[i]`` with ``f[i] = c[i] / (T * k)`` and ``P[i] = sum_t p[t, i] / T``
   (Fedus et al., Switch Transformers, arXiv:2101.03961, equations 4 to 6, there with k = 1). It is 1 when all
-  experts have the same load. ``f`` carries no gradient, so a token contributes ``E / T * sum_i f[i] * p[t,
-  i]``. These contributions add up over any split of the batch as long as ``f`` is that of the whole batch.
-  ``f`` must be known before the first backward pass, so a pass without gradients counts it.
+  experts have the same load. ``f`` carries no gradient, so the contribution of a token is ``E / T * sum_i
+  f[i] * p[t, i]``. These contributions add up over any split of the batch as long as ``f`` is that of the
+  whole batch. ``f`` must be known before the first backward pass, so a pass without gradients counts it.
 * ``seq_aux_loss``: the same for each sequence alone, averaged over the sequences (DeepSeek-V2,
   arXiv:2405.04434, section 2.2.3). A sequence is in one micro-batch, so nothing has to be counted before;
   ranks that share sequences sum their counts.

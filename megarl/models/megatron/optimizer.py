@@ -168,7 +168,7 @@ def _state_settings(chosen: MegatronOptimizerConfig, seed: int) -> StateSettings
 
 
 def with_parameters(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """Yield the optimizers that step something on this rank."""
+    """Yield the optimizers that have parameters on this rank."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False):
             yield inner
@@ -339,7 +339,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
 
 
 def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
-    """Return whether an overflow lowers float16's loss scale, so that the next batch may well pass."""
+    """Return whether an overflow lowers float16's loss scale, so that the next batch may not overflow."""
     scaler = getattr(next(iter(getattr(optimizer, "chained_optimizers", [optimizer]))), "grad_scaler", None)
     least = getattr(scaler, "min_scale", None)
     return scaler is not None and least is not None and float(scaler.scale) > float(least)

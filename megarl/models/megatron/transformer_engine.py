@@ -1,7 +1,8 @@
-"""Transformer Engine: tests if this process can use it, by importing it and not by looking for its files.
+"""Transformer Engine: tests if this process can use the package, by importing it and not by looking for its
+files.
 
-Megatron-Core tries to import it and takes an ImportError to mean that it is absent. Every other error ends
-the import of Megatron-Core, and with it the worker: a package without its torch extension raises
+Megatron-Core tries to import Transformer Engine, and treats an ImportError as its absence. Every other error
+ends the import of Megatron-Core, and with it the worker: a package without its torch extension raises
 RuntimeError, and a library that was built for another torch or another CUDA raises OSError. So ``find`` is
 called before Megatron-Core is imported, and if Transformer Engine cannot be used here, it is hidden from all
 later imports.

@@ -111,7 +111,7 @@ class VllmGeneration(EngineGroup):
 
     @property
     def scores(self) -> bool:
-        """True: all of vLLM's workers have ``score``."""
+        """True, because all of vLLM's workers have ``score``."""
         return True
 
     @property
