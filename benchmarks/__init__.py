@@ -1,7 +1,7 @@
-"""Costs of megarl, as ratios to a limit or a baseline that the same run measures: ``python -m benchmarks
+"""Benchmarks of megarl, as ratios to a limit or a baseline measured in the same run: ``python -m benchmarks
 list``.
 
-A case lives in one file of ``benchmarks.cases`` and offers ``measure(quick) -> Iterator[Point]``. It takes
-turns between the thing and its baseline, checks their numbers against each other, and leaves judgement of the
-ratios to the reader: absolute times differ between machines.
+Each case is one file of ``benchmarks.cases`` and offers ``measure(quick) -> Iterator[Point]``. It alternates
+between megarl and its baseline, and checks that their numbers agree. Absolute times differ between machines,
+so only the ratios are comparable, and their interpretation is left to the reader.
 """

@@ -1,5 +1,5 @@
-"""``python -m benchmarks``: ``list`` names cases, ``run`` measures them, ``report`` draws results,
-``compare`` sets two side by side."""
+"""``python -m benchmarks``: ``list`` names the cases, ``run`` measures them, ``report`` plots results, and
+``compare`` shows two results side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from benchmarks.runner import circumstances, run_cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 when a case failed or a ratio fell, 2 when the command line makes no sense."""
+    """Run the command line and return its exit code: 0 for success, 1 if a case failed or a ratio fell, 2 if
+    the command line is invalid."""
     options = _parser().parse_args(arguments)
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "list": _list,
@@ -84,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``read`` as argparse wants it, which shows the message of one kind of error only."""
+    """Wrap ``read`` as an argparse type: its ``ValueError`` becomes the one error whose message argparse
+    shows."""
 
     def checked(text: str) -> Any:
         try:
@@ -142,7 +144,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _fault_of_adding(
     arguments: argparse.Namespace, earlier: Sequence[dict[str, Any]], names: Sequence[str], options: Options
 ) -> str:
-    """Return why ``--add`` cannot be followed; empty when it can, or is not there."""
+    """Return why ``--add`` cannot be done; empty if it can, or if it was not given."""
     if arguments.add and arguments.out is None:
         return (
             "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its "
@@ -169,7 +171,8 @@ def _again(names: Sequence[str], quick: bool, options: Options) -> list[dict[str
 
 
 def _cases_that_take(options: Options) -> list[str]:
-    """Return all cases that need no choice, or where something is chosen, those that follow it."""
+    """Return the cases that follow the chosen options. If no option was chosen, return all cases that need
+    none."""
     chosen = set(options.chosen)
     return [
         name
@@ -179,7 +182,7 @@ def _cases_that_take(options: Options) -> list[str]:
 
 
 def _fault(names: Sequence[str], options: Options) -> str:
-    """Describe the fault of a choice of cases and options; empty if there is none."""
+    """Return what is wrong with the chosen cases and options; empty if nothing is."""
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         return f"no such case: {', '.join(unknown)}. Fix: choose from {', '.join(CASES)}"

@@ -1,5 +1,5 @@
-"""The loop that a person would write instead of using a worker: transformers and torch, in one process or
-under torch's FSDP2."""
+"""A training loop as a person would write it instead of using a worker: transformers and torch, in one
+process or under torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks import tiny
 
 
 class BareLoop:
-    """One model in one process with torch's fused AdamW; the same weights, data, micro-batches and
-    hyperparameters as the worker's.
+    """One model in one process with torch's fused AdamW. Weights, data, micro-batches and hyperparameters are
+    the same as the worker's.
 
     Args:
         model: Hugging Face directory.
-        micro_batch: rows.
-        device: ``cpu``, where it computes in float32, or ``cuda``, where matrix products are in bfloat16 as
-            the worker's.
+        micro_batch: rows of a micro-batch.
+        device: ``cpu``, which computes in float32, or ``cuda``, which computes matrix products in bfloat16 as
+            the worker does.
     """
 
     ranks = 1
@@ -50,15 +50,16 @@ class BareLoop:
         )
 
     def divided(self, model: Any) -> Any:
-        """The model as this loop holds it."""
+        """Return the model in the form in which this loop trains it."""
         return model
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a batch that this process has, on its device."""
+        """Return this process's rows of a batch, on its device."""
         return tensor.to(self.device)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Return one optimizer step; the loss before it, of this process's rows over the tokens of all."""
+        """Take one optimizer step, and return the loss before it: the sum over this process's rows, divided
+        by the tokens of all rows."""
         # rows are padded on the right, so the causal mask alone hides the padding
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
         valid = (targets != -100).sum()
@@ -85,14 +86,14 @@ class BareLoop:
         return total
 
     def before_pass(self, last: bool) -> None:
-        """Called before each micro-batch."""
+        """Prepare a micro-batch; ``last`` marks the last one of a step. Nothing is needed here."""
 
 
 class FSDP2Loop(BareLoop):
-    """The same loop on all ranks, sharded by torch's ``fully_shard``; gradients are reduced once a step."""
+    """The same loop on all ranks, sharded by torch's ``fully_shard``. Gradients are reduced once per step."""
 
     def divided(self, model: Any) -> Any:
-        """Return each layer, and the rest, sharded over all ranks."""
+        """Return the model with each layer, and all remaining parameters, sharded over all ranks."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -103,10 +104,10 @@ class FSDP2Loop(BareLoop):
         return fully_shard(model, mesh=mesh)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return an equal share of the rows."""
+        """Return this rank's equal share of the rows."""
         return tensor.chunk(self.ranks)[dist.get_rank()].to(self.device)
 
     def before_pass(self, last: bool) -> None:
-        """Gradients are reduced, and the optimizer step prepared, at the last micro-batch alone."""
+        """Reduce gradients, and prepare the optimizer step, only at the last micro-batch."""
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)

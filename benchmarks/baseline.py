@@ -1,8 +1,8 @@
 """Baselines of several runs: which runs may be joined, and which cases of a baseline cannot be used.
 
-Several runs of a case say how far runs of the same code are apart, and that widens the bound on a ratio
-(``benchmarks.change``). So they must be of one commit, machine and choice of options, and nothing may have
-disturbed one of them: otherwise the bound grows by what differs.
+Several runs of a case show how far runs of the same code differ, which widens the bound on a ratio
+(``benchmarks.change``). All runs must therefore have the same commit, machine and options, and no run may
+have been disturbed. Otherwise the bound would also cover these differences.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from benchmarks.marks import disturbances_of, of_no_commit
 
 Result = Mapping[str, Any]
 MOMENTARY = ("load_before", "load_after", "others")
-"""Facts of an environment that differ between runs on one machine."""
+"""Facts of an environment that differ between runs on the same machine."""
 
 
 def unusable_cases(baseline: Sequence[Result]) -> dict[str, list[str]]:
-    """Return why a case of several runs cannot be used, by case; cases that can be used, and cases of one
-    run, are not named."""
+    """Return for each unusable case the reasons why its runs cannot be used as a baseline. Usable cases, and
+    cases with a single run, are left out."""
     runs: dict[str, list[Result]] = {}
     for result in baseline:
         runs.setdefault(result["case"], []).append(result)
@@ -27,12 +27,12 @@ def unusable_cases(baseline: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def refusal(earlier: Sequence[Result], now: Result, cases: Collection[str]) -> str:
-    """Return why a run cannot join those before it, in lines; empty where it can.
+    """Return the reasons why a run cannot be joined to earlier ones, one per line; empty if it can.
 
     Args:
-        earlier: results that are there.
-        now: what the run states: commit, environment, quick, options.
-        cases: those that it measures. Others do not count.
+        earlier: results that are already stored.
+        now: the facts of this run: commit, environment, quick, options.
+        cases: the cases that this run measures; earlier results of other cases are ignored.
     """
     reasons: dict[str, list[str]] = {}
     for result in earlier:
@@ -73,7 +73,7 @@ def _of_no_commit(result: Result) -> list[str]:
 
 
 def _faults(runs: Sequence[Result]) -> list[str]:
-    """Yield the faults of the runs of one case."""
+    """Return why the runs of one case cannot form a baseline; empty if they can."""
     if len(runs) == 1:
         return []
     numbered = list(enumerate(runs, 1))

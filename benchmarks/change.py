@@ -1,26 +1,27 @@
-"""Changes between results of a case: ratio by ratio, each against a bound from the spread of earlier repeats
+"""Changes between results of a case: each ratio is compared with a bound from the spread of earlier repeats
 and runs.
 
-For one ratio, with medians m, the shift in the direction that is worse is::
+For one ratio, with medians m, the shift towards the worse is::
 
-    shift = m_after / m_before - 1      where less is better (times, memory)
-    shift = m_before / m_after - 1      where more is better (speeds)
+    shift = m_after / m_before - 1      if less is better (times, memory)
+    shift = m_before / m_after - 1      if more is better (speeds)
 
-The spread of repeats is the distance between their quartiles over their median. Where there are several
-earlier runs of a case, m_before is the median of their medians, spread_before the largest of their spreads,
-and *between* the distance of the largest and the smallest of their medians over m_before: memory lies
-elsewhere in each process, which no repeat within one shows. Few runs may be near one another by chance. So
-*between* counts REACH / d times, with d the mean range of that many normal numbers of deviation 1 (Tippett,
-1925), and what three quarters of the ratios of the case are apart, *usual*, counts for all of them. A ratio
+The spread of repeats is the distance between their quartiles divided by their median. If there are several
+earlier runs of a case, m_before is the median of their medians, spread_before is the largest of their
+spreads, and *between* is the distance between their largest and smallest medians, divided by m_before. The
+last one is needed because each process has another memory layout, which the repeats within one process do not
+show. A few runs may be close to one another by chance. So *between* is multiplied by REACH / d, with d the
+mean range of that many normal numbers of deviation 1 (Tippett, 1925). The upper quartile of *between* over
+the ratios of the case, *usual*, applies to all of these ratios. A ratio
 
 * *fell* when shift > max(FLOOR, TIMES * spread_before, REACH / d * between, REACH / d * usual), and *gained*
   when the shift the other way is as large;
-* is *unsteady* when spread_after is larger than spread_before by more than that bound, whatever its median: a
-  stall in some repeats.
+* is *unsteady* when spread_after exceeds spread_before by more than that bound, whatever its median: some
+  repeats stalled.
 
-For normally scattered repeats TIMES * spread is 2.7 standard deviations of one repeat, and REACH / d *
-between on average REACH of one run. The later run's own spread widens no bound, so a noisy run cannot pass by
-being noisy. Absolute numbers never count: they belong to their machine.
+For normally distributed repeats TIMES * spread is 2.7 standard deviations of one repeat, and REACH / d *
+between is on average REACH standard deviations of one run. The later run's own spread widens no bound, so a
+noisy run cannot pass by being noisy. Absolute numbers never count, because they depend on the machine.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Change:
     """One ratio, before and after.
 
     Attributes:
-        case, point, metric: which.
-        before, after: summaries; ``after`` is None where it was not measured again.
-        shift: in the direction that is worse.
+        case, point, metric: names of the ratio.
+        before, after: summaries; ``after`` is None if the ratio was not measured again.
+        shift: relative change towards the worse.
         allowed: largest shift, and largest growth of the spread.
-        verdict: one of the words above.
+        verdict: one of the words defined in the module's docstring, ``same`` or ``missing``.
     """
 
     case: str
@@ -65,18 +66,18 @@ class Change:
 
 
 def larger_is_better(unit: str) -> bool:
-    """A ratio of speeds says so in its unit; all others are of times, bytes or bins."""
+    """Return whether a ratio's unit is one of speeds; all other ratios are of times, bytes or bins."""
     return "speed" in unit or "a second" in unit or "filled" in unit
 
 
 def name_of(parameters: Mapping[str, Any]) -> str:
-    """Return a point's parameters in words."""
+    """Return a point's parameters as text."""
     return " ".join(f"{name}={value}" for name, value in parameters.items())
 
 
 def changes(before: Sequence[Result], after: Sequence[Result]) -> Iterator[Change]:
-    """Yield every ratio of ``before`` whose case is in ``after``, in its order. All earlier results of a case
-    count, and the last later one."""
+    """Yield every ratio of ``before`` whose case is in ``after``, in the order of ``before``. All earlier
+    results of a case count, but only the last later one."""
     later = {result["case"]: result for result in after}
     for case in dict.fromkeys(result["case"] for result in before):
         if case in later:
@@ -100,7 +101,8 @@ def _of_case(runs: Sequence[Result], after: Result) -> Iterator[Change]:
 
 
 def joined(runs: Sequence[Summary]) -> Summary:
-    """One summary of those of several runs, with what lies ``between`` them; see the module."""
+    """Return one summary of the summaries of several runs, with the distance ``between`` them that the module
+    defines."""
     if len(runs) == 1:
         return runs[0]
     medians = [run["median"] for run in runs]
@@ -119,13 +121,13 @@ def joined(runs: Sequence[Summary]) -> Summary:
 def judged(
     case: str, point: str, metric: str, before: Summary, after: Summary | None, usual: float = 0.0
 ) -> Change:
-    """Return the verdict on one ratio.
+    """Return the change of one ratio with its verdict.
 
     Args:
-        case, point, metric: which.
-        before: of the earlier repeats and runs.
-        after: of the later run; None where it has none.
-        usual: what earlier runs of ratios of this case are apart.
+        case, point, metric: names of the ratio.
+        before: summary of the earlier repeats and runs.
+        after: summary of the later run; None if it does not have the ratio.
+        usual: upper quartile of *between* over the ratios of this case.
     """
     spread = before["spread"]
     reach = REACH / _MEAN_RANGES[min(before.get("runs", 2) - 2, len(_MEAN_RANGES) - 1)]

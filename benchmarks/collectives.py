@@ -1,5 +1,5 @@
-"""Collectives of a step, recorded while it runs and sent again by themselves: what its communication costs
-where nothing else is done."""
+"""Collectives of a step, recorded while it runs and replayed by themselves, which measures the cost of its
+communication alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.timing import Spent
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collective.
+    """One recorded collective.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, or the name of another
             operator.
-        elements: of what each rank gives.
-        dtype: of them.
-        ranks: of its group.
+        elements: number of elements that each rank contributes.
+        dtype: their dtype.
+        ranks: ranks of the group.
     """
 
     kind: str
@@ -62,14 +62,14 @@ _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
 class Recorded(TorchDispatchMode):
-    """Recorded collectives of what runs inside, in order, of groups of more than one rank."""
+    """Records the collectives of the code that runs inside, in order. Groups of one rank are left out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Collective] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        """Note a collective, then let it run."""
+        """Record the call if it is a collective, then run it."""
         name = function._schema.name
         if (
             name.startswith(("c10d::", "_c10d_functional::"))
@@ -96,11 +96,11 @@ def _ranks(function: Any, arguments: Any) -> int:
 
 
 def send(collectives: Sequence[Collective], repeats: int) -> Spent:
-    """Return seconds of the same collectives over all ranks, one after another, with nothing between them;
-    the first time does not count.
+    """Replay the collectives over all ranks, one after another with nothing between them, and return the
+    seconds. The first replay is a warm-up.
 
     Raises:
-        ValueError: one of them is of a kind that is not known, or of a group that has not all ranks.
+        ValueError: a collective has an unknown kind, or its group does not have all ranks.
     """
     # Buffers are made before anything is timed.
     calls = [_call(each) for each in collectives]

@@ -1,4 +1,4 @@
-"""Two runs of the benchmarks side by side, and the gate that fails when a ratio fell."""
+"""Comparison of two runs of the benchmarks, and the gate that fails if a ratio fell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ HEAD = ("case", "point", "ratio", "before", "after", "worse by", "allowed", "ver
 
 
 def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
-    """Return every ratio that both have, what changed first, and which results are marked."""
+    """Return a table of every ratio that both runs have, changed ones first, and the results that are
+    marked."""
     found = sorted(changes(before, after), key=lambda change: change.verdict == SAME)
     if not found:
         return "nothing to compare: no case of the one is in the other"
@@ -23,7 +24,7 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> str:
 
 
 LOOKS = 2
-"""At ratios that are bad."""
+"""Number of times that bad ratios are measured again."""
 
 
 def check(
@@ -33,18 +34,19 @@ def check(
     narrowed: bool = False,
     again: Callable[[Sequence[str]], Sequence[Result]] | None = None,
 ) -> tuple[bool, str]:
-    """Return whether no ratio fell, and a text that names those that did.
+    """Return whether no ratio fell, and a text that names the ratios that did.
 
-    A baseline of several runs of which one was disturbed, or is of other code, widens bounds by that. Its
-    case is then not judged, which is no pass. A ratio that is bad stays bad unless a further look judges it,
-    and finds it good: of 609 ratios of unchanged code 21 were bad once, and 4 of these again.
+    If one run of a baseline of several runs was disturbed, or ran other code, the bounds are too wide. The
+    case then has no verdict and does not pass. A bad ratio stays bad unless a repeated measurement finds it
+    good: of 609 ratios of unchanged code 21 were bad once, and 4 of these again.
 
     Args:
-        baseline: results to hold on to, of one run or of several.
+        baseline: results to compare with, of one run or of several.
         measured: results of this run.
-        narrowed: the command line asked for some points of the cases only, so that others are not missing.
-        again: measures the cases of these names once more, if some ratio is bad, and those that stay so
-            another time; a ratio that is good there passes.
+        narrowed: the command line selected only some points of the cases, so the other points are not
+            missing.
+        again: measures the cases of these names again if some ratio is bad, and once more for ratios that are
+            still bad; a ratio that is good then passes.
     """
     measured_cases = {result["case"] for result in measured}
     unusable = sorted(measured_cases & unusable_cases(baseline).keys())
@@ -82,7 +84,7 @@ def check(
 def _still_bad(
     bad: Sequence[Change], baseline: Sequence[Result], second: Sequence[Result], narrowed: bool
 ) -> tuple[list[Change], list[str]]:
-    """Return the bad ratios that no second look found good, and notes on both kinds."""
+    """Return the bad ratios that the repeated measurement did not find good, and notes on all bad ratios."""
     failed = {result["case"] for result in second if not result.get("success", True)}
     judged = {
         _key(change): change.verdict
@@ -105,7 +107,7 @@ def _still_bad(
 def _gating(
     baseline: Sequence[Result], measured: Sequence[Result], narrowed: bool
 ) -> tuple[list[Change], int]:
-    """Return the ratios that count, and how many do not because other programs ran."""
+    """Return the ratios that count, and the number of those that do not count because other programs ran."""
     found = [change for change in changes(baseline, measured) if not (narrowed and change.verdict == MISSING)]
     busy = {result["case"] for result in (*baseline, *measured) if is_loaded(result)}
     left_out = {_key(change) for change in found if change.case in busy and _has_twin(change, found)}
@@ -117,7 +119,7 @@ def _key(change: Change) -> tuple[str, str, str]:
 
 
 def _has_twin(change: Change, found: Sequence[Change]) -> bool:
-    """Return whether the same ratio exists in CPU seconds."""
+    """Return whether the same ratio also exists in CPU seconds."""
     return any(
         other.metric == f"{change.metric}_cpu" and other.case == change.case and other.point == change.point
         for other in found
@@ -145,7 +147,8 @@ def _with_spread(summary: Mapping[str, Any]) -> str:
 
 
 def _notes(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
-    """Return why results may not be quoted, a line a result, with the numbers in brackets explained."""
+    """Return why results may not be quoted, one line per result, and an explanation of the numbers in
+    parentheses."""
     marked = [
         f"not to be quoted: {which} {result['case']}: {'; '.join(marks)}"
         for which, results in (("earlier", before), ("later", after))

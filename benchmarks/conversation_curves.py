@@ -1,10 +1,10 @@
-"""``python -m benchmarks.conversation_curves``: the quickstart, and its task as conversations that a function
-of one's own rewards.
+"""Run the quickstart, then train its task as conversations that a user-defined function rewards.
 
-For each seed the quickstart runs as it is, and then both parts again on the same problems as ``messages``,
-with ``right`` in the place of ``exact_match``: joined as they are, which gives the same tokens, and with a
-chat template that says who speaks, which gives others. Plain transformers judge all exported models. Runs
-that are finished in ``--work`` are not run again.
+The command is ``python -m benchmarks.conversation_curves``. For each seed the quickstart runs unchanged. Then
+both of its parts run again on the same problems as ``messages``, with ``right`` instead of ``exact_match``.
+Messages are either concatenated unchanged, which gives the same tokens, or formatted by a chat template that
+names the speakers, which gives other tokens. Plain transformers evaluates all exported models. Finished runs
+in ``--work`` are not run again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ TEMPLATES = {"messages": None, "messages, speakers named": SPEAKERS}
 
 
 def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the reward: 1 where the response is the answer of the record, up to blanks."""
+    """Return the reward: 1 if the response equals the record's answer, ignoring surrounding whitespace,
+    otherwise 0."""
     found = float(response.strip() == record["answer"])
     return {"score": found, "acc": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; the figures lie where ``--out`` says."""
+    """Run the command line, write the figures to ``--out``, and return 0."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.conversation_curves", description=__doc__.splitlines()[0]
     )
@@ -106,8 +107,8 @@ def _weights(run_dir: Path) -> bytes:
 
 
 def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) -> dict[str, Any]:
-    """Return figures of both parts of the quickstart on its own problems and its own model of a seed, as
-    conversations."""
+    """Return the figures of both parts of the quickstart, run as conversations on the problems and the model
+    that the quickstart made for a seed."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import CONFIGS
     from megarl.quickstart.material import evaluate_checkpoint
@@ -151,8 +152,8 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
 
 
 def _source(problems: Path, work: Path) -> str:
-    """Return a source of the problems of a file as conversations of one question and its answer, as an
-    override has it."""
+    """Convert the problems of a file to conversations of one question and its answer, and return the data
+    source as an override."""
     path = work / problems.name
     with problems.open() as lines, path.open("w") as out:
         for row in map(json.loads, lines):
@@ -165,7 +166,8 @@ def _source(problems: Path, work: Path) -> str:
 
 
 def _figures(run_dir: Path, by_transformers: float) -> dict[str, Any]:
-    """Greedy accuracy of a run at every validation, and that of its export under plain transformers."""
+    """Return the greedy accuracy of a run at every validation, and that of its export under plain
+    transformers."""
     return {
         "accuracy": [row[ACCURACY] for row in rows_of(run_dir) if row.get(ACCURACY) is not None],
         "transformers": by_transformers,

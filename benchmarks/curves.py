@@ -1,16 +1,18 @@
-"""``python -m benchmarks.curves``: the quickstart's second part in many ways, with several seeds, as figures
-and pictures.
+"""Run the quickstart's second part in many ways, with several seeds, and write figures and plots.
 
-* ``algorithms``: every algorithm, and the first seed once more in each other layout, with what its curves
-  then differ by.
-* ``backends``: GRPO on the three backends, each of which generates its own answers. Where two drew a
-  different token, everything after it would differ.
-* ``asynchrony``: GRPO on answers that are k steps old, sampled beside training, or up to k steps where what
-  is complete first is trained first; and without a bound on what old answers weigh.
-* ``generation``: GRPO with answers of the policy, and of vLLM colocated and apart. Two engines draw different
-  random numbers, so that their answers, and what is learned from them, are equal in distribution only.
+The command is ``python -m benchmarks.curves`` with one of these experiments:
 
-All runs start from the same model, which has learned from a careless pupil. Runs that are finished in
+* ``algorithms``: every algorithm with every seed. The first seed also runs in each other layout, and the
+  differences of its curves are reported.
+* ``backends``: GRPO on the three backends, each of which generates its own responses. Once two backends
+  sample a different token, everything after it differs.
+* ``asynchrony``: GRPO on responses that are k steps old and sampled during training, or up to k steps old if
+  the groups that complete first are trained first. Both also run without a bound on the weight of old
+  responses.
+* ``generation``: GRPO with responses of the policy, and of vLLM colocated and on other devices. Two engines
+  use different random numbers, so their responses, and the results of training, agree only in distribution.
+
+All runs start from the same model, which was trained on a careless pupil's solutions. Finished runs in
 ``--work`` are not run again.
 """
 
@@ -38,8 +40,8 @@ MISMATCH = (
 )
 COMPARED = (REWARD, LOSS, NORM, ENTROPY, "train/generation_length", ACCURACY)
 SEVERAL_UPDATES = ("policy.train_global_batch_size=64", "policy.learning_rate=5.0e-4")
-"""Four updates a step, so that the policy moves away from the one that has sampled, and clipped ratios mean
-something."""
+"""Four updates per step, so that the policy moves away from the one that sampled, and clipping the ratios has
+an effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,14 @@ class Way:
 
     Attributes:
         recipe: the quickstart's configuration.
-        layers: files that are laid over it.
-        changes: of single keys.
+        layers: files that are merged over it.
+        changes: changes of single keys.
         measures: metrics whose curves are kept.
-        exports: whether its model is wanted afterwards.
-        greedy: whether plain transformers judge the greedy answers of its model, before and after.
-        models: what another way has left with the first seed, by the key that it is named under.
-        against: another way whose first seed's curves are compared with these.
+        exports: whether its model is exported for later use.
+        greedy: whether plain transformers evaluates the greedy responses of its model, before and after
+            training.
+        models: by configuration key, the way whose model of the first seed is used there.
+        against: another way, whose first seed's curves are compared with these.
     """
 
     recipe: str = "grpo.yaml"
@@ -72,13 +75,12 @@ class Experiment:
     """Runs whose curves belong in one picture.
 
     Attributes:
-        ways: by name.
-        pictures: by what is added to the file's name: a title, and for each panel, by its label, the ways in
-            it and their measures.
-        steps: of each run.
-        seeds: of each way.
-        layouts: files that are laid over a recipe, and changes of keys, in the place of Megatron's tensor
-            parallel 2.
+        ways: the ways, by name.
+        pictures: by the suffix of the file name, a title and the panels; each panel maps ways to their
+            measures.
+        steps: steps of each run.
+        seeds: seeds of each way.
+        layouts: files merged over a recipe, and changes of keys, that replace Megatron's tensor parallel 2.
     """
 
     ways: Mapping[str, Way]
@@ -227,7 +229,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; figures and pictures lie where ``--out`` says."""
+    """Run the command line, write figures and plots to ``--out``, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
     parser.add_argument(
@@ -281,13 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of an experiment in a directory, made when their figures are asked for.
+    """Runs of an experiment in a directory, executed when their figures are requested.
 
     Attributes:
-        experiment: which ways and layouts there are.
-        work: holds the runs, their data and the model that all of them start from.
-        seeds: of each way; the first one is compared in other layouts.
-        steps: of each run.
+        experiment: the ways and layouts.
+        work: directory of the runs, their data and the model that all of them start from.
+        seeds: seeds of each way; the first one is compared in other layouts.
+        steps: steps of each run.
     """
 
     experiment: Experiment
@@ -296,8 +298,8 @@ class Runs:
     steps: int
 
     def figures_of(self, name: str) -> dict[str, Any]:
-        """Means over the seeds, curves, and what the first seed's differ by in other layouts and from another
-        way, ready for JSON."""
+        """Return the means over the seeds, the curves, and the differences of the first seed's curves in
+        other layouts and from another way, ready for JSON."""
         way = self.experiment.ways[name]
         curves = {seed: _curves(self._rows(name, seed), way) for seed in self.seeds}
         values = {measure: [each[measure][1] for each in curves.values()] for measure in way.measures}
@@ -328,7 +330,7 @@ class Runs:
         return result
 
     def _rows(self, name: str, seed: int, layout: str | None = None) -> list[dict[str, Any]]:
-        """The log of a run, which is run unless it is there."""
+        """Return the log of a run; run it first unless it is finished."""
         way, run_dir = self.experiment.ways[name], self.work / _run_name(name, seed, layout)
         if (
             (run_dir / "metrics.jsonl").exists()
@@ -366,8 +368,8 @@ class Runs:
         return exported(self.work / _run_name(name, 1))
 
     def _greedy(self, run_dirs: Sequence[Path]) -> dict[str, Any]:
-        """Exact match of the greedy answers of the model before and of what each run exported, by plain
-        transformers."""
+        """Return the exact match of greedy responses by plain transformers, for the initial model and for the
+        export of each run."""
         from megarl.quickstart.material import evaluate_checkpoint
 
         problems = self.work / "validation.jsonl"
@@ -384,18 +386,18 @@ def _run_name(name: str, seed: int, layout: str | None = None) -> str:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log."""
+    """Return the rows of a run's log."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def exported(run_dir: Path) -> Path:
-    """Return the model that a run left at its last step."""
+    """Return the path of the model that a run exported at its last step."""
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def taught_model(work: Path) -> Path:
-    """Return the quickstart's model after its supervised part. The first call trains it and writes the
-    data of the second part."""
+    """Return the quickstart's model after its supervised part. The first call trains it and writes the data
+    of the second part."""
     from megarl.config import load_config
     from megarl.quickstart.__main__ import (
         CARELESS_SHARE,
@@ -429,7 +431,7 @@ def taught_model(work: Path) -> Path:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]], way: Way) -> dict[str, tuple[list[int], list[float]]]:
-    """Return steps and values of each measure, where it was logged."""
+    """Return the steps and values of each measure at the steps where it was logged."""
     found = {}
     for measure in way.measures:
         at = [row for row in rows if row.get(measure) is not None]
@@ -438,11 +440,11 @@ def _curves(rows: Sequence[Mapping[str, Any]], way: Way) -> dict[str, tuple[list
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the differences between the curves of two runs of one seed.
+    """Return the differences between the curves of two runs with the same seed.
 
-    A token whose random number lies within rounding of the bound between two tokens is drawn otherwise, and
-    with it all that follows. So the largest difference of a metric, by its largest value, is that over the
-    steps before the first one with another sample.
+    If a random number is within rounding of the bound between two tokens, the runs sample different tokens,
+    and everything after that differs. So the largest difference of each metric, relative to its largest
+    value, is taken over the steps before the first one with different samples.
     """
     both = list(zip(ours, theirs, strict=True))
     apart = min(
@@ -468,9 +470,9 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
 
 
 def _same_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two steps show no sign of another token: rewards, numbers of tokens, and means over
-    tokens of their log-probability, or of its distance from the teacher's, which one of some 600 moves by
-    more than rounding does."""
+    """Return whether two steps seem to have the same samples. Rewards, numbers of tokens, and token means of
+    log-probabilities or of the distance from the teacher must agree; a single different token among some 600
+    changes them by more than rounding does."""
     if any(one.get(metric) != other.get(metric) for metric in (REWARD, "train/num_tokens")):
         return False
     means = [metric for metric in (ENTROPY, "train/sampled_reverse_kl") if one.get(metric) is not None]
@@ -478,7 +480,8 @@ def _same_samples(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _draw(path: Path, title: str, panels: Mapping[str, Mapping[str, str]], ways: Mapping[str, Any]) -> None:
-    """A line for each way in a panel, mean and range over its seeds; ways that were not run are left out."""
+    """Plot a line for each way in a panel, with mean and range over its seeds; ways that were not run are
+    left out."""
     from megarl.observe.drawing import cycled_colours, finish_axes, stacked_panels
 
     present = {

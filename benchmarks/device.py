@@ -1,5 +1,5 @@
-"""A device to measure on: its clock, its peak of memory, and how fast it multiplies matrices. A CPU, or one
-CUDA device."""
+"""The device that is measured, a CPU or one CUDA device: its clock, its peak memory, and its rate of matrix
+products."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PRODUCT = {"cpu": 768, "cuda": 8192}
 
 
 class Clock(Protocol):
-    """Measures the wall seconds of what is given to a device between two calls."""
+    """A clock that measures the wall seconds of a device's work between two calls."""
 
     def start(self) -> None:
-        """Begin, with nothing left to do for the device."""
+        """Wait until the device is idle, and start the clock."""
 
     def seconds(self) -> float:
-        """Return seconds since ``start``, all of that work done."""
+        """Wait until the device's work is done, and return the seconds since ``start``."""
 
 
 class CudaClock:
-    """The clock of a CUDA device, whose calls return before their work is done: events that the device itself
-    records.
+    """The clock of a CUDA device, based on events that the device records, because calls return before their
+    work is done.
 
     Args:
         cuda: ``torch.cuda``.
@@ -38,14 +38,14 @@ class CudaClock:
         self._begun: Any = None
 
     def start(self) -> None:
-        """See ``Clock``."""
+        """Start the clock; see ``Clock``."""
         # Work given to the device earlier does not count.
         self._cuda.synchronize()
         self._begun = self._cuda.Event(enable_timing=True)
         self._begun.record()
 
     def seconds(self) -> float:
-        """See ``Clock``."""
+        """Return the seconds since ``start``; see ``Clock``."""
         ended = self._cuda.Event(enable_timing=True)
         ended.record()
         # Both events have to be over before elapsed_time can be asked.
@@ -59,8 +59,8 @@ def clock_of(device: str) -> Clock:
 
 
 def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cuda) -> float:
-    """Return MiB that ``action`` needed at its worst moment beyond what was there before: on a CPU as the
-    kernel counts, on CUDA as torch does."""
+    """Return the peak memory of ``action`` beyond that at its beginning, in MiB. On a CPU the kernel counts
+    it, on CUDA torch does."""
     if device == "cpu":
         return memory.peak_of(action)
     cuda.synchronize()
@@ -73,10 +73,10 @@ def peak_of(action: Callable[[], Any], device: str = "cpu", cuda: Any = torch.cu
 
 
 def gemm_rate(device: str = "cpu", repeats: int = 5) -> float:
-    """Floating-point operations a second of one square product, the best of some: what a step could reach
-    here and now.
+    """Return the rate of one square matrix product, the best of some repeats, in floating-point operations
+    per second. No step can be faster on this machine.
 
-    In bfloat16 on CUDA; in float32 on a CPU, on as many threads as torch has.
+    The product is in bfloat16 on CUDA, and in float32 on a CPU, with as many threads as torch has.
     """
     size = PRODUCT[device]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -1,5 +1,5 @@
-"""The plots of a report: the ratios of a case, as lines over what was varied or as bars, each with the range
-of its repeats."""
+"""The plots of a report: the ratios of a case, as lines over the varied parameter or as bars, each with the
+range of its repeats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 
 
 def ratios_of(points: Points) -> list[str]:
-    """Return names of the metrics that are ratios, in their order, those of all points."""
+    """Return the names of all metrics that are ratios, over all points and in their order."""
     found = dict.fromkeys(
         name
         for point in points
@@ -29,7 +29,8 @@ def ratios_of(points: Points) -> list[str]:
 
 
 def panels_of(points: Points, in_cpu_seconds: bool) -> list[str]:
-    """Return the ratios to draw: of those that are there in wall and in CPU seconds the one kind."""
+    """Return the ratios to plot. If a ratio exists in wall and in CPU seconds, only the chosen one of the two
+    is returned."""
     ratios = ratios_of(points)
     twins = {name for name in ratios if f"{name}_cpu" in ratios}
     left_out = twins if in_cpu_seconds else {f"{name}_cpu" for name in twins}
@@ -37,7 +38,7 @@ def panels_of(points: Points, in_cpu_seconds: bool) -> list[str]:
 
 
 def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
-    """Return an SVG of the first ratios of a case; empty where there are none, or one number alone."""
+    """Return an SVG of the first ratios of a case; empty if there are no ratios, or only one point."""
     ratios = panels_of(points, in_cpu_seconds)
     if not ratios or len(points) < 2:
         return ""
@@ -46,8 +47,8 @@ def drawn(points: Points, in_cpu_seconds: bool = False) -> str:
 
 
 def varied(points: Points) -> str | None:
-    """Return the parameter to draw over: a number with several values among points that are otherwise
-    alike."""
+    """Return the parameter for the x axis: a number that has several values among otherwise equal points.
+    Return None if there is no such parameter."""
     candidates = [
         name
         for name, value in points[0]["parameters"].items()
@@ -66,7 +67,8 @@ def _longest_line(points: Points, axis: str) -> int:
 
 
 def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Return points that differ in ``axis`` alone, by what they have in common."""
+    """Return the points as lines: points that differ only in ``axis`` share a line, which is named by their
+    other parameters."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for point in points:
         if axis in point["parameters"]:
@@ -80,7 +82,7 @@ def series(points: Points, axis: str) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def label_of(parameters: Mapping[str, Any]) -> str:
-    """Return parameters in few words: names speak for themselves, numbers need theirs."""
+    """Return a short label of parameters: text values alone, numbers with their names."""
     words = [
         value if isinstance(value, str) else f"{value:g} {name}".replace("_", " ")
         for name, value in parameters.items()
@@ -155,13 +157,13 @@ def _bars(points: Points, ratios: Sequence[str]) -> Any:
 
 
 def _title(points: Points, ratio: str) -> str:
-    """Return the title: the quantity, and what it is the ratio to."""
+    """Return the panel's title: the quantity, and what it is divided by."""
     unit = next(point["metrics"][ratio]["unit"] for point in points if ratio in point["metrics"])
     return f"{ratio.replace('_', ' ')}\n{textwrap.shorten(unit, 46, placeholder=' ...')}"
 
 
 def _finish(panel: Any, title: str, set_scale: Any, rule: Any) -> None:
-    """A line where both are the same, a scale that shows all of it, and the panel's title."""
+    """Add a line at the ratio 1, a scale that includes this line, and the panel's title."""
     low, high = panel.dataLim.intervaly if set_scale == panel.set_yscale else panel.dataLim.intervalx
     if low > 0 and high / low > 20:
         set_scale("log")
@@ -183,7 +185,7 @@ def _figure(count: int, height: float, sharey: bool = False) -> tuple[Any, list[
 
 
 def _svg(figure: Any) -> str:
-    """Return the element alone, with its text as text, so that a page can be searched."""
+    """Return the bare SVG element, with searchable text."""
     import matplotlib
 
     written = io.StringIO()
@@ -197,7 +199,7 @@ def _svg(figure: Any) -> str:
 
 
 def all_drawn(results: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield each result with its plot; ids are made different, since all stand in one page."""
+    """Yield each result with its plot. Ids are made unique, because all plots are on one page."""
     for place, result in enumerate(results):
         svg = drawn(result["points"], is_loaded(result))
         yield result, _with_own_ids(svg, f"r{place}-")

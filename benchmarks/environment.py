@@ -1,4 +1,4 @@
-"""Circumstances of a result besides the code: machine, versions, commit, load."""
+"""The environment of a result, besides the code: machine, versions, commit, load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "ray", "numpy", "trl")
 
 
 def commit() -> str:
-    """Return the commit in the work tree, with ``+changes`` when tracked or new files differ from it;
+    """Return the commit of the work tree, with ``+changes`` if tracked or new files differ from it;
     ``unknown`` without git."""
     try:
         head = _git("rev-parse", "HEAD")
@@ -32,7 +32,7 @@ def _git(*arguments: str) -> str:
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """Processor, cores, versions, device and the load of the last minute, ready for JSON."""
+    """Return processor, cores, versions, device and the load of the last minute, ready for JSON."""
     # Cores that this process may use, which can be fewer than the machine has.
     return {
         "cpu": _processor(),
@@ -47,7 +47,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def load() -> float:
-    """Processes that wanted a core, on average over the last minute."""
+    """Return the load average of the last minute: the mean number of processes that wanted a core."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -59,7 +59,8 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's name as the kernel knows it, with what tells two of the same name apart."""
+    """Return the processor's name as the kernel knows it, with details that distinguish two processors of the
+    same name."""
     wanted = ("model name", "model", "stepping")
     found: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

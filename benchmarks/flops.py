@@ -1,5 +1,5 @@
-"""Floating-point operations of a dense decoder, counted from its sizes: matrix products, without norms,
-softmax and recomputation."""
+"""Floating-point operations of a dense decoder, counted from its sizes. Only matrix products count: norms,
+softmax and recomputation do not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def forward_flops(config: Any, lengths: list[int]) -> float:
     """Return the FLOPs of one forward pass over sequences of these lengths.
 
     Args:
-        config: of transformers, of a dense decoder with gated feed-forward layers.
-        lengths: tokens of each sequence; attention is causal, so a token sees half of its sequence on
+        config: transformers config of a dense decoder with gated feed-forward layers.
+        lengths: tokens of each sequence; attention is causal, so a token attends to half of its sequence on
             average.
     """
     # Some families set the size of a head apart from the hidden size.
@@ -26,5 +26,6 @@ def forward_flops(config: Any, lengths: list[int]) -> float:
 
 
 def training_flops(config: Any, lengths: list[int]) -> float:
-    """Return the FLOPs of a forward and a backward pass, which has two products for each of the forward's."""
+    """Return the FLOPs of a forward and a backward pass; the backward pass has two products for each one of
+    the forward pass."""
     return 3.0 * forward_flops(config, lengths)

@@ -1,4 +1,5 @@
-"""The cases, by name. Their modules are imported only to be run, because they need torch, Ray or Megatron."""
+"""The cases, by name. A module of a case is imported only when it runs, because it needs torch, Ray or
+Megatron."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case.
+    """A case of the benchmarks.
 
     Attributes:
-        about: what is compared with what, in a line.
-        module: has ``function(quick) -> Iterator[Point]``, or ``function(quick, options)`` where it takes
-            any.
+        about: one line on what is compared with what.
+        module: module that has ``function(quick) -> Iterator[Point]``, or ``function(quick, options)`` if the
+            case takes options.
         function: name of the function that measures.
-        takes: the options of ``benchmarks.options.Options`` that it follows.
-        needs: those of them that it cannot do without; a run of all cases leaves it out where they are not
-            chosen.
-        load: processes that compute at the same time, and so the load that the case itself causes.
-        by_name: it is measured where it is named; a run of all cases leaves it out.
+        takes: the options of ``benchmarks.options.Options`` that the case follows.
+        needs: options that the case requires; a run of all cases skips the case if they are not given.
+        load: number of processes that the case computes with at the same time, and so the load that it causes
+            itself.
+        by_name: the case runs only if it is named; a run of all cases skips it.
     """
 
     about: str

@@ -1,8 +1,9 @@
-"""Steps of asynchronous training against steps that sample and train in turn: stages that only wait, and
-whole runs.
+"""Steps of asynchronous training against steps that alternate sampling and training: with stages that only
+sleep, and in whole runs.
 
-Generation is to take twice what the rest of a step takes, so that a step beside it can be two thirds as long
-at best. In the whole runs a trainer and an engine of one rank each have a core of their own, in both ways.
+Generation should take twice as long as the rest of a step, so that an asynchronous step takes two thirds of
+the time at best. In the whole runs, a trainer and an engine of one rank each have their own core, in both
+modes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BESIDE: tuple[str, ...] = ("grpo.async_grpo.enabled=true",)
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield both kinds of steps, by turns."""
+    """Yield points that compare both kinds of steps, measured alternately."""
     repeats = QUICK_REPEATS if quick else REPEATS
     sleeping = [(_sleeping(0), _sleeping(1)) for _ in range(repeats)]
     in_turn, beside = zip(*sleeping, strict=True)
@@ -66,14 +67,15 @@ def _metrics(in_turn: Sequence[float], beside: Sequence[float]) -> dict[str, Met
 
 
 def _sleeping(lag: int) -> float:
-    """Return seconds of a step whose stages only wait; 0 samples and trains in turn."""
+    """Return the seconds of a step whose stages only sleep. A ``lag`` of 0 alternates sampling and
+    training."""
     from megarl.algorithms.ahead import HeldEngines, SamplingAhead
     from megarl.algorithms.rollout_source import WaitingBatches
     from megarl.observe.timing import PhaseTimer
 
     class _Refit:
         def bring_up_to_date(self) -> None:
-            """Nothing is sent."""
+            """Do nothing: no weights are sent."""
 
     sample: Any = lambda step: time.sleep(GENERATION_S)  # noqa: E731
     refit: Any = _Refit()
@@ -89,7 +91,8 @@ def _sleeping(lag: int) -> float:
 
 
 def _sleeping_groups(lookahead: int) -> float:
-    """Return seconds of a step of groups that only wait; without lookahead a step waits for the longest."""
+    """Return the seconds of a step whose groups only sleep. With a ``lookahead`` of 0, a step waits for the
+    slowest group."""
     from types import SimpleNamespace
 
     from megarl.algorithms.ready_first import Order, ReadyFirst
@@ -138,8 +141,8 @@ def _sleeping_groups(lookahead: int) -> float:
 
 
 def _material(work: Path) -> list[str]:
-    """Return a random model of 256 x 4 with the quickstart's vocabulary, and the arguments of a run with
-    it."""
+    """Save a random model of hidden size 256 and 4 layers with the quickstart's vocabulary, and return the
+    arguments of a run with this model."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from megarl.quickstart.material import make_model, write_problems
@@ -187,7 +190,7 @@ def _material(work: Path) -> list[str]:
 
 
 def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
-    """Return medians of the seconds of each phase, over the steps behind the first ones."""
+    """Return the median seconds of each phase, over the steps after warm-up."""
     with tempfile.TemporaryDirectory(dir=work) as run, tempfile.TemporaryFile() as said:
         command = [sys.executable, "-m", "megarl.cli", "train", *arguments, f"run_dir={run}"]
         process = subprocess.Popen(
@@ -211,8 +214,8 @@ def _run(work: Path, arguments: Sequence[str]) -> dict[str, float]:
 
 
 def _pin(root: psutil.Process, pinned: set[int]) -> None:
-    """Give the trainer the first core and the engine the second one, all their threads, as soon as each is
-    there."""
+    """Pin all threads of the trainer to the first core and those of the engine to the second core, as soon as
+    each process exists."""
     from megarl.distributed.worker_stacks import worker_of
     from megarl.models.policy.policy_engines import WORKERS
 

@@ -1,7 +1,7 @@
 """Checkpoints of one rank: a save, a load, and how long an asynchronous save stalls training.
 
-Each against the same bytes by themselves: one raw write with fsync, one raw read, one copy. Megatron is
-measured; each of the other backends would take as long again.
+Each is compared with the same bytes by themselves: one raw write with fsync, one raw read, one copy. Only
+Megatron is measured, because the other backends would take as long again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_S = 120.0
 
 
 def measure_save(quick: bool, options: Options) -> Iterator[Point]:
-    """Saves until the checkpoint has its name."""
+    """Yield the time of a save, until the checkpoint has its final name."""
     with _trained(quick, options) as (worker, manager, directory):
         content = _content_of(_save(worker, manager, 1))
         saves, writes = Spent(), Spent()
@@ -44,7 +44,8 @@ def measure_save(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def measure_load(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield a checkpoint verified, byte by byte, and loaded; both from memory."""
+    """Yield the times of verifying a checkpoint byte by byte and of loading it. Both read from the page
+    cache."""
     from benchmarks.memory import use_pages
 
     with _trained(quick, options) as (worker, manager, _):
@@ -67,11 +68,11 @@ def measure_load(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield the stall of an asynchronous save.
+    """Yield the stall of training by an asynchronous save.
 
-    It ends when the tensors are in shared memory, which the rank has from an earlier save, and the process
-    that writes their files has opened it. That the checkpoint becomes whole is waited for outside of what is
-    measured.
+    The stall ends when the tensors are in shared memory, which the rank keeps from an earlier save, and the
+    process that writes the files has opened this memory. The time until the checkpoint is complete is not
+    measured as part of the stall.
     """
     import torch
 
@@ -108,11 +109,11 @@ def _point(metrics: dict[str, Metric], content: bytes) -> Point:
 
 @contextlib.contextmanager
 def _trained(quick: bool, options: Options) -> Iterator[tuple[Any, CheckpointManager, Path]]:
-    """A worker of one rank after one step, so that its optimizer has a state; the manager of its checkpoints;
-    a directory.
+    """Yield a worker of one rank after one step, so that its optimizer has states, with the manager of its
+    checkpoints and a directory.
 
-    The model is the one that was chosen, or has four million weights, whose checkpoint is some 70 MB, or half
-    a million where it is to be quick.
+    The model is the chosen one. By default it has four million weights, which make a checkpoint of some 70
+    MB, or half a million weights in a quick run.
     """
     import torch.distributed as dist
 
@@ -136,7 +137,7 @@ def _trained(quick: bool, options: Options) -> Iterator[tuple[Any, CheckpointMan
 
 
 def _save(worker: Any, manager: CheckpointManager, step: int) -> Path:
-    """A checkpoint as a run writes it: begun, written, synced, hashed, and given its name."""
+    """Write a checkpoint as a run does: begin, write, sync, hash and rename it. Return its path."""
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
     worker.save_checkpoint(*_parts_of(path))
     return manager.finalize_checkpoint(path)
@@ -145,7 +146,8 @@ def _save(worker: Any, manager: CheckpointManager, step: int) -> Path:
 def _begin(
     worker: Any, manager: CheckpointManager, memory: OwnMemory, step: int, needed: int
 ) -> tuple[Path, OwnWrite]:
-    """Do what a run does before it goes on."""
+    """Begin an asynchronous save, up to where a run continues training. Return the checkpoint's path and the
+    write in progress."""
     path = manager.init_tmp_checkpoint(step, {"step": step, "sampler": {}})
     assert memory.take(needed), f"there is no memory for {needed} bytes"
     worker.save_checkpoint(*_parts_of(memory.directories("actor")))
@@ -154,10 +156,10 @@ def _begin(
 
 
 def _parts_of(checkpoint: Path) -> tuple[str, str]:
-    """Return directories of weights and optimizer in a checkpoint."""
+    """Return the directories of the weights and the optimizer in a checkpoint."""
     return str(checkpoint / "policy" / "weights"), str(checkpoint / "policy" / "optimizer")
 
 
 def _content_of(checkpoint: Path) -> bytes:
-    """Return all of its bytes, one file after the other."""
+    """Return the bytes of all files of a checkpoint, concatenated."""
     return b"".join(path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file())

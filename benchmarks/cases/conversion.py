@@ -1,9 +1,9 @@
-"""Import and export of a bfloat16 model against a plain copy of its bytes, and against loading and saving it
+"""Import and export of a bfloat16 model, against a plain copy of its bytes and against loading and saving it
 with transformers.
 
-Everything is flushed to disk within its time. Each conversion runs in a process of its own, whose peak memory
-it reports; how large that is beside one shard and the largest tensor is said with what PyTorch, transformers
-and other imports take, and without.
+Everything is flushed to disk within the measured time. Each conversion runs in its own process and reports
+its peak memory. This peak is compared with the size of one shard plus the largest tensor, both with and
+without the memory that PyTorch, transformers and other imports take.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ print(json.dumps({"peak_memory": status_bytes("VmHWM")}))
 
 
 def measure_import(quick: bool) -> Iterator[Point]:
-    """From Hugging Face to Megatron-Core."""
+    """Yield the cost of a conversion from Hugging Face to Megatron-Core."""
     return _measured("import", quick)
 
 
 def measure_export(quick: bool) -> Iterator[Point]:
-    """From Megatron-Core to Hugging Face."""
+    """Yield the cost of a conversion from Megatron-Core to Hugging Face."""
     return _measured("export", quick)
 
 
 def _measured(direction: str, quick: bool) -> Iterator[Point]:
-    """Yield a model of 0.1 GB, with one worker and with two."""
+    """Yield the cost of converting a model of 0.1 GB, with one worker and with two."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("MEGARL_BENCHMARK_DIR")) as temporary:
         root = Path(temporary)
         written = save_llama(root / "hf", 100_000_000)
@@ -88,7 +88,7 @@ def _measured(direction: str, quick: bool) -> Iterator[Point]:
 
 
 def shard_and_tensor(directory: Path) -> int:
-    """Return bytes of the largest file of a model and of its largest tensor together."""
+    """Return the size of a model's largest file plus that of its largest tensor, in bytes."""
     paths = list(directory.glob("*.safetensors"))
     files = [SafetensorsFile(path) for path in paths]
     names = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118 - no dict
@@ -97,8 +97,8 @@ def shard_and_tensor(directory: Path) -> int:
 
 
 def save_llama(directory: Path, size: int) -> int:
-    """Return a Llama of about ``size`` bytes with random weights, as a downloaded one is on disk. Returns
-    its bytes."""
+    """Save a Llama of about ``size`` bytes with random weights, laid out as a downloaded model is. Return the
+    exact number of bytes of its weights."""
     from transformers import LlamaConfig
 
     query, key = HEADS * HEAD_DIM, GROUPS * HEAD_DIM

@@ -1,10 +1,10 @@
-"""Costs of a start that reads a supervised set of 50,000 rows, or of as many as were asked for: the first
-one, which tokenizes them, and the second, which takes what the first has left; against reading the same file
-and tokenizing the same texts, of which nothing is kept.
+"""Cost of a start that reads a supervised set of 50,000 rows, or of the requested number of rows. The first
+start tokenizes the rows; the second one reads what the first has stored. Both are compared with reading the
+same file and tokenizing the same texts, without storing anything.
 
-Each start has a process of its own. Memory is what the process needed at its worst moment beyond what was
-resident when it began, pages of mapped files included; of the second start also after 100 batches of 512 rows
-in shuffled order. Fails where the second start has other rows than the first.
+Each start runs in its own process. Its memory is its peak beyond the resident memory at its beginning,
+including the pages of mapped files. For the second start it is also measured after 100 batches of 512 rows in
+shuffled order. The case fails if the second start has other rows than the first.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start.
+    """Cost of one start.
 
     Attributes:
-        wall, cpu: seconds, of all threads.
-        memory: MiB at the worst moment beyond what was there before.
-        drawn: likewise, after batches have been drawn; 0 where none were.
-        batch: seconds that the rows of a batch take.
-        digest: of the rows that were looked at.
-        tokens: of all rows.
+        wall, cpu: wall and CPU seconds, of all threads.
+        memory: peak memory in MiB beyond that at the beginning.
+        drawn: the same after batches were read; 0 if none were.
+        batch: seconds to read the rows of a batch.
+        digest: digest of the rows that were read.
+        tokens: tokens of all rows.
     """
 
     wall: float

@@ -1,15 +1,14 @@
-"""Conversations with environments that take their time: each at its own pace, against all waiting for the
-slowest of each turn.
+"""Conversations with slow environments: each conversation at its own pace, against all of them waiting for
+the slowest one at each turn.
 
-256 conversations of 1 to 8 turns; the environment answers after an exponential time of mean 0.25 s, at most 2
-s, drawn by fixed seeds, and
-the engine, which is a script, each request after 5 ms. Nothing can end before the longest chain of one
-conversation's answers.
+There are 256 conversations of 1 to 8 turns. The environment replies after an exponentially distributed time
+of mean 0.25 s and at most 2 s, sampled with fixed seeds. The engine, which is a script, completes each
+request after 5 ms. No run can be shorter than the longest sequence of waits in one conversation.
 
-The driver's CPU seconds are those of 256 conversations of four turns of 256 sampled tokens, whose environment
-answers at once, against as many responses to conversations of one turn; and those of as many responses that a
-reward function scores, as a step of GRPO collects them, against the same columns made straight from what was
-generated, without an object for each response.
+The driver's CPU seconds are measured for 256 conversations of four turns of 256 sampled tokens, whose
+environment replies at once. They are compared with those of as many responses in conversations of one turn.
+The CPU seconds of as many responses that a reward function scores, collected as in a GRPO step, are compared
+with building the same columns directly from what was generated, without an object per response.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WORDS, ALL_TURNS = 256, 4
 CPU_REPEATS = 5
 CPU = "CPU us of the driver a sampled token"
 SAID = np.random.default_rng(0).integers(5, 60, WORDS)
-"""A response, of other tokens than the special ones."""
+"""A response, without special tokens."""
 
 # ChatML, whose marks are tokens of their own as in the tokenizers that are published with it
 MARKS = ["<|im_start|>", "<|im_end|>"]
@@ -60,7 +59,7 @@ TEMPLATE = (
 
 
 def delays_of(episode: int) -> list[float]:
-    """Return seconds of each of a conversation's answers."""
+    """Return the seconds that the environment waits before each of its replies in a conversation."""
     drawn = random.Random(episode)
     return [min(drawn.expovariate(1 / MEAN_S), MOST_S) for _ in range(drawn.randint(1, TURNS))]
 
@@ -89,7 +88,8 @@ class _One(_Quick):
 
 
 class _Stream:
-    """Completes each request so many seconds after it came; in waves, all of them together."""
+    """A stream that completes each request ``seconds`` after it was submitted, or in waves: all of them
+    together."""
 
     def __init__(self, *, in_waves: bool, seconds: float = ENGINE_S) -> None:
         self.in_waves, self._seconds = in_waves, seconds
@@ -99,7 +99,7 @@ class _Stream:
         self._waiting |= dict.fromkeys(requests, time.monotonic() + self._seconds)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Nothing is aborted here."""
+        """Do nothing: requests are never aborted here."""
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
         first = min(self._waiting.values())
@@ -122,7 +122,7 @@ class _Engines:
         raise error
 
     def finish(self, episodes: Any) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def _encoder() -> ObservationEncoder:
@@ -139,7 +139,8 @@ def _encoder() -> ObservationEncoder:
 def _led(
     kind: type[MessageEnv], stream: _Stream, count: int, turns: int, encoder: ObservationEncoder
 ) -> tuple[float, float]:
-    """Wall and CPU seconds of so many conversations, to the batch that is made of them."""
+    """Return the wall and CPU seconds of ``count`` conversations, including the batch that is built from
+    them."""
     environment = MessageEnvironment(kind, {**defaults_of(EnvConfig), "environment": "own"})  # type: ignore[typeddict-item]
     runner = EpisodeRunner(
         _Engines(stream), environment, encoder.tokenizer, PhaseTimer(), EpisodeLimits(turns), encoder
@@ -157,7 +158,7 @@ def _led(
 
 
 class _Generated:
-    """Returns the same responses at each call, as a policy that generates does."""
+    """A policy that generates the same responses at each call."""
 
     def __init__(self, prompt: np.ndarray, rows: int) -> None:
         ids = torch.from_numpy(np.tile(np.concatenate([prompt, SAID]), (rows, 1)))
@@ -172,17 +173,18 @@ class _Generated:
         }
 
     def prepare_for_generation(self) -> None:
-        """Nothing is moved."""
+        """Do nothing: no memory is moved."""
 
     def finish_generation(self) -> None:
-        """Nothing is moved."""
+        """Do nothing: no memory is moved."""
 
     def generate(self, data: Any, greedy: bool) -> BatchedDataDict[Any]:
         return BatchedDataDict(dict(self.output))
 
 
 def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
-    """CPU seconds of a step's responses, collected, and made columns without episodes."""
+    """Return the CPU seconds of collecting a step's scored responses, and those of building the same columns
+    without episodes."""
     prompt = np.arange(5, 25)
     rows, section = EPISODES * ALL_TURNS, {**defaults_of(EnvConfig), "reward": "exact_match"}
     environment, generated = SingleTurn(section), _Generated(prompt, rows)  # type: ignore[arg-type]
@@ -214,7 +216,8 @@ def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Wall seconds of both ways, and CPU seconds of several turns and of one."""
+    """Yield one point with the wall seconds of both kinds of pace, and the CPU seconds of several turns and
+    of one."""
     chains = [sum(delays) + ENGINE_S * len(delays) for delays in map(delays_of, range(EPISODES))]
     encoder = _encoder()
     wall: dict[bool, list[float]] = {False: [], True: []}

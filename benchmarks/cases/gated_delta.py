@@ -1,7 +1,7 @@
-"""A gated delta net, forward and backward, against transformers' own in chunks.
+"""A gated delta net, forward and backward, against the chunked implementation of transformers.
 
-Both have the same weights and read the same hidden states; outputs and gradients are compared. Rows of equal
-length alone, because transformers does not pack.
+Both have the same weights and read the same hidden states; outputs and gradients are compared. All rows have
+equal length, because transformers does not pack.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SIZES = {
     "linear_value_head_dim": 128,
 }
 SHAPES = {"long": (1, 2048), "short": (8, 256)}
-"""Rows and tokens of each."""
+"""Rows and tokens of each input."""
 TOLERANCE = 1e-4
-"""Largest relative distance of outputs and of gradients, in float32."""
+"""Largest relative difference of outputs and of gradients, in float32."""
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield shapes of the input, on one rank."""
+    """Yield one point for each input shape, on one rank."""
     from benchmarks.ranks import Ranks
     from benchmarks.subject import Work, policy_of
 
@@ -74,7 +74,7 @@ def _metrics(spent: Mapping[str, Spent], error: float) -> dict[str, Metric]:
 def _compare(
     config: PolicyConfig, rows: int, length: int, repeats: int, device: str
 ) -> tuple[dict[str, Spent], float]:
-    """Return the times of both sides, and the largest difference between them."""
+    """Return the times of both implementations, and the largest difference between their results."""
     import torch
     from transformers import AutoModelForCausalLM
 

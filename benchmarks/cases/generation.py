@@ -1,8 +1,8 @@
-"""Greedy generation by a worker against ``generate`` of transformers: the same weights and prompts, the
-answers compared.
+"""Greedy generation by a worker against ``generate`` of transformers: same weights, same prompts, responses
+compared.
 
-Prompts of one length and ragged ones, 8 new tokens; of each side wall seconds and CPU seconds of the process,
-in turn. One thread.
+Prompts have equal or ragged lengths, and 8 new tokens are generated, on one thread. Wall seconds and CPU
+seconds of the process are measured for both sides, alternately.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ PROMPTS = {
     "8 to 64": (8, 64, 1),
     "8 to 64, 8 answers each": (8, 64, 8),
 }
-"""Shortest and longest prompt, tokens, and rows that have one."""
+"""Shortest and longest prompt, in tokens, and rows per prompt."""
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield backends x lengths of the prompts."""
+    """Yield one point for each backend and kind of prompt lengths."""
     from benchmarks import tiny
 
     rows, repeats = (64, 3) if quick else (256, 4)
@@ -91,7 +91,7 @@ def _metrics(measured: Mapping[str, Any], rows: int) -> dict[str, Metric]:
 
 
 def _compare(config: PolicyConfig, prompts: Sequence[Sequence[int]], repeats: int) -> dict[str, Any]:
-    """Return seconds of both sides, and how many answers are equal."""
+    """Return the seconds of both sides, and how many of their responses are equal."""
     import time
 
     from transformers import AutoModelForCausalLM

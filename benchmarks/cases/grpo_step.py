@@ -1,13 +1,15 @@
-"""A GRPO step by phase: generation, log-probabilities, training, rest; against TRL's GRPOTrainer, or a loop
-by hand where TRL is missing.
+"""A GRPO step by phase: generation, log-probabilities, training and the rest. It is compared with TRL's
+GRPOTrainer, or with a loop by hand if TRL is not installed.
 
-The same model, prompts, answers, reward and optimizer, one rank and one thread, in turn. TRL computes no
-log-probabilities before it trains once on a batch, and takes a ratio of exactly 1; megarl's step is measured
-with ``loss_fn.force_on_policy_ratio``, which means the same, and without it, as by default. Log-probabilities
-and gradient of one batch are compared with a plain model of the same weights.
+Both sides have the same model, prompts, responses, reward and optimizer, on one rank and one thread, measured
+alternately. TRL computes no log-probabilities before it trains once on a batch, and takes a ratio of exactly
+1. megarl's step is measured with ``loss_fn.force_on_policy_ratio``, which means the same, and without it, as
+by default. Log-probabilities and the gradient of one batch are compared with a plain model of the same
+weights.
 
-Then the same step on two ranks: core-seconds of both against one rank's, with equal losses, and against what
-they cannot go below: two ranks that do a half each and talk to nobody, and the step's collectives alone.
+The same step is then measured on two ranks, whose losses must be equal. Their core-seconds are compared with
+those of one rank and with a lower limit: two ranks that do half of the work each without communicating, plus
+the step's collectives by themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ LOSS_TOLERANCE = 1e-5  # relative; sums in another order
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Backends, with a ratio of 1 and with the ratio to the policy before the update."""
+    """Yield points for each backend: with a ratio of 1, with the ratio to the policy before the update, and
+    on two ranks."""
     from benchmarks.grpo_sides import Task, prompts_of
     from benchmarks.ranks import Ranks
     from megarl.quickstart.material import write_problems
@@ -83,8 +86,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _model(directory: Path, parts: int = 1) -> Path:
-    """Return half a million random weights with the quickstart's tokenizer, or what one of several
-    tensor-parallel ranks has of its sizes."""
+    """Save half a million random weights with the quickstart's tokenizer, and return the directory. With
+    several ``parts``, the sizes are those of one of so many tensor-parallel ranks."""
     from benchmarks import tiny
     from benchmarks.subject import NARROW
     from megarl.quickstart.material import make_tokenizer
@@ -130,7 +133,7 @@ def _config(task: Task, backend: str, layout: Layout = ONE_RANK) -> dict[str, An
 
 
 def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) -> dict[str, Any]:
-    """Return the times of each phase of both sides, and the distance of megarl's numbers from a plain
+    """Return the times of each phase of both sides, and the difference of megarl's numbers from a plain
     model's."""
     import gc
 
@@ -195,8 +198,8 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
 
 
 def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
-    """Return, on every rank, seconds of each phase of its steps, loss and gradient norm of the first step,
-    and seconds of its collectives alone."""
+    """Return, on every rank, the seconds of each phase of its steps, the loss and gradient norm of the first
+    step, and the seconds of the step's collectives alone."""
     import gc
 
     import torch.distributed as dist
@@ -230,8 +233,8 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
 def _beside_each_other(
     pools: Sequence[Ranks], config: PolicyConfig, task: Task, repeats: int
 ) -> list[dict[str, Any]]:
-    """Measure ``_steps`` on one rank of each pool at the same time: they share memory and caches, and do not
-    communicate."""
+    """Measure ``_steps`` on one rank of each pool at the same time. These ranks share memory and caches, and
+    do not communicate."""
     with ThreadPoolExecutor(len(pools)) as threads:
         return [
             rank
@@ -246,15 +249,16 @@ def _of_layout(
     halves: Sequence[Mapping[str, Any]],
     name: str,
 ) -> dict[str, Metric]:
-    """Core-seconds of all ranks against those of one rank, and against their limit: two ranks that do a half
-    of the work each and talk to nobody, and the collectives of the step by themselves. What an operation
-    costs whatever its size, and what tensor-parallel ranks both do, is all that the two halves are above 1.
+    """Return the core-seconds of all ranks as ratios to those of one rank and to their lower limit: two ranks
+    that do half of the work each without communicating, plus the step's collectives by themselves. The two
+    halves exceed one rank only by costs that do not shrink with the size, and by work that both
+    tensor-parallel ranks do.
 
     Args:
-        ranks: what each measured.
-        alone: what one rank measured.
-        halves: what each of those two measured.
-        name: of the two.
+        ranks: measurements of each rank of the layout.
+        alone: measurements of one rank by itself.
+        halves: measurements of each of the two halves.
+        name: name of the two halves.
 
     Raises:
         AssertionError: loss or gradient norm of the first step differ by more than rounding.
@@ -301,7 +305,7 @@ def _of_layout(
 
 
 def _alone(phase: str, spent: Spent) -> dict[str, Metric]:
-    """Return seconds of a phase that the other side has not, or has for other things."""
+    """Return the seconds of a phase that the other side does not have, or that covers other work there."""
     return {
         f"{phase}_seconds": Metric.of("s", spent.wall),
         f"{phase}_cpu_seconds": Metric.of("CPU s", spent.cpu),

@@ -1,8 +1,8 @@
-"""Adam in host memory: how many bytes of states it steps a second, against a copy of as many bytes.
+"""Adam in host memory: how many bytes of states it updates per second, against a copy of as many bytes.
 
-A copy reads and writes each byte once, and so does a step, which besides reads gradients and writes weights:
-with those of 16 bits 28 bytes cross a bus for the 24 of a copy. States, gradients and weights are far larger
-than the caches. Formats below float32 are measured too, whose bytes are fewer.
+A copy reads and writes each byte once. A step does the same with the states, and also reads gradients and
+writes weights: if those have 16 bits, 28 bytes cross the bus for the 24 of a copy. States, gradients and
+weights are far larger than the caches. Formats below float32, which have fewer bytes, are measured too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The log-probability phase of each backend's worker against what a plain loop does: the model of
-transformers, log_softmax, gather.
+"""The log-probability phase of each backend's worker against a plain loop: the model of transformers,
+log_softmax, gather.
 
-The same rows in the same micro-batches, without gradients; the log-probabilities are compared. In ``layers``
-the passes through the layers decide, in ``vocabulary`` the output layer and what is made of its logits.
+Both compute the same rows in the same micro-batches, without gradients, and their log-probabilities are
+compared. The size ``layers`` is dominated by the passes through the layers; ``vocabulary`` is dominated by
+the output layer and the processing of its logits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 0.2}
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield sizes x backends, one rank."""
+    """Yield one point for each size and backend, on one rank."""
     from benchmarks import tiny
     from benchmarks.ranks import Ranks
     from benchmarks.subject import batch_of, policy_of
@@ -69,7 +70,7 @@ def _metrics(spent: dict[str, Spent], error: float, tokens: int) -> dict[str, Me
 
 
 def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tuple[dict[str, Spent], float]:
-    """Return the times of both sides, and the largest difference between them."""
+    """Return the times of both sides, and the largest difference of their log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -105,7 +106,7 @@ def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tup
 
 
 def _plain(model: Any, ids: Any, device: str) -> Any:
-    """[rows, S-1] of one micro-batch."""
+    """Return the log-probabilities [rows, S-1] of one micro-batch."""
     import torch
 
     # The worker's precision there is bfloat16.

@@ -1,10 +1,11 @@
-"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver says and hears, and what each
-rank does of itself; of mixtures of experts also with experts divided over the ranks of policy and engine.
+"""Messages and bytes of a refit, counted at 8 to 1,024 ranks: what the driver sends and receives, and what
+each rank does by itself. For mixtures of experts, this includes experts that are sharded over the ranks of
+policy and engine.
 
-The driver's own code runs, over groups of workers that answer as real ones and start no process; weights are
-those of real models, of which only the shapes exist. Against a refit whose handles the driver carries, group
-by group. Counts are the same on every machine, and the case fails where a refit takes more messages than
-``CALLS``.
+The driver's own code runs over groups of fake workers, which reply as real ones but start no processes. The
+weights have the shapes of real models and take no memory. The baseline is a refit whose handles the driver
+carries, group by group. Counts are the same on every machine, and the case fails if a refit takes more calls
+than ``CALLS``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.weight_sync.slices import Slice
 
 CALLS = 2
-"""Calls by which the weights go: one of the policy's ranks, one of the engines."""
+"""Calls that transfer the weights: one of the policy's ranks and one of the engines."""
 RANKS, QUICK_RANKS = (8, 64, 256, 1024), (8, 1024)
 DEFAULT_SLOT_BYTES = 2**29
 VERSION = 3
@@ -67,20 +68,20 @@ _CARRIED = {"round": 0, "mailbox": _MAILBOX}
 
 
 VOCABULARY_MULTIPLE = 64
-"""To a multiple of which vLLM pads a vocabulary before it cuts it."""
+"""The multiple to which vLLM pads a vocabulary before it shards it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A model on its ranks.
+    """A model and its layout on the ranks.
 
     Attributes:
-        tensor: ranks that the policy cuts its weights over.
+        tensor: tensor-parallel ranks of the policy.
         engine: ranks of an engine.
-        sizes: of the model, as its config class takes them.
-        config: the class in transformers.
-        expert: ranks that the policy's experts are divided over, each of them whole.
-        divided: the engine's experts are divided over its ranks too, and not cut.
+        sizes: sizes of the model, as its config class takes them.
+        config: name of its config class in transformers.
+        expert: expert-parallel ranks of the policy; each expert is whole.
+        divided: the engine is expert-parallel too, with whole experts, instead of sharding each of them.
     """
 
     tensor: int
@@ -92,7 +93,7 @@ class Layout:
 
     @property
     def mixture(self) -> int:
-        """Experts of a layer; 0 for a dense model."""
+        """Experts per layer; 0 for a dense model."""
         return int(self.sizes.get("num_experts", self.sizes.get("n_routed_experts", 0)))
 
 
@@ -153,7 +154,7 @@ LAYOUTS = {
 
 
 def architecture_of(layout: Layout) -> Architecture:
-    """Return the model of a layout."""
+    """Return the architecture of a layout's model."""
     import transformers
 
     from converters.families.read import read_architecture
@@ -162,7 +163,7 @@ def architecture_of(layout: Layout) -> Architecture:
 
 
 def manifest_of(layout: Layout) -> Manifest:
-    """Return the weights of a model in bfloat16, of which no memory is taken."""
+    """Return the manifest of a model's weights in bfloat16, without allocating them."""
     import torch
 
     from converters.mapping.rules import hf_tensors
@@ -186,14 +187,14 @@ def wanted_of(layout: Layout, manifest: Manifest) -> tuple[dict[str, Slice], ...
 def slices_read(
     manifest: Manifest, key_heads: int, ranks: int, experts: int = 0
 ) -> tuple[dict[str, Slice], ...]:
-    """Return the slices of a model that each rank of a vLLM engine reads, as ``tests/system/test_vllm.py``
-    sees its loaders do.
+    """Return the slices of a model that each rank of a vLLM engine reads. They are those that
+    ``tests/system/test_vllm.py`` observes in vLLM's loaders.
 
     Args:
         manifest: the weights.
-        key_heads: of keys and values; where there are fewer than ranks, some ranks read the same ones.
-        ranks: tensor-parallel ones of the engine.
-        experts: that are divided over these ranks; 0 where each of them is cut.
+        key_heads: key-value heads; if there are fewer than ranks, some ranks read the same heads.
+        ranks: tensor-parallel ranks of the engine.
+        experts: experts per layer if they are distributed over these ranks; 0 if each expert is sharded.
     """
     return tuple(
         {
@@ -247,12 +248,12 @@ def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int, exper
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Weights that a refit moves to one rank of the policy, and to the engine's rank beside it.
+    """Weights that a refit moves to one rank of the policy, and to the engine's rank on the same device.
 
     Attributes:
-        gathered: bytes that come from other ranks of the stage.
-        gathered_whole: such bytes where engines take whole weights.
-        handed: what the rank hands over.
+        gathered: bytes that the rank gets from other ranks of its stage.
+        gathered_whole: the same if engines read full tensors.
+        handed: manifest of the weights that the rank hands over.
     """
 
     gathered: int
@@ -261,8 +262,8 @@ class Moved:
 
 
 def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slice]]) -> Moved:
-    """Return the bytes that move where each rank of the policy has an engine rank beside it that reads
-    ``wanted``, for the first of them; by the code that decides how far shards travel."""
+    """Return the weights that move for the first rank of the policy, if each rank has an engine rank on its
+    device that reads ``wanted``. The code of the refit itself decides how far shards travel."""
     from converters.mapping.layouts import padded_vocab_size
     from converters.mapping.rule import expert_index, is_expert
     from converters.mapping.rules import all_rules
@@ -300,8 +301,8 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
 
 
 def experts_kept(manifest: Manifest) -> int:
-    """Return bytes of the experts of the layer that has most, which an engine's rank keeps until all of them
-    came."""
+    """Return the bytes of the experts in the largest layer. An engine's rank keeps them until all of them
+    have arrived."""
     layers: Counter[str] = Counter()
     for tensor in manifest.tensors:
         layer, found, _ = tensor.name.partition(".experts.")
@@ -310,8 +311,8 @@ def experts_kept(manifest: Manifest) -> int:
 
 
 def weights_loaded(manifest: Manifest) -> int:
-    """Return weights that an engine's rank hands to vLLM's loaders, the experts of a layer in three
-    stacks."""
+    """Return the number of weights that an engine's rank hands to vLLM's loaders. The experts of a layer
+    count as three stacks."""
     names = [tensor.name for tensor in manifest.tensors]
     return len({_EXPERT.sub(".experts.", name) for name in names})
 
@@ -322,15 +323,15 @@ def _nothing(worker: int, **options: Any) -> None:
 
 @dataclass
 class Workers:
-    """A group of workers that answer and do nothing, as the driver sees them; what goes to them and comes
-    back is counted.
+    """A group of fake workers, as the driver sees it. They only reply, and all traffic is counted.
 
     Attributes:
-        count: of the workers.
-        answers: of each method, called with a worker's number and the arguments.
-        calls: how often each method was called of all workers.
-        sent: bytes that left the driver; an object that goes to all of them is stored once.
-        heard: bytes of all answers.
+        count: number of workers.
+        answers: function that computes the reply of each method, called with a worker's number and the
+            arguments.
+        calls: number of calls of each method.
+        sent: bytes that left the driver; an object that goes to all workers is stored once.
+        heard: bytes of all replies.
     """
 
     count: int
@@ -342,7 +343,7 @@ class Workers:
     def run_all_workers_single_data(
         self, method: str, run_rank_0_only_axes: Sequence[str] = (), **options: Any
     ) -> list[Any]:
-        """Call all workers: each is its engine's only node."""
+        """Call a method of all workers, each of which is the only node of its engine."""
         self.calls[method] += 1
         for value in options.values():
             plain = value is None or isinstance(value, bool | int | float | str)
@@ -351,41 +352,41 @@ class Workers:
         return [functools.partial(answer, worker, **options) for worker in range(self.count)]
 
     def run_single_worker_single_data(self, method: str, worker: int, **options: Any) -> Any:
-        """Call one worker."""
+        """Call a method of one worker."""
         self.calls[method] += 1
         self.sent += len(pickle.dumps(options))
         return functools.partial(self.answers.get(method, _nothing), worker, **options)
 
     def get_all_worker_results(self, futures: list[Any]) -> list[Any]:
-        """Let the workers answer."""
+        """Compute and return the replies of the workers."""
         answers = [future() for future in futures]
         self.heard += sum(len(pickle.dumps(one)) for one in answers)
         return answers
 
     def shutdown(self, **options: Any) -> bool:
-        """Nothing runs."""
+        """Do nothing, as no process runs, and return True."""
         return True
 
     def reset(self) -> None:
-        """Count from nothing."""
+        """Set all counts to zero."""
         self.calls.clear()
         self.sent = self.heard = 0
 
 
 def payload(manifest: Manifest, first: int, count: int) -> dict[str, Any]:
-    """Return the message in a mailbox for a group of weights in device memory."""
+    """Return the mailbox message for a group of weights in device memory."""
     buffer = {"memory": _MEMORY, "slot_bytes": 2**29, "device": _DEVICE}
     group = {"index": 1, "first": first, "count": count, "checksum": None}
     return {"buffer": buffer, "manifest": manifest.digest, "version": VERSION, **group}
 
 
 def room(manifest: Manifest) -> int:
-    """Return bytes of a group, where no size is configured."""
+    """Return the size of a group in bytes, if no size is configured."""
     return max(DEFAULT_SLOT_BYTES, manifest.largest[1])
 
 
 def device(rank: int) -> str:
-    """Identity of a GPU."""
+    """Return a GPU identity for a rank."""
     return f"GPU-{rank:036d}"
 
 
@@ -402,7 +403,7 @@ def driver_of(
     engine_ranks: int,
     slices: Sequence[Mapping[str, Slice]] = (),
 ) -> tuple[Policy, EngineGroup]:
-    """A policy and engines as the driver has them, on workers that are played; the ranks of an engine read
+    """Return a policy and engines as the driver has them, on fake workers. The ranks of an engine read
     ``slices``, all of which the policy's ranks send."""
     from megarl.models.generation.engine_group import EngineGroup, EngineWorkers
     from megarl.models.policy.lm_policy import Policy
@@ -451,7 +452,7 @@ def driver_of(
 
 
 LIFE = ("offload_before_refit", "offload_after_refit", "prepare_for_generation")
-"""Calls that move memory and not weights."""
+"""Calls that move memory rather than weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,10 +460,10 @@ class Counted:
     """Messages and bytes of one refit at the driver.
 
     Attributes:
-        calls: of all ranks of policy or engines, by which weights go.
-        others: calls that make room for them.
-        messages: to single workers, of ``calls``.
-        nbytes: sent and heard.
+        calls: calls that transfer weights, each of all ranks of the policy or all engines.
+        others: calls that free memory for the weights.
+        messages: messages to single workers by ``calls``.
+        nbytes: bytes sent and received.
     """
 
     calls: int
@@ -472,7 +473,7 @@ class Counted:
 
 
 def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
-    """Return a refit in one of three ways: ``hand over``, ``handles`` or ``broadcast``."""
+    """Run one refit, and return its counts. ``way`` is ``hand over``, ``handles`` or ``broadcast``."""
     from megarl.algorithms.refit import refit_policy_generation
 
     groups: list[Any] = [policy.worker_group, generation.worker_group]
@@ -505,8 +506,8 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield model x ranks; of mixtures, whose many weights take minutes, the most ranks alone, and in a quick
-    run the first of them."""
+    """Yield one point for each model and number of ranks. Mixtures have so many weights that they take
+    minutes: they are counted at the most ranks only, and a quick run counts only the first mixture."""
     dense = [name for name, layout in LAYOUTS.items() if not layout.mixture]
     mixtures = [name for name, layout in LAYOUTS.items() if layout.mixture]
     for name in [*dense, *(mixtures[:1] if quick else mixtures)]:

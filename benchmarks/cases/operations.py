@@ -1,20 +1,20 @@
-"""Operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, counted; the counts must not
-depend on the sequences. Those of a mixture of 8 and of 32 experts, in grouped products and one after another,
-beside them; grouped, not on the experts either.
+"""Counts of operations and host syncs of a packed micro-batch of 2, 16 and 64 sequences, which must not
+depend on the number of sequences. Mixtures of 8 and of 32 experts are counted too, with grouped products and
+with a loop over experts; with grouped products, the counts must not depend on the number of experts either.
 
-On a GPU each operation is a kernel that the host has to launch, and each sync a wait in which the host
+On a GPU each operation is a kernel that the host has to launch, and each sync is a wait in which the host
 launches none. Both are counted on a CPU, where the same code runs:
 
-* an operation is a call that torch dispatches to a kernel; views and empty memory are left out. Attention
-  over packed sequences is one call of a FlashAttention kernel on a GPU, so that a stand-in of one operation,
-  forward and backward, takes its place here;
-* of functions that torch.compile fuses on a GPU (``fusions=compiled``: gates, and residual with norm) each is
-  one operation forward and one backward, for which stand-ins of one operation take their place;
-* a sync is a call that hands numbers of a tensor to the host, or that makes a tensor from a list or moves it
-  to a device without ``non_blocking``.
+* an operation is a call that torch dispatches to a kernel; views and empty tensors are left out. Attention
+  over packed sequences is one call of a FlashAttention kernel on a GPU, so a stand-in of one operation,
+  forward and backward, replaces it here;
+* each function that torch.compile fuses on a GPU (``fusions=compiled``: gates, and residual with norm) is one
+  operation forward and one backward, so stand-ins of one operation replace these functions too;
+* a sync is a call that returns values of a tensor to the host, that creates a tensor from a list, or that
+  moves a tensor to a device without ``non_blocking``.
 
-What a global batch costs once is told from what each micro-batch costs by counting global batches of one and
-of three.
+Counting global batches of one and of three micro-batches separates the cost per global batch from the cost
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ TOKENS = 512
 SEQUENCES = (2, 16, 64)
 EXPERTS = (8, 32)
 MOST_OPERATIONS = 700
-"""Of a global batch of one micro-batch of four layers, forward and backward, until the optimizer's step."""
+"""Most operations of a global batch of one micro-batch of four layers: forward and backward, without the
+optimizer's step."""
 FUSED_SHARE = 0.8
-"""The most operations that fused functions may leave, as a share of all: it was 0.70 in training and 0.75 for
+"""Largest share of all operations that may remain with fused functions. It was 0.70 in training and 0.75 for
 log-probabilities when this was set."""
 VIEWS = frozenset(
     (
@@ -90,14 +91,14 @@ HANDED_OVER = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equ
 
 @dataclass
 class Count:
-    """Counts by name of the operation and by place of the sync."""
+    """Counts of operations by name, and of syncs by line of code."""
 
     operations: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
 
 
 def _place() -> str:
-    """Return the line of this project or of Megatron-Core that called torch."""
+    """Return the file and line of this project or of Megatron-Core that called torch."""
     # Without the frames of this function and of the mode that called it.
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/torch/" not in frame.filename and not frame.filename.endswith(
@@ -125,7 +126,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Syncs(TorchFunctionMode):
-    """Syncs that torch does not dispatch, or that are none on a CPU."""
+    """Counts syncs that torch does not dispatch, or that are not syncs on a CPU."""
 
     def __init__(self, count: Count) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class _Syncs(TorchFunctionMode):
 
 
 def _moves(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Return whether a call moves a tensor to a device and waits until it is there."""
+    """Return whether a call moves a tensor to a device and waits for the copy."""
     return (
         func is Tensor.to
         and not options.get("non_blocking")
@@ -160,15 +161,15 @@ def _is_device(value: Any) -> bool:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Count]:
-    """Counts what happens inside, backward passes among it."""
+    """Yield the counts of everything that runs inside the block, including backward passes."""
     count = Count()
     with _Syncs(count), _Operations(count):
         yield count
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Training and log-probabilities of each number of sequences; fails where a count depends on that number
-    or is above its bound."""
+    """Yield one point for each number of sequences, for fused functions, and for each mixture. Fail if a
+    count depends on the number of sequences or exceeds its bound."""
     pool = WorkerPool()
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -201,10 +202,10 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def require_as_many(mixtures: Mapping[int, Mapping[str, Mapping[str, int]]]) -> None:
-    """Fail where the operations of grouped experts depend on the number of experts.
+    """Fail if the operations of grouped experts depend on the number of experts.
 
     Args:
-        mixtures: for each number of experts, what ``mixture_counts`` gives.
+        mixtures: result of ``mixture_counts`` for each number of experts.
     """
     grouped = {experts: kinds["grouped"] for experts, kinds in mixtures.items()}
     assert len({tuple(found.items()) for found in grouped.values()}) == 1, (
@@ -213,7 +214,8 @@ def require_as_many(mixtures: Mapping[int, Mapping[str, Mapping[str, int]]]) -> 
 
 
 def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str, dict[str, int]]:
-    """Return ``counts_of`` of a mixture whose tokens go through 4 experts each: ``grouped`` and ``loop``."""
+    """Return ``counts_of`` a mixture that routes each token to 4 experts, for ``grouped`` and for
+    ``loop``."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -238,10 +240,11 @@ def mixture_counts(pool: WorkerPool, directory: Path, experts: int) -> dict[str,
 
 
 def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
-    """Fail where a micro-batch has too many operations, more with more sequences, or waits for the device.
+    """Fail if a micro-batch has too many operations, has more of them with more sequences, or waits for the
+    device.
 
     Args:
-        counts: for each number of sequences, what ``counts_of`` gives.
+        counts: result of ``counts_of`` for each number of sequences.
     """
     assert len({tuple(found.items()) for found in counts.values()}) == 1, (
         f"counts depend on the number of sequences: {counts}"
@@ -256,7 +259,8 @@ def require_few(counts: Mapping[int, Mapping[str, int]]) -> None:
 
 
 def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None:
-    """Fail where functions that torch.compile fuses do not save operations, or make a micro-batch wait."""
+    """Fail if functions that torch.compile fuses do not save enough operations, or make a micro-batch
+    wait."""
     for name in ("train_operations", "logprob_operations"):
         bound = FUSED_SHARE * plain[name]
         assert compiled[name] <= bound, (
@@ -270,12 +274,13 @@ def require_fewer(compiled: Mapping[str, int], plain: Mapping[str, int]) -> None
 def counts_of(
     pool: WorkerPool, model: Path, sequences: int, *, compiled: bool = False, **megatron: Any
 ) -> dict[str, int]:
-    """Return operations and syncs of packed micro-batches of ``sequences`` sequences, ``TOKENS`` tokens
-    together, ``compiled`` with what is fused on a GPU; ``megatron`` are keys of ``megatron_cfg``.
+    """Return operations and syncs of packed micro-batches of ``sequences`` sequences with ``TOKENS`` tokens
+    in total. With ``compiled``, functions are fused as on a GPU. ``megatron`` has keys of ``megatron_cfg``.
 
     Returns:
         For ``train`` (forward and backward) and ``logprob``: ``_operations`` of a call with one micro-batch,
-        ``_syncs`` that each further micro-batch adds, and ``_syncs_a_call``, those of a call with one.
+        ``_syncs`` that two further micro-batches add, and ``_syncs_a_call``, those of a call with one
+        micro-batch.
     """
     found = pool.run(1, _counted, _config(model, sequences, megatron), sequences, compiled)[0]
     metrics = {}
@@ -296,11 +301,12 @@ def _config(model: Path, sequences: int, megatron: Mapping[str, Any]) -> dict[st
 
 
 class _Stop(Exception):
-    """Raised in the place of the optimizer's step."""
+    """Raised instead of the optimizer's step."""
 
 
 def _counted(config: PolicyConfig, sequences: int, compiled: bool) -> dict[tuple[str, int], Count]:
-    """Count, in a worker process, operations of calls with one and three micro-batches, after a warm-up."""
+    """Count the operations of calls with one and with three micro-batches, after a warm-up. This runs in a
+    worker process."""
     with one_operation_functions() if compiled else contextlib.nullcontext():
         return _counted_of(tiny.worker_of(config), config, sequences)
 
@@ -350,7 +356,7 @@ def _warm_count(call: Callable[[], Any]) -> Count:
 
 @contextlib.contextmanager
 def one_operation_attention() -> Iterator[None]:
-    """Attention takes the way that it takes on a GPU, with a kernel in its place that is one operation
+    """Make attention take the GPU's path inside the block, with a stand-in kernel that is one operation
     forward and one backward."""
     from megarl.models.engine import attention
 
@@ -360,8 +366,8 @@ def one_operation_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_operation_functions() -> Iterator[None]:
-    """Workers are built as on a GPU, with an operation in the place of each function that torch.compile fuses
-    there."""
+    """Build workers as on a GPU inside the block, with a single operation in place of each function that
+    torch.compile fuses there."""
     from megatron.core.fusions import fused_bias_swiglu
 
     from megarl.models.megatron import residual_norm, settings
@@ -381,8 +387,8 @@ def one_operation_functions() -> Iterator[None]:
 
 
 def _one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which is counted as one operation: one that does nothing, before those of its own, which
-    are not counted."""
+    """Wrap ``function`` so that a call counts as one operation: the wrapper dispatches a dummy operation,
+    then runs ``function`` uncounted."""
 
     def call(*arguments: Any) -> Any:
         torch.zeros(())
@@ -404,7 +410,8 @@ def _stand_in(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, 0),
 ) -> Tensor:
-    """Called like ``varlen_attn``, for runs that see all of their own keys and no others."""
+    """Compute attention with the signature of ``varlen_attn``, for runs that attend to all of their own keys
+    and to no others."""
     assert window_size == (-1, 0) and max_q == max_k, "a stand-in for whole sequences without a window"
     output, _ = _forward(query, key, value, cu_seq_q, query.shape[-1] ** -0.5 if scale is None else scale)
     return output
@@ -415,7 +422,8 @@ def _stand_in(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, D], [T, G, D], [T, G, D] -> [T, H, D], and the log-sum-exp [T, H]."""
+    """Return attention [T, H, D] and its log-sum-exp [T, H], from query [T, H, D], key [T, G, D] and value
+    [T, G, D]."""
     parts = [partial_attention(*_whole(run), scale, causal=True) for run in _runs(offsets, query, key, value)]
     return tuple(torch.cat([part[which][0].transpose(0, 1) for part in parts]) for which in (0, 1))
 

@@ -1,11 +1,10 @@
-"""The policy's computations in a recipe's step, in the recipe's own layout, on all nodes of the Ray cluster
+"""The policy's computations in a step of a recipe, in the recipe's layout, on all nodes of the Ray cluster
 that ``RAY_ADDRESS`` names.
 
-Sequences of random tokens stand for answers: log-normal lengths up to the recipe's longest. The limit is a
-product of matrices on one
-device of the same cluster: the share of it that a phase reaches is its MFU. Training has three times the
-operations of log-probabilities; ``logprobs_over_third`` says how far their times are from that. Generation is
-not part of this.
+Sequences of random tokens stand for responses, with log-normal lengths up to the recipe's longest. The limit
+is a matrix product on one device of the same cluster, and the share of its rate that a phase reaches is the
+phase's MFU. Training has three times the operations of log-probabilities; ``logprobs_over_third`` shows how
+far their times are from this ratio. Generation is not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield one point, the recipe's; with ``--tokens`` one for each length."""
+    """Yield one point for the recipe, or one for each length given by ``--tokens``."""
     import ray
 
     from megarl.data.tokenization import get_tokenizer
@@ -49,8 +48,8 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
 
 
 def recipe(options: Options) -> dict[str, Any]:
-    """Return the checked configuration of a recipe, on the chosen device, with nothing written and the policy
-    alone.
+    """Return the validated configuration of a recipe on the chosen device, with the policy only and without
+    any output files.
 
     Raises:
         ValueError: no recipe was chosen.
@@ -68,7 +67,7 @@ def recipe(options: Options) -> dict[str, Any]:
 
 
 def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> BatchedDataDict[Any]:
-    """Return a global batch of random tokens, half as long as the longest on average."""
+    """Return a global batch of random tokens whose mean length is half of the longest."""
     import torch
 
     from benchmarks.lengths import Profile, draw_lengths
@@ -93,7 +92,7 @@ def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> Batch
 
 
 def _peak(device: str) -> float:
-    """Return operations a second of a product on a device of the cluster, while nothing else is there."""
+    """Return the rate of a matrix product on a device of the idle cluster, in operations per second."""
     import ray
 
     from benchmarks.device import gemm_rate
@@ -102,8 +101,8 @@ def _peak(device: str) -> float:
 
 
 def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:
-    """Wall seconds of the calls that a driver makes, after one of each for warm-up. They return when all
-    ranks are done."""
+    """Return the wall seconds of the calls that a driver makes, after one warm-up call of each. A call
+    returns when all ranks are done."""
     from megarl.algorithms.loss_functions import NLLLoss
 
     losses: list[float] = []
@@ -171,7 +170,7 @@ def _point(
 
 
 def layout_in(policy: Mapping[str, Any], ranks: int) -> str:
-    """Return the layout of a policy, as the command line writes it."""
+    """Return the layout of a policy, in the notation of the command line."""
     from benchmarks.options import Layout
     from megarl.config.backend import enabled_backend
 

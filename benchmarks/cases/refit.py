@@ -1,9 +1,9 @@
-"""A refit of as many bytes in few and in many tensors: handed to an engine on the same device, and sent to an
-engine apart.
+"""A refit of the same bytes in few and in many tensors: handed to an engine on the same device, and sent to
+an engine on another device.
 
-Against one flat copy of the bytes to a second process, and one flat broadcast over the same group. Beside
-them the ways that take every tensor for itself: copied into shared memory of its own, whose handle travels by
-pickle, and broadcast after its name, shape and dtype have travelled by pickle.
+The baselines are one flat copy of the bytes to a second process, and one flat broadcast over the same group.
+For comparison, each tensor is also transferred by itself: copied into its own shared memory, whose handle
+travels by pickle, or broadcast after its name, shape and dtype have travelled by pickle.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ COUNTS = (300, 10_000)
 # of both buffers
 BUFFER_GIB = 0.125
 CALLS = 3
-"""That make one number: a handover takes some milliseconds, of which a process that wakes up late is a
-tenth."""
+"""Calls per sample. A handover takes only some milliseconds, and a process that wakes up late costs a tenth
+of that."""
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 
 
 def measure_handover(quick: bool) -> Iterator[Point]:
-    """Yield one point for each number of tensors, an engine on the same device."""
+    """Yield one point for each number of tensors, with an engine on the same device."""
     # thousands of handles are more than a process may have open files
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as directory:
@@ -64,7 +64,7 @@ def measure_handover(quick: bool) -> Iterator[Point]:
 
 
 def measure_broadcast(quick: bool) -> Iterator[Point]:
-    """Yield one point for each number of tensors, an engine apart."""
+    """Yield one point for each number of tensors, with an engine on another device."""
     return _points(_sent, quick)
 
 
@@ -75,15 +75,15 @@ def _points(measured: Callable[[int, int, int], dict[str, Metric]], quick: bool)
 
 
 class _RandomWeights:
-    """bfloat16 weights of one size.
+    """Random bfloat16 weights of equal size.
 
     Args:
-        nbytes: of all of them, and of what is left over.
-        count: of the weights.
+        nbytes: bytes of all weights, plus the remainder of the division.
+        count: number of weights.
 
     Attributes:
-        flat: uint8, all bytes.
-        named: weights in that memory by name.
+        flat: all bytes, uint8.
+        named: views of that memory as weights, by name.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
@@ -100,13 +100,12 @@ class _RandomWeights:
         ]
 
     def delivery(self) -> GatherStream:
-        """Return all weights as Megatron and DTensor give them: in buckets of which it is known where each
-        weight lies. Here none of them has to be put together from shards first; ``refit.export`` measures
-        that."""
+        """Return all weights as Megatron and DTensor deliver them: in buckets with a known position of each
+        weight. No weight is assembled from shards here; ``refit.export`` measures that."""
         return GatherStream(InFlightBucket(assembly, shards, None) for assembly, shards in self._buckets)
 
     def singly(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as FSDP1 gives them."""
+        """Yield all weights one by one, as FSDP1 delivers them."""
         return iter(self.named.items())
 
 
@@ -121,10 +120,10 @@ def _metrics_of(nbytes: int, seconds: Mapping[str, Sequence[float]], memory: flo
     """Return the metrics of one number of tensors.
 
     Args:
-        nbytes: of all weights.
-        seconds: a number a repeat of ``flat``, all bytes as one piece; of ``refit``; of ``singly``, a refit
-            whose weights come one by one; and of ``each``, every tensor handed over for itself.
-        memory: MiB that the refit took above the model.
+        nbytes: bytes of all weights.
+        seconds: one number per repeat of ``flat``, all bytes as one piece; of ``refit``; of ``singly``, a
+            refit that gets its weights one by one; and of ``each``, every tensor transferred by itself.
+        memory: memory that the refit took above the model, in MiB.
     """
     return {
         "speed": Metric.of("GB/s", [nbytes / 1e9 / one for one in seconds["refit"]]),
@@ -183,7 +182,8 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
 
 
 def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -> None:
-    """All groups, each acknowledged before the one after the next is written, as the driver does it."""
+    """Send all groups as the driver does: each group is acknowledged before the group after the next is
+    written."""
     sender = senders[way]
     # names do not leave the driver, which has a manifest too
     manifest, room = sender.manifest, sender.begin(1)
@@ -212,8 +212,8 @@ def _expect(connection: Connection, answer: str) -> None:
 
 
 def _handover_engine(connection: Connection, description: dict[str, Any]) -> None:
-    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own
-    business."""
+    """Receive every weight as a tensor that an engine could load. Loading it is not measured, so no weight is
+    copied."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     receivers = {
         way: WeightReceiver(Manifest.from_description(description), CPU) for way in ("refit", "singly")
@@ -273,7 +273,8 @@ def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
 
 
 def _ordered(orders: Connection, what: str, action: Any) -> None:
-    """Do one side of it, the engine the other; over when both are."""
+    """Run the sender's side of an action while the engine runs the other side, and return when both
+    are done."""
     orders.send(what)
     action()
     found = orders.recv()
@@ -288,8 +289,8 @@ def _one_broadcast_each(group: TransferGroup, weights: dict[str, Tensor], orders
 
 
 def _broadcast_engine(orders: Connection, description: dict[str, Any], port: int, nbytes: int) -> None:
-    """Takes every weight as a tensor that it could load; it copies none, which is the engine's own
-    business."""
+    """Receive every weight as a tensor that an engine could load. Loading it is not measured, so no weight is
+    copied."""
     manifest = Manifest.from_description(description)
     group = TransferGroup(HOST, port, 2, 1, digest=manifest.digest, device=CPU, handshake_s=120.0)
     listener = WeightListener(group, manifest)

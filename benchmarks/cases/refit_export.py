@@ -1,9 +1,8 @@
-"""All weights of a mixture on Megatron as Hugging Face tensors, in few and in many experts of about as many
-bytes, against one flat copy.
+"""Export of all weights of a mixture on Megatron as Hugging Face tensors, against one flat copy, with few and
+with many experts of about the same total size.
 
-It is what refits and exports read: exports as tensors one by one, refits laid into a buffer at once. Beside
-it the way that takes each
-parameter for itself: gathered from the ranks, then put together.
+Both refits and exports read these tensors: exports one by one, refits packed into a buffer. For comparison,
+each parameter is also exported by itself: gathered from the ranks, then assembled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ RANKS = (1, 2)
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield ranks that share a tensor x experts of a layer."""
+    """Yield one point for each tensor-parallel size and number of experts per layer."""
     pool = WorkerPool()
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -112,7 +111,7 @@ def _metrics(
 
 
 def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]], int, int]:
-    """On every rank: seconds of every way, tensors, bytes."""
+    """Return, on every rank, the seconds of every kind of export, the number of tensors and their bytes."""
     import torch
 
     from benchmarks import tiny
@@ -151,7 +150,7 @@ def _timed(config: PolicyConfig, repeats: int) -> tuple[Mapping[str, list[float]
 
 
 def _memory(config: PolicyConfig) -> float:
-    """Return MiB that the first refit of a policy takes above the model: buffers, what is gathered for them,
+    """Return the memory that a policy's first refit takes above the model, in MiB: buffers, gathered tensors
     and lists."""
     from benchmarks import tiny
     from benchmarks.memory import peak_of

@@ -1,9 +1,8 @@
-"""Loading a mixture's weights into vLLM's model at a refit, the host's part: a layer's experts together,
+"""Host time of loading a mixture's weights into vLLM's model at a refit: all experts of a layer at once,
 against one weight after another.
 
-An engine's rank does it by vLLM's own layer-wise reload, of a model of few layers and small weights, so that
-their bytes count for little; a GPU's host spends time on each weight in the same way. Needs vLLM's build for
-CPUs.
+An engine's rank uses vLLM's own layer-wise reload, on a model of few layers and small weights, so that the
+bytes hardly count. A GPU's host spends time on each weight in the same way. This needs vLLM's build for CPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GROUP = 1000
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield experts of a layer."""
+    """Yield one point for each number of experts per layer."""
     from transformers import Qwen3MoeConfig
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -128,7 +127,7 @@ def _metrics(model: Any, model_config: Any, tensors: Sequence[TensorInfo], repea
 
 
 def _reload(model: Any, model_config: Any, stacks: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """A refit as an engine's rank on the policy's device does it."""
+    """Load the weights as an engine's rank does in a refit on the policy's device."""
     from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
 
     # Without its constructor: the attributes below are all that loading uses.

@@ -1,9 +1,9 @@
 """Core-seconds of a training step on 1, 2, 4 and 8 data-parallel ranks against one rank, on the same batch
 with equal losses.
 
-A machine of two cores cannot show how fast eight ranks are; it shows what dividing the work costs. Without
-that cost the core-seconds stay the same. torch's FSDP2 on as many ranks, in turn with the worker, shows what
-a person would pay instead; the numbers of ranks come one after another.
+A machine of two cores cannot show how fast eight ranks are, but it shows the overhead of dividing the work:
+without overhead the core-seconds stay the same. torch's FSDP2 on as many ranks, measured alternately with the
+worker, shows the overhead of the usual alternative. The numbers of ranks are measured one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS = 8
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield backends x ranks. The batch does not grow with them."""
+    """Yield one point for each backend and number of ranks. The batch does not grow with the ranks."""
     from benchmarks import tiny
     from benchmarks.ranks import Ranks
     from benchmarks.subject import Work, model_of, policy_of

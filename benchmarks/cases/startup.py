@@ -1,10 +1,10 @@
-"""Costs of a start: of a command that only speaks, of a dry run, and of a tiny GRPO run until its first step
-is done, in CPU and in wall seconds; against an empty interpreter, against ``import torch``, and against TRL's
-trainer where it is installed. The limits of a run are programs that start Ray with one worker and import what
-driver and worker need, at the same time, and do nothing else: torch and transformers, or megarl's own
-modules, with Megatron-Core.
+"""Cost of a start in CPU and wall seconds: of a command that only prints, of a dry run, and of a tiny GRPO
+run until its first step is done. The baselines are an empty interpreter, ``import torch``, and TRL's trainer
+if it is installed. The limits of a run are programs that start Ray with one worker while importing what
+driver and worker need, and do nothing else. They import torch and transformers, or megarl's own modules with
+Megatron-Core.
 
-CPU seconds are those of a program and of everything it starts, Ray's processes included.
+CPU seconds are those of a program and of everything that it starts, including Ray's processes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Cost:
     """Seconds that a program took until it was done.
 
     Attributes:
-        cpu: of all its processes.
-        wall: until then.
+        cpu: CPU seconds of all its processes.
+        wall: wall seconds.
         parts: CPU seconds of a run by kind of process: ``driver``, ``workers``, and ``ray`` for Ray's own;
             empty for a command.
     """
@@ -101,7 +101,7 @@ class Cost:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Commands and the limits that they are held against, then whole runs on one rank."""
+    """Yield one point for each command and limit, then for whole runs on one rank."""
     repeats = 1 if quick else 2
     python = [sys.executable, "-c"]
     limits = {"python -c pass": [*python, "pass"], "import torch": [*python, "import torch"]}
@@ -122,7 +122,8 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def _runs(work: Path, repeats: int) -> Iterator[Point]:
-    """Starts of a tiny GRPO run on one rank, until its first step is in ``metrics.jsonl``."""
+    """Yield the cost of starting a tiny GRPO run on one rank, until its first step is in
+    ``metrics.jsonl``."""
     from megarl.quickstart.material import make_model, write_problems
 
     model, problems = work / "model", work / "train.jsonl"
@@ -165,8 +166,8 @@ def _metrics(costs: Sequence[Cost], against: Sequence[Cost], what: str) -> dict[
 def _in_turn(
     actions: dict[str, Callable[[], Cost]], repeats: int, *, warm_up: int = 1
 ) -> dict[str, list[Cost]]:
-    """Return the costs of each, round by round, after rounds that are not counted: files are read from memory
-    then."""
+    """Return the costs of each action, round by round, after warm-up rounds that put the files into the page
+    cache."""
     costs: dict[str, list[Cost]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
         for name, action in actions.items():
@@ -237,13 +238,13 @@ def _until_exit(command: Sequence[str]) -> Callable[[], Cost]:
 
 
 def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
-    """Return seconds of a program and all that it starts.
+    """Return the cost of a program and of everything that it starts.
 
     Args:
         command: the program.
-        sign: a file that says, once it holds something, that what is measured is done; None for the program's
-            end.
-        ends: the program has to end well, and its own figures and those of its children count.
+        sign: a file that marks the end of the measurement once it has content; None to measure until the
+            program ends.
+        ends: the program must exit successfully, and the kernel's figures of it and its children are used.
     """
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -270,8 +271,8 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
 
 
 def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tuple[dict[str, float], int]:
-    """CPU seconds of a program and all its descendants until the sign is there; those of one that has ended
-    are what was last seen."""
+    """Return the CPU seconds of a program and all its descendants until the file ``sign`` has content. A
+    process that has ended counts with the last value that was read."""
     seen: dict[int, tuple[str, float]] = {}
     root, looked, code = psutil.Process(process.pid), 0.0, 0
     while not (sign.is_file() and sign.stat().st_size):
@@ -307,7 +308,7 @@ def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the program end by itself; it takes down what it started."""
+    """Let the program end by itself, so that it also ends what it started."""
     try:
         process.wait(60)
     except subprocess.TimeoutExpired:

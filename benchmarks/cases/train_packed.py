@@ -1,9 +1,9 @@
-"""A training step on packed and on dynamic micro-batches against one on padded rows: same weights, same
-samples, same budget of tokens.
+"""A training step on packed and on dynamic micro-batches against one on padded rows, with the same weights,
+samples and token budget.
 
-Lengths follow the profiles of published runs, shrunk so that the longest sequence has ``LONGEST`` tokens.
-Every way gets micro-batches of at most ``ROWS_AT_ONCE`` longest sequences, padding included. The limit is
-what padding wastes: padded tokens over valid tokens.
+Lengths follow the profiles of published runs, scaled down so that the longest sequence has ``LONGEST``
+tokens. Every kind of batching gets micro-batches of at most ``ROWS_AT_ONCE`` longest sequences, padding
+included. The limit is the waste of padding: padded tokens over valid tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield the four profiles."""
+    """Yield one point for each of the four profiles."""
     from benchmarks import tiny
 
     pool = WorkerPool()
@@ -47,7 +47,7 @@ def measure(quick: bool) -> Iterator[Point]:
 
 
 def scaled_lengths(profile: str) -> list[int]:
-    """``ROWS`` lengths of a profile, shrunk to ``LONGEST``."""
+    """Return ``ROWS`` lengths of a profile, scaled down to at most ``LONGEST``."""
     chosen = PROFILES[profile]
     # A sequence of one token has no target.
     return [max(2, length * LONGEST // chosen.longest) for length in draw_lengths(chosen, ROWS, seed=0)]
@@ -93,8 +93,8 @@ def _metrics(measured: Mapping[str, Sequence[float]], lengths: Sequence[int]) ->
 
 
 def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: int) -> dict[str, list[float]]:
-    """Return seconds of ``repeats`` steps of each way after one of warm-up, taken in turn, and the loss of
-    the first."""
+    """Return the seconds of ``repeats`` steps of each kind of batching, measured alternately after one
+    warm-up step, and the loss of the first step."""
     import torch
 
     from benchmarks.timing import collector_off, seconds_of

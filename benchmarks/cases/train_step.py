@@ -1,10 +1,11 @@
 """A training step of a real worker against a plain loop on transformers with fused Adam, and against torch's
-own FSDP2 on as many ranks.
+FSDP2 on as many ranks.
 
-Same weights, data, micro-batches and optimizer. In ``weights`` five million weights see 1,024 tokens in eight
-micro-batches, so what is paid for each weight and call decides, on one rank and in each layout of two; in
-``tokens`` half a million see 2,048, on one rank. On two ranks the worker and FSDP2 have two cores and the
-plain loop one: core-seconds say what the division costs.
+Weights, data, micro-batches and optimizer are the same. In ``weights``, five million weights process 1,024
+tokens in eight micro-batches, so that the cost per weight and per call dominates, on one rank and in each
+layout of two. In ``tokens``, half a million weights process 2,048 tokens, on one rank. On two ranks the
+worker and FSDP2 have two cores and the plain loop has one, so the core-seconds show the overhead of dividing
+the work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAYOUTS = (ONE_RANK, Layout(tp=2), Layout(dp=2), Layout(pp=2))
 
 
 def measure(quick: bool, options: Options) -> Iterator[Point]:
-    """Yield sizes x backends x layouts x micro-batches a step."""
+    """Yield one point for each size, backend, layout and number of micro-batches."""
     from benchmarks.ranks import Ranks
     from benchmarks.steps import compare_steps, metrics_of
     from benchmarks.subject import batch_of, config_of, fits, policy_of

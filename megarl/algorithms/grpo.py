@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """How advantages are computed from rewards."""
+    """The computation of advantages from rewards."""
 
     name: Annotated[
         str,
@@ -421,7 +421,7 @@ class GRPO(Sampled):
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """Whether a pass computes the log-probabilities of the policy before the update.
+        """True if a pass computes the log-probabilities of the policy before the update.
 
         A ratio of 1 needs none, and the mismatch is then measured while training, unless the step must not
         train on a large mismatch, or rewards depend on the log-probabilities.

@@ -218,7 +218,7 @@ class ClippedPGLossFn:
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether the loss reads entropies, see ``LossFunction``."""
+        """True if the loss reads entropies, see ``LossFunction``."""
         return self.entropy_coef > 0
 
     def __call__(

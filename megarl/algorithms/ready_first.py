@@ -54,7 +54,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How groups become batches.
+    """The rule by which groups become batches.
 
     Attributes:
         prompts: groups of a batch.

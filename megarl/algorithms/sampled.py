@@ -334,13 +334,13 @@ class Sampled(Algorithm):
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """Whether a pass computes the log-probabilities of the policy before the update; read when an
+        """True if a pass computes the log-probabilities of the policy before the update; read when an
         algorithm is built."""
         return False
 
     @property
     def anchors_at_engine(self) -> bool:
-        """Whether ratios are to the policy that sampled, by the engine's log-probabilities."""
+        """True if ratios are to the policy that sampled, by the engine's log-probabilities."""
         return self.source.is_ahead and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(

@@ -93,7 +93,7 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True if this object holds the lock."""
         return self._descriptor >= 0
 
     def acquire(self) -> RunLock:

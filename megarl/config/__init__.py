@@ -1,8 +1,7 @@
-"""Configurations: what they look like, how they are read, what must hold between their keys. Needs neither
-torch nor ray.
+"""Configurations: their schema, the loader, and the rules between keys. Needs neither torch nor ray.
 
-The names below are imported when they are first asked for: a module of this package that lists recipes or
-says where a key stands does not wait for the YAML reader.
+The names below are imported on first use, so that a module that only lists recipes or looks up keys does not
+wait for the YAML reader.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Bytes that a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves.
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such
-tensors; here they are those of grouped queries and a gated MLP, without dropout, as the operations of each
-backend save them. A test holds the sums against the bytes that hooks on saved tensors count on a CPU.
+tensors. The counts here are for grouped-query attention and a gated MLP, without dropout, as the operations
+of
+each backend save them. A test compares the sums with the bytes that hooks on saved tensors count on a CPU.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ _INDEX = 8
 # Two float32 tensors of each number.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
-"""Tokens of a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
+"""Number of tokens in a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Bytes that the operations of layers keep.
+    """Sizes of the activations that a backend's operations keep.
 
     Attributes:
-        element: bytes of a number of the layers' dtype.
-        norm: bytes that a norm keeps of each number that it normalises.
-        gated: numbers that an MLP keeps of each of its widths.
-        weighed: the same for experts, whose product is weighed by the router.
-        joined: queries, keys and values come as one tensor, which is there as long as the values that are a
-            part of it.
+        element: bytes of a number in the layers' dtype.
+        norm: bytes that a norm keeps for each number that it normalises.
+        gated: numbers that an MLP keeps per intermediate channel.
+        weighed: numbers that an expert keeps per intermediate channel; its product is multiplied by the
+            router's
+            weight.
+        joined: true if queries, keys and values are views of one tensor, which exists as long as the values
+            do.
     """
 
     element: int
@@ -44,12 +47,16 @@ class Operations:
 
 
 def operations(backend: str, device: str, element: int) -> Operations:
-    """Return what the operations of a backend keep on a device.
+    """Return the sizes of the activations that a backend's operations keep on a device.
 
-    transformers' norms keep a float32 copy of their input, and what they multiply by the weight. On a CPU
-    Megatron-Core's layers keep two float32 tensors of a norm, and gate, up, activated gate, and up once more
-    because an offset of 0 is added to it. On a GPU, fused by torch.compile or Transformer Engine, they keep
-    inputs alone: of a norm, of a gated MLP (gate and up) and of its second product.
+    transformers' norms keep a float32 copy of their input, and the tensor that is multiplied by the weight.
+    On a
+    CPU, Megatron-Core's layers keep two float32 tensors per norm. Its MLPs keep the gate, the up projection
+    and the
+    activated gate, and the up projection a second time because an offset of 0 is added to it. On a GPU, where
+    torch.compile or Transformer Engine fuses the operations, only inputs are kept: those of a norm, of a
+    gated MLP
+    (gate and up) and of its second product.
     """
     if backend != "megatron":
         return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
@@ -67,9 +74,10 @@ def layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return what one layer keeps of one micro-batch, but for its parts that are ``recomputed``.
+    """Return the bytes that one layer keeps of one micro-batch, without the parts that are ``recomputed``.
 
-    Of the two norms and of the products that read them tensor ranks have a part each only with sequence
+    The tensor-parallel ranks divide the two norms, and the inputs of the products behind them, only with
+    sequence
     parallelism.
     """
     outside, inside = 0, 0
@@ -86,8 +94,11 @@ def layer_activation_bytes(
 
 
 def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
-    """Return what attention keeps of a token beside its input: whole on each tensor rank, and divided over
-    them. What goes into the core of attention, and its output, are there whether it is recomputed or not."""
+    """Return the bytes that attention keeps per token besides its input, as a pair: the bytes that every
+    tensor rank
+    holds in full, and the bytes that the tensor ranks divide. The inputs and the output of core attention are
+    kept
+    even if core attention is recomputed."""
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
         latent, vectors = (
@@ -110,12 +121,14 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
 
 
 def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
-    """Return what a gated delta net keeps of a token, divided over the tensor ranks: of queries, keys and
-    values what the projection, the
-    convolution and the norms work with in the layers' dtype and in float32; of each value head in float32
-    five times its keys, six times
-    what a token has with those of its chunk, and of each chunk two states. The element-wise part was counted
-    and rounded up."""
+    """Return the bytes that a gated delta net keeps per token, before they are divided over the tensor ranks.
+
+    These are, for queries, keys and values, the tensors of the projection, the convolution and the norms, in
+    the
+    layers' dtype and in float32. For each value head they are, in float32, five times its keys, six times a
+    token's
+    row of numbers over its chunk, and two states per chunk. The element-wise part was counted and rounded up.
+    """
     net = facts.gated_delta
     assert net is not None, facts.family
     key_heads, keys = net.key_heads * net.key_width, net.value_heads * net.key_width
@@ -140,12 +153,17 @@ def sparse_layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return the same for one layer with experts, when the router spreads the tokens evenly.
+    """Return the bytes that one layer with experts keeps of one micro-batch, if the router spreads tokens
+    evenly.
 
-    All of a dense layer, the shared expert in place of its MLP, and for each token of this rank (divided over
-    tensor ranks with sequence parallelism) the router's float32 scores, whether an expert was chosen, its
-    weight and its place, the output of a gated shared expert and its weight; and for each chosen expert its
-    input (whole on each of the expert's tensor ranks), its weight and what its MLP keeps.
+    These are the bytes of a dense layer, with the shared expert in place of its MLP. For each token of this
+    rank
+    (tensor ranks divide the tokens with sequence parallelism) the router adds its float32 scores, whether
+    each
+    expert was chosen, and its weights and their indices; a gated shared expert adds its output and its
+    weight. Each
+    chosen expert adds its input (in full on each of the expert's tensor ranks), its weight and what its MLP
+    keeps.
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
@@ -173,12 +191,13 @@ def sparse_layer_activation_bytes(
 def head_activation_bytes(
     facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations
 ) -> int:
-    """Return what the last norm keeps of one micro-batch, and what the output layer reads."""
+    """Return the bytes that the last norm keeps of one micro-batch, plus the input of the output layer."""
     norm = facts.hidden_size * kept.norm + _SCALE
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once in the 1F1B schedule (Narayanan et al. 2021,
-    section 2.2.1)."""
+    """Return the number of micro-batches whose activations a stage holds at once in the 1F1B schedule
+    (Narayanan et
+    al. 2021, section 2.2.1)."""
     return min(stages - stage, micro_batches)

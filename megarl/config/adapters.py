@@ -1,5 +1,5 @@
-"""Which layers have a low-rank adapter by ``policy.peft``, and how many parameters the adapters of a model
-have."""
+"""Low-rank adapters of ``policy.peft``: which layers have one, and how many parameters they add to a
+model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj",),
 }
 CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
-"""Kinds of the weights that may have an adapter: those of parallel linear layers."""
+"""Kinds of weights that may have an adapter: those of parallel linear layers."""
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the section ``peft`` of a policy section, where it is enabled. A section that nobody has filled
-    in need not have it."""
+    """Return the ``peft`` section of a policy section, or None if it is absent or disabled. A policy section
+    without
+    its defaults may lack it."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
 
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the section ``peft`` of a policy section whose engines get adapters by themselves, as
-    ``policy.generation.vllm_cfg.enable_lora`` says; None where they get whole weights."""
+    """Return the ``peft`` section of a policy whose engines receive only the adapters, as
+    ``policy.generation.vllm_cfg.enable_lora`` requests. None if the engines receive merged weights."""
     generation = policy["generation"]
     if generation is None or generation["backend"] != "vllm" or not at(generation, "vllm_cfg.enable_lora"):
         return None
@@ -41,7 +42,7 @@ def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
 
 
 def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns with Hugging Face names in the place of Megatron-Core's."""
+    """Return the patterns with Megatron-Core's module names replaced by the Hugging Face names."""
     found = []
     for pattern in patterns:
         before, dot, last = pattern.rpartition(".")
@@ -50,8 +51,8 @@ def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a module is one of those that patterns name: by its name, the end of it, or with
-    ``*``."""
+    """Return whether any of the patterns matches a module: its full name, the end of its name, or a ``*``
+    glob."""
     return any(
         fnmatch.fnmatchcase(name, pattern)
         if "*" in pattern
@@ -67,15 +68,15 @@ def adapter_parameters(
     tensor: int = 1,
     experts: tuple[int, int] | None = None,
 ) -> int:
-    """Return parameters of the adapters of some layers on one of ``tensor`` ranks that share each.
+    """Return the number of adapter parameters in the given layers on one rank.
 
     Args:
-        section: of the configuration.
-        facts: of the model.
-        layers: their numbers.
-        tensor: ranks that a layer is cut over.
-        experts: experts of each layer that are counted, and ranks that each is cut over; all of them, cut as
-            the other layers, if None.
+        section: the ``peft`` section.
+        facts: sizes of the model.
+        layers: layer numbers.
+        tensor: ranks that share a layer.
+        experts: number of experts of each layer to count, and the ranks that share each expert. If None, all
+            experts are counted, and ``tensor`` ranks share each.
     """
     number, expert_tensor = experts or (facts.num_experts, tensor)
     total = 0
@@ -89,8 +90,9 @@ def adapter_parameters(
 
 
 def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor: int = 1) -> tuple[int, int]:
-    """Return parameters of the adapters of embedding and output layer on one of ``tensor`` ranks that share
-    each."""
+    """Return the numbers of adapter parameters of the embedding and of the output layer on one of the
+    ``tensor`` ranks
+    that share each."""
     targets, excluded = section["target_modules"], section["exclude_modules"]
     found = {"embed": 0, "lm": 0}
     for rule in vocabulary_rules(facts):
@@ -126,8 +128,9 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 
 
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
-    """Return the name of the parameter in which transformers' model holds a matrix of all experts; None for a
-    tensor of another kind."""
+    """Return the name of the stacked parameter in which transformers' model holds this matrix for all
+    experts. None
+    for a tensor that is not part of a stack."""
     # of a family that is published in other names the last place is that of transformers' model
     places = [
         place.name

@@ -1,5 +1,5 @@
-"""The registry of algorithms, as the configuration reads it: sections, and what a step needs, without
-torch."""
+"""The registry of algorithms as the configuration sees it, without torch: their sections, and what a step
+needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "distillation": "megarl.algorithms.distillation:Distillation",
     }
 )
-"""Import paths of the built-in algorithms, by the name that the configuration has for them."""
+"""Name of each built-in algorithm in the configuration, to its import path."""
 
 OF_ALGORITHMS = (
     "grpo",
@@ -48,7 +48,7 @@ OF_ALGORITHMS = (
     "loss_fn",
     "env",
 )
-"""Sections that a built-in algorithm reads and another need not; every run has those of ``ORDER`` besides."""
+"""Sections that only some algorithms read. Every run has the other sections of ``ORDER``."""
 
 ORDER = (
     "algorithm",
@@ -65,7 +65,7 @@ ORDER = (
     "deadlines",
     "debug",
 )
-"""Sections of a run and its other keys, in the order in which a configuration is written."""
+"""Sections and other keys of a run, in the order in which a configuration is written."""
 
 _NEEDED = (
     "SECTIONS",
@@ -85,10 +85,10 @@ _NEEDED = (
 # Cached, so that all checks see one class of a user's file.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
-    """Return the algorithm of that name or import path.
+    """Return the algorithm with that name or import path.
 
     Raises:
-        ConfigError: there is none, or what is there is no algorithm.
+        ConfigError: there is none, or the object at the import path is not an algorithm.
     """
     path = ALGORITHMS.get(name, name)
     if not is_import_path(path):
@@ -138,13 +138,13 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
 
 
 def own_section(config: RunConfig) -> AlgorithmConfig:
-    """The section of a checked run that its algorithm has for itself."""
+    """Return the algorithm's own section of a checked run."""
     section: AlgorithmConfig = at(config, algorithm_class(config[KEY]).section())
     return section
 
 
 def replay_key(config: RunConfig) -> str:
-    """Return the key of the directory of the run whose ledger a checked run trains on, if any."""
+    """Return the dotted key that may name a run directory whose ledger the checked run replays."""
     return f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay"
 
 
@@ -154,13 +154,14 @@ def generates(config: RunConfig) -> bool:
 
 
 def rows_of_record(config: RunConfig) -> int:
-    """Return rows that a record of a checked run makes in a batch of training: 2 for a pair of answers. Batch
-    sizes count records."""
+    """Return the number of batch rows that a record of a checked run makes in training: 2 for a pair of
+    answers,
+    otherwise 1. Batch sizes count records."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
 def step_size(config: RunConfig) -> tuple[int, int]:
-    """Return prompts (records) of a step of a checked run, and responses to each."""
+    """Return the number of prompts (records) per step of a checked run, and of responses per prompt."""
     algorithm = algorithm_class(config[KEY])
     prompts = (
         config["policy"]["train_global_batch_size"]
@@ -171,12 +172,12 @@ def step_size(config: RunConfig) -> tuple[int, int]:
 
 
 def roles(config: RunConfig) -> tuple[Role, ...]:
-    """The models of a checked run, by the part that they play."""
+    """Return the roles of a checked run's models."""
     return algorithm_class(config[KEY]).roles(config)
 
 
 def sections_of(name: object) -> Mapping[str, Any]:
-    """Return the sections of an algorithm, TypedDicts by name; none where there is no such algorithm."""
+    """Return the sections of an algorithm, TypedDicts by name; empty if there is no such algorithm."""
     try:
         return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
     except ConfigError:
@@ -184,8 +185,8 @@ def sections_of(name: object) -> Mapping[str, Any]:
 
 
 def models_of(name: object) -> Mapping[str, ModelSection]:
-    """Return the sections of models beside the policy that an algorithm has, by name; none where there is no
-    such algorithm."""
+    """Return an algorithm's sections for models other than the policy, by name; empty if there is no such
+    algorithm."""
     try:
         return algorithm_class(name).MODELS if isinstance(name, str) else {}
     except ConfigError:
@@ -194,13 +195,13 @@ def models_of(name: object) -> Mapping[str, ModelSection]:
 
 @cache
 def built_in_models() -> Mapping[str, ModelSection]:
-    """Return the sections of models beside the policy that the built-in algorithms have, by name."""
+    """Return the built-in algorithms' sections for models other than the policy, by name."""
     return {section: model for name in ALGORITHMS for section, model in algorithm_class(name).MODELS.items()}
 
 
 @cache
 def built_in_sections() -> Mapping[str, Any]:
-    """Return the sections that the built-in algorithms have for themselves, TypedDicts by name."""
+    """Return the built-in algorithms' own sections, TypedDicts by name."""
     return {
         algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()]
         for name in ALGORITHMS
@@ -208,11 +209,12 @@ def built_in_sections() -> Mapping[str, Any]:
 
 
 def run_type(name: object) -> Any:
-    """The TypedDict of a whole run: what all runs have, and the sections of the built-in algorithms and of
-    the algorithm of that name.
+    """Return the TypedDict of a whole run: the sections of every run, those of the built-in algorithms and
+    those of
+    the named algorithm.
 
-    Sections of models beside the policy are but mappings here: what they lack is in ``policy``
-    (``megarl.config.models``).
+    Sections for models other than the policy are plain mappings here, because they inherit absent keys from
+    ``policy`` (``megarl.config.models``).
     """
     return _run_type(tuple(sections_of(name).items()), tuple(models_of(name).items()))
 

@@ -1,4 +1,4 @@
-"""Arithmetic of batches: how samples become global batches and micro-batches."""
+"""Batch arithmetic: how samples are divided into global batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batches of one step.
+    """Batch sizes of one step.
 
     Attributes:
-        prompts: prompts a step.
-        generations: answers a prompt; 1 without generation.
-        global_batch_size: samples an optimizer step.
-        data_parallel: data-parallel ranks.
-        micro_batch_size: samples a forward pass on one of them.
+        prompts: prompts per step.
+        generations: responses per prompt; 1 without generation.
+        global_batch_size: samples per optimizer step.
+        data_parallel: number of data-parallel ranks.
+        micro_batch_size: samples per forward pass on one rank.
         sequence_length: longest sequence in tokens.
-        token_budget: tokens a micro-batch where micro-batches are formed by tokens, otherwise 0.
-        logprob_token_budget: the same when log-probabilities are computed.
+        token_budget: tokens per micro-batch if micro-batches are formed by tokens, otherwise 0.
+        logprob_token_budget: like ``token_budget``, for the computation of log-probabilities.
     """
 
     prompts: int
@@ -33,12 +33,12 @@ class BatchPlan:
 
     @property
     def samples(self) -> int:
-        """Samples a step."""
+        """Samples per step."""
         return self.prompts * self.generations
 
     @property
     def global_batches(self) -> int:
-        """Optimizer steps a step of the algorithm."""
+        """Optimizer steps per step of the algorithm."""
         return self.samples // self.global_batch_size
 
     @property
@@ -48,22 +48,24 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes of a global batch on one rank; by tokens, the most that there can be."""
+        """Forward passes per global batch on one rank; an upper bound if micro-batches are formed by
+        tokens."""
         return self.samples_per_rank if self.token_budget else self.samples_per_rank // self.micro_batch_size
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Most tokens of a forward pass, padding included."""
+        """Maximum number of tokens in a forward pass, padding included."""
         return self.token_budget or self.micro_batch_size * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Most tokens of a step over all ranks, padding included."""
+        """Maximum number of tokens in a step over all ranks, padding included."""
         return self.samples * self.sequence_length
 
 
 def divisors_near(number: int, value: int) -> list[int]:
-    """Return the divisors of a number of at least 1, those of the least ratio to a value first."""
+    """Return the divisors of ``number`` (at least 1), sorted by how close their ratio to ``value`` is
+    to 1."""
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted(
         {*low, *(number // divisor for divisor in low)},
@@ -72,27 +74,29 @@ def divisors_near(number: int, value: int) -> list[int]:
 
 
 def multiples_near(number: int, value: int, count: int = 8) -> list[int]:
-    """Return some multiples of a number, from the one that is not below a value upwards and downwards in
-    turn."""
+    """Return ``count`` multiples of ``number``: the first one at or above ``value``, then alternately larger
+    and
+    smaller ones."""
     first = max(-(-value // number), 1)
     factors = [factor for away in range(count) for factor in (first + away, first - away) if factor >= 1]
     return [factor * number for factor in dict.fromkeys(factors)][:count]
 
 
 def each_of(key: str, values: Iterable[object]) -> tuple[Mapping[str, object], ...]:
-    """Return candidates of a violation: one key, and a value in each."""
+    """Return candidate fixes of a violation, each of which sets the key to one of the values."""
     return tuple({key: value} for value in values)
 
 
 def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """Return rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Return the number of embedding rows: the vocabulary size, rounded up to a multiple of the
+    tensor-parallel size."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 def sequence_share(tensor: int, context: int, sequence_parallel: bool) -> int:
-    """Return what a sequence's length must be a multiple of, so that every rank that shares it gets an equal
-    part.
+    """Return the number that must divide a sequence's length, so that all ranks that share it get equal
+    parts.
 
-    Context-parallel ranks hold two chunks each; sequence-parallel ranks divide what is left.
+    Each context-parallel rank holds two chunks, and the sequence-parallel ranks divide these.
     """
     return (2 * context if context > 1 else 1) * (tensor if sequence_parallel else 1)

@@ -1,4 +1,4 @@
-"""The section of asynchronous training."""
+"""The configuration section of asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing_extensions import TypedDict
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
 NAME = "async_grpo"
-"""Of the section, in that of each algorithm whose policy answers."""
+"""Name of the section, inside the own section of each algorithm whose policy generates responses."""
 
 LEDGER = "ledger"
-"""Directory of a run that trains on what is ready first, below the run's."""
+"""Subdirectory of the run directory for the ledger of a ``ready_first`` run."""
 
 
 class AsyncConfig(TypedDict):
-    """Engines sample the batches of later steps while a step trains."""
+    """Asynchronous training: engines sample the batches of later steps while a step trains."""
 
     enabled: Annotated[
         bool, Key("sample while a step trains; needs ``policy.generation.colocated.enabled: false``.")

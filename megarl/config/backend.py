@@ -1,4 +1,4 @@
-"""The backend that a policy runs on, and the kind of its model."""
+"""The backend of a policy, and the kind of its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HAS_HYBRID_MODEL = Version("0.19.2")
 
 
 def enabled_backend(policy: PolicyConfig) -> BackendName:
-    """``megatron``, ``dtensor`` or, with neither enabled, ``fsdp1``."""
+    """Return the backend of a policy section: ``megatron`` or ``dtensor`` if enabled, otherwise ``fsdp1``."""
     megatron, dtensor = policy.get("megatron_cfg"), policy.get("dtensor_cfg")
     if megatron and megatron["enabled"]:
         return "megatron"
@@ -24,7 +24,7 @@ def enabled_backend(policy: PolicyConfig) -> BackendName:
 
 
 def generation_of(policy: PolicyConfig) -> GenerationConfig:
-    """The ``generation`` section of the filled-in policy section of a run that generates."""
+    """Return the ``generation`` section of a policy section with defaults, in a run that generates."""
     section = policy["generation"]
     if section is None:
         raise ValueError("policy.generation is null, so that nothing can be generated; write a section")
@@ -32,14 +32,16 @@ def generation_of(policy: PolicyConfig) -> GenerationConfig:
 
 
 def scores(policy: PolicyConfig) -> bool:
-    """Return whether a policy section asks for a model that scores, with one output in the place of a
-    language model's output layer."""
+    """Return whether a policy section requests a scoring model, which has one output in place of a language
+    model's
+    output layer."""
     section = policy.get("reward_model_cfg")
     return section is not None and bool(section.get("enabled"))
 
 
 def absent_hybrid_model(key: str, version: str) -> Violation | None:
-    """Return why the model class at ``key`` cannot be ``hybrid`` with a version of Megatron-Core, or None."""
+    """Return a violation if this version of Megatron-Core has no HybridModel, which ``key`` requests;
+    otherwise None."""
     if Version(version) >= HAS_HYBRID_MODEL:
         return None
     fix = f"write gpt or null, or install megatron-core {HAS_HYBRID_MODEL} or newer, for Python 3.12"

@@ -1,5 +1,6 @@
-"""Sources of data, as the configuration reads them: one or a list, the sets known by name, and keys that go
-into objects and lists."""
+"""Data sources in the configuration: one source or a list, data sets known by name, and field keys that reach
+into
+objects and lists."""
 
 from __future__ import annotations
 
@@ -26,14 +27,13 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
         "HotpotQA": "megarl.data.sets.hotpot_qa",
     }
 )
-"""Modules of the sets that need no keys, by the name that a source has for them. NeMo-RL's names, where it
-has the set."""
+"""Name of each data set that needs no field keys, to its module. Names are NeMo-RL's if it has the set."""
 
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv"})
-"""Endings of a path that is a file for certain: it has neither subset nor split."""
+"""Suffixes that mark a path as a file, which has neither subset nor split."""
 
 DEFAULT_CACHE_GIB = 100.0
-"""Most GiB of tokenized records that are kept for the next start."""
+"""Maximum GiB of tokenized records that are cached for the next start."""
 
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
@@ -47,7 +47,7 @@ _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 class DataSource(TypedDict):
     """A set of records (``path`` or ``name``) and the names of its fields.
 
-    A key of a field may go into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
+    A field key may reach into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
     """
 
     path: NotRequired[
@@ -162,7 +162,7 @@ class DataSource(TypedDict):
 
 class ValidationSource(DataSource):
     """A data source with settings for sampling responses to its prompts. Sources with the same ``val_set``
-    are one set, and must agree on these settings; SFT and DPO take all sources as one set."""
+    form one set and must agree on these settings. SFT and DPO treat all sources as one set."""
 
     val_set: NotRequired[
         Annotated[
@@ -273,8 +273,9 @@ class DataConfig(TypedDict):
 
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """Yield the sources of ``train`` or ``validation`` in a ``data`` section, each with its dotted path in
-    the configuration; none for null."""
+    """Yield the dotted path and the section of each source in ``train`` or ``validation`` of a ``data``
+    section; none
+    for null."""
     value = data.get(key)
     places = (
         {f"data.{key}.{place}": source for place, source in enumerate(value)}
@@ -289,22 +290,25 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
 
 
 def set_module(source: DataSource) -> str | None:
-    """Module of the named set that a source means: one that gives the keys of fields itself is no named
-    set."""
+    """Return the module of the named set that a source uses, or None. A source with its own field keys does
+    not use a
+    named set."""
     own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
 
 def is_file(path: str) -> bool:
-    """Return whether a path says by its ending that it is a file."""
+    """Return whether a path's suffix marks it as a file."""
     return Path(path).suffix.lower() in FILE_SUFFIXES
 
 
 def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of an inherited source that a source written over it replaces without naming them.
+    """Return the keys that an inherited source loses when a source is written over it, besides the written
+    keys.
 
-    Another place has other fields; a conversation takes the place of a prompt with an answer, and a prompt
-    that of a conversation.
+    A source with another path or name has other fields. A conversation replaces a prompt with its answer, and
+    a
+    prompt replaces a conversation.
     """
     replaced = set[str]()
     if any(written.get(key) is not None for key in PLACE_KEYS):
@@ -317,16 +321,14 @@ def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
 
 
 def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
-    """Return the fields that ``prompt_key`` or ``answer_key`` names: one, or several."""
+    """Return the field names in ``prompt_key`` or ``answer_key``, which may be a single name or a list."""
     return [value] if isinstance(value, str) else value
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
-    """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: names of
-    fields and places in lists.
-
-    None for a text that is no such key.
-    """
+    """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: field names
+    and list
+    indices. None if the text is not such a key."""
     steps: list[str | int] = []
     place = 0
     while place < len(path):

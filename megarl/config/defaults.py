@@ -1,7 +1,7 @@
-"""Fills in absent optional keys: with the defaults that stand at their fields, or with what follows from
-other keys.
+"""Fill in absent optional keys: with the defaults declared at their fields, or with values derived from other
+keys.
 
-A key that is there, even with null, is left alone.
+A key that is present is left alone, even if it is null.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _ALWAYS: Mapping[str, Any] = {
 
 
 def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
-    """A copy of a run's configuration with every absent optional key filled in.
+    """Return a copy of a run's configuration with every absent optional key filled in.
 
     Args:
         config: plain containers; need not be valid.
-        name: what the run's directory is called when the configuration does not say.
+        name: name of the run's directory if the configuration does not set it.
     """
     # The caller tries the same configuration again with other values.
     run = copy.deepcopy(dict(config))
@@ -101,7 +101,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
 
 
 def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
-    """Yield the sections of models beside the policy that are there as sections, or not at all."""
+    """Yield the path and declaration of each model other than the policy whose section is a mapping or
+    absent."""
     for path, section in model_sections(run).items():
         given = at(run, path)
         if given is None or isinstance(given, dict):
@@ -172,11 +173,12 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
-    """Return the section with what its engine fills in; as it is where there is no such engine, which a rule
-    says.
+    """Return the generation section with the values that its engine fills in. If there is no such engine,
+    return the
+    section without them; a rule reports the fault.
 
     Raises:
-        ConfigError: the code of a user's own engine fails on it.
+        ConfigError: the code of a user-defined engine fails on the section.
     """
     filled = fill(generation, {"model_name": policy.get("model_name")})
     try:
@@ -197,7 +199,8 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
 
 
 def _padding_of(policy: Config) -> int:
-    """Return what lets all ranks of a sequence have equal parts, with sequence parallelism or without."""
+    """Return the number whose multiples all ranks of a sequence can divide equally, with or without sequence
+    parallelism."""
     for section, tensor in (
         ("megatron_cfg", "tensor_model_parallel_size"),
         ("dtensor_cfg", "tensor_parallel_size"),
@@ -226,7 +229,7 @@ _OF_ALL_ENVIRONMENTS = (
 
 
 def _complete_environments(run: Config) -> None:
-    """Fill in the environments that have names; a number of workers is one of processes."""
+    """Fill in the named environments, and take ``processes`` from ``num_workers`` if only that is given."""
     env = run.get("env")
     if not isinstance(env, dict):
         return
@@ -250,13 +253,14 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the section, followed by the defaults of the keys it lacks."""
+    """Return the section, followed by the defaults of its absent keys."""
     # Copied, because a default that is a list or a section would be shared by all configurations.
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section with the defaults of its keys, and those that follow another key."""
+    """Return a section with the defaults of its keys, and with the keys whose default is another
+    key's value."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
         # After the defaults, so that a key may follow one that is absent itself.
@@ -266,7 +270,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _complete(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section that is filled in with the sections in it."""
+    """Return a section with its defaults, and its direct subsections with theirs."""
     filled = _filled(config, kind)
     for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):
@@ -276,6 +280,6 @@ def _complete(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:
-    """Return a section as a dictionary; empty when it is absent or not a section."""
+    """Return a section as a dictionary; empty if it is absent or not a section."""
     section = config.get(key)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Which teacher has the records of which source of the training data."""
+"""Assignment of teachers to the sources of the training data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from megarl.config.validation_sets import set_name
 
 SECTION = "distillation"
 TEACHER, TEACHERS = "teacher", "teachers"
-"""Sections: of the only teacher, and of several by name."""
+"""Sections of a single teacher, and of several teachers by name."""
 OF_SOURCE = f"{SECTION}.teacher_of_source"
 
 
 def source_key(source: DataSource) -> str:
-    """Return the name that ``distillation.teacher_of_source`` has for a source: its environment, else the end
-    of its name or path."""
+    """Return the name of a source in ``distillation.teacher_of_source``: its environment if it has one,
+    otherwise the
+    name of its set."""
     return str(source.get("env_name") or set_name(source))
 
 
 def train_sources(data: DataConfig) -> Sequence[DataSource]:
-    """Return the training sources of a ``data`` section, in their order."""
+    """Return the training sources of a ``data`` section, in order."""
     given = data["train"]
     return given if isinstance(given, list) else [given]
 
 
 def teachers_of_sources(config: RunConfig) -> list[str]:
-    """The teacher of each training source of a checked run, by its name; ``teacher`` where it has none."""
+    """Return the name of the teacher of each training source of a checked run; ``teacher`` if there is a
+    single
+    teacher without a name."""
     names = list(at(config, TEACHERS) or {})
     if not names:
         return [TEACHER] * len(train_sources(config["data"]))

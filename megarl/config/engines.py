@@ -1,5 +1,4 @@
-"""The registry of rollout engines: what ``policy.generation.backend`` may name beside the policy's own
-generation."""
+"""The registry of rollout engines: the possible values of ``policy.generation.backend``."""
 
 from __future__ import annotations
 
@@ -16,19 +15,20 @@ from megarl.import_path import is_import_path, load_object
 
 KEY = "policy.generation.backend"
 OF_THE_POLICY = ("megatron", "hf")
-"""Backends by which the policy itself generates."""
+"""Backends with which the policy itself generates."""
 
 ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})
-"""Import paths of the built-in kinds, by the name that the configuration has for them."""
+"""Name of each built-in engine kind in the configuration, to its import path."""
 
 APART = "megarl.models.policy.policy_engines:KIND"
-"""Workers of the policy's backend that only generate: what ``OF_THE_POLICY`` means with ``colocated.enabled:
-false``."""
+"""Engine kind whose workers run the policy's backend and only generate. ``OF_THE_POLICY`` selects it if
+``colocated.enabled`` is false."""
 
 
 def is_engine(generation: GenerationConfig | None) -> bool:
-    """Return whether an engine other than the policy generates, by a ``policy.generation`` section with its
-    defaults; its types need not be right."""
+    """Return whether a ``policy.generation`` section with defaults selects an engine, so that the policy does
+    not
+    generate itself. Values in the section may have the wrong types."""
     if generation is None:
         return False
     backend = at(generation, "backend")
@@ -39,20 +39,20 @@ def is_engine(generation: GenerationConfig | None) -> bool:
 
 
 def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
-    """Return the kind of engine that a ``policy.generation`` section asks for; None where the policy itself
+    """Return the engine kind that a ``policy.generation`` section selects; None if the policy itself
     generates.
 
     Raises:
-        ConfigError: as ``engine_kind``.
+        ConfigError: as in ``engine_kind``.
     """
     return engine_kind(generation["backend"]) if generation is not None and is_engine(generation) else None
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """Return the kind of engine that ``policy.generation.backend`` names.
+    """Return the engine kind that ``policy.generation.backend`` names.
 
     Raises:
-        ConfigError: nothing can be imported under that name, or it is no ``EngineKind``.
+        ConfigError: there is no such kind, or the object is not a valid ``EngineKind``.
     """
     path = APART if backend in OF_THE_POLICY else ENGINES.get(backend, backend)
     found = load_object(path, KEY) if is_import_path(path) else None

@@ -1,4 +1,4 @@
-"""Environments and rewards that a configuration names, as far as it has to know them to be checked."""
+"""Environments and rewards that a configuration names, as far as checking the configuration needs them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, sect
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
-"""Environments that judge responses by reward functions."""
+"""Environments that score responses with reward functions."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
 # ``megarl.rollout.tools.parsers`` asserts that it has these, in this order; ``tool_parser`` lists them too.
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
 class RewardOptions(TypedDict):
-    """Options of the built-in rewards. One that the named reward does not read is refused."""
+    """Options of the built-in rewards. An option that the named reward does not read is refused."""
 
     math_verify_impl: NotRequired[
         Annotated[
@@ -148,7 +148,7 @@ class RewardConfig(RewardOptions):
 
 
 class ToolConfig(TypedDict):
-    """A tool that the policy may call; the section has the tool's name."""
+    """A tool that the policy may call. The name of the section is the name of the tool."""
 
     tool: NotRequired[
         Annotated[
@@ -201,16 +201,18 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "http": ("url", "timeout_s"),
     }
 )
-"""Kind of a built-in tool to the options that it reads."""
+"""Kind of each built-in tool, to the options that it reads."""
 
 
 class EnvConfig(RewardOptions):
-    """The environment that scores responses. Any other section in it, ``env.math: {...}``, is an environment
+    """The environment that scores responses. Any other section inside it, ``env.math: {...}``, is an
+    environment
     with that name and the same keys.
 
-    Such a section takes absent keys that follow ``rewards`` from here, except ``options``. A record's
+    A named environment inherits absent keys that come after ``rewards`` from here, except ``options``. A
+    record's
     ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every record
-    gets it. An environment's reward is by default the built-in one of its name.
+    uses it. If a built-in reward has the environment's name, it is the environment's default reward.
     """
 
     environment: NotRequired[
@@ -395,18 +397,18 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Name of each built-in reward to the options that it reads."""
+"""Name of each built-in reward, to the options that it reads."""
 
 REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"length": OPTIONS["length"], "overlong": OPTIONS["overlong"], "http": ("url",)}
 )
-"""Options without which a built-in reward is of no use."""
+"""Name of each built-in reward that needs options, to the options that it needs."""
 
 BUILT_IN_REWARDS = tuple(OPTIONS)
 
 
 def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]:
-    """Yield what is wrong with the tools that an environment of one's own tells the policy of."""
+    """Yield the faults in the tool schemas that a user-defined environment gives the policy."""
     fix = (
         'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON '
         "schema of an object}}}"
@@ -435,21 +437,20 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
 
 
 def is_nemo_rl(kind: Any) -> bool:
-    """Return whether a class has the interface of NeMo-RL's environments; one that Ray has made an actor of
-    counts
-    as itself."""
+    """Return whether a class, or the class behind a Ray actor, has the interface of NeMo-RL's
+    environments."""
     return callable(getattr(class_of_actor(kind), "global_post_process_and_metrics", None))
 
 
 def class_of_actor(kind: Any) -> Any:
-    """The class that Ray has made an actor of; any other class itself."""
+    """Return the class behind a Ray actor class; any other class is returned unchanged."""
     # By its attribute, because a check of a configuration does not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 
 
 def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
-    """Return the class at an import path that an environment is made by.
+    """Return the environment class at an import path.
 
     Raises:
         ConfigError: there is none, or it lacks a method.
@@ -471,7 +472,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
 
 
 def tool_sections(section: EnvConfig) -> dict[str, ToolConfig]:
-    """Return the tools of an environment by name, each with its kind under ``tool``."""
+    """Return an environment's tools by name, with the kind of each under ``tool``."""
     return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
 
 
@@ -479,7 +480,7 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
     """Return the function at an import path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the object cannot be called.
     """
     function = load_object(name, key)
     if not callable(function):
@@ -490,7 +491,7 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
-    """Yield what is wrong with the tools of one environment."""
+    """Yield the faults in the tools of one environment."""
     if not section.get("tools"):
         yield Violation(
             f"{key}.tools",
@@ -535,16 +536,17 @@ def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
 
 
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
-    """Refuse a name that no reward function has.
+    """Raise an error if no reward function has this name.
 
     Args:
-        name: of a reward.
+        name: name of a reward.
         key: dotted key of the configuration, for the error.
-        columns: fields that records keep, as parameters may be called; None where the data are not known.
+        columns: fields that records keep, which parameters may be named after; None if the data are unknown.
 
     Raises:
-        ConfigError: it is no built-in one, and nothing that can be called with what is known of a response is
-            at that import path.
+        ConfigError: the reward is not built in, and the import path has no function whose parameters can all
+            be
+            filled in for a response.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
@@ -566,8 +568,8 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
-    """Return the environments of an ``env`` section that have names: the sections in it that are no keys of
-    its own."""
+    """Return the named environments of an ``env`` section: the subsections that are not among its own
+    keys."""
     # rewards, options and tools are sections too, and no environments.
     own = keys_of(EnvConfig)
     return {
@@ -578,21 +580,23 @@ def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
-    """Return dotted key of each environment of an ``env`` section to its own section: those with names, else
-    the section itself."""
+    """Return the dotted key and section of each environment: the named ones if there are any, otherwise the
+    ``env``
+    section itself."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
 
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
-    """Return the weight of each of several rewards by its name, over all environments of an ``env``
+    """Return the weight of each reward under ``rewards`` by its name, over all environments of an ``env``
     section."""
     several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
     return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
-    """Return dotted key of each reward of one environment to its section, which names it under ``reward``."""
+    """Return the dotted key and section of each reward of one environment; the section names the reward under
+    ``reward``."""
     several = section.get("rewards")
     if several is None:
         return {key: cast(RewardConfig, section)}
@@ -604,7 +608,7 @@ def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
 
 
 def fault_of_name(key: str, name: str) -> Iterator[Violation]:
-    """Yield what is wrong with a name of the user's, which metrics will bear."""
+    """Yield a violation if a user-chosen name cannot be part of a metric's name."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         yield Violation(
             key,
@@ -615,7 +619,7 @@ def fault_of_name(key: str, name: str) -> Iterator[Violation]:
 
 
 def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterator[Violation]:
-    """Yield the numbers of a section under a name of the user's that are out of the bounds of its fields."""
+    """Yield the numbers of a section with a user-chosen name that are outside the bounds of its fields."""
     for name, field in fields_of(kind).items():
         value = section.get(name)
         if value is not None and field.bounds is not None and not field.bounds.holds(value):
@@ -631,11 +635,10 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
 def faults_of_rewards(
     section: EnvConfig, key: str = "env", columns: Collection[str] = ()
 ) -> Iterator[Violation]:
-    """Yield what is wrong with the rewards of one environment of one turn, whose values are of the right
-    types.
+    """Yield the faults in the rewards of one single-turn environment, whose values have the right types.
 
     Args:
-        section: of the environment.
+        section: section of the environment.
         key: its dotted key.
         columns: fields that records keep.
     """

@@ -1,6 +1,6 @@
-"""The shape of the ``policy.generation`` section of a configuration.
+"""Schema of the ``policy.generation`` section of a configuration.
 
-Plain TypedDicts, as in ``megarl.config.policy``.
+The sections are plain TypedDicts, as in ``megarl.config.policy``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ResourcesConfig(TypedDict):
 
 
 class ColocationConfig(TypedDict):
-    """Placement of generation: on the devices of training, or on devices of its own."""
+    """Placement of generation: on the training devices, or on separate devices."""
 
     enabled: Annotated[bool, Key("let generation and training share devices, one at a time.")]
     resources: NotRequired[
@@ -156,7 +156,7 @@ class VllmConfig(TypedDict):
 
 
 class EngineCheckConfig(TypedDict):
-    """Check that engines on ranks of their own compute with the weights that they were sent."""
+    """Check that engines on separate devices compute with the weights that they received."""
 
     sequences: NotRequired[
         Annotated[

@@ -10,7 +10,7 @@ from megarl.config.policy import MegatronConfig
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's index along each parallel axis, its node, and its place on the node."""
+    """A rank's index along each parallel axis, its node, and its index on that node."""
 
     rank: int
     pipeline: int
@@ -23,8 +23,9 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel axes, in ranks. Tensor ranks are neighbours, then context, data and, farthest
-    apart, pipeline ranks."""
+    """Sizes of the parallel axes, in ranks. Tensor-parallel ranks are adjacent, followed by context and data
+    ranks;
+    pipeline ranks are farthest apart."""
 
     pipeline: int
     data: int
@@ -34,7 +35,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.pipeline * self.data * self.context * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -56,14 +57,15 @@ class Layout:
 def layers_per_stage(
     num_layers: int, stages: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
-    """Return layers of each pipeline stage: ``first`` and ``last`` as given, the others share the rest
-    evenly.
+    """Return the number of layers of each pipeline stage: ``first`` and ``last`` as given, with the rest
+    divided evenly
+    over the other stages.
 
     Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
     ``num_layers_in_last_pipeline_stage``).
 
     Raises:
-        ValueError: the layers cannot be divided like that; the message says why.
+        ValueError: the layers cannot be divided this way; the message gives the reason.
     """
     if stages == 1:
         if first is not None or last is not None:
@@ -84,15 +86,16 @@ def layers_per_stage(
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """Return the model chunks of a written pipeline layout, in the order in which a token goes through them.
+    """Return the model chunks of a written pipeline layout, in the order in which a token passes through
+    them.
 
     The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss,
-    ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, commas for the eye: ``"Et*2|(tt|)*2tL"`` is
-    ``["Ett", "tt", "tt", "tL"]``.
+    ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, and optional commas for legibility:
+    ``"Et*2|(tt|)*2tL"`` is ``["Ett", "tt", "tt", "tL"]``.
 
     Raises:
-        ValueError: a sign that is none of these, or an embedding or output layer elsewhere than at the two
-            ends.
+        ValueError: the text has another character, or the embedding or output layer is not at its end of the
+            layout.
     """
     unrolled = text.replace(",", "").replace(" ", "")
     # Groups first: the second pattern would take a closing bracket for a layer.
@@ -113,7 +116,7 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Return the model chunks of one pipeline stage (1 unless the pipeline is interleaved) of a valid
+    """Return the number of model chunks per pipeline stage (1 unless the pipeline is interleaved) of a valid
     ``megatron_cfg``."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
@@ -122,10 +125,10 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
 
 
 def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
-    """Return layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+    """Return the number of layers of each pipeline stage of a ``megatron_cfg``, summed over its chunks.
 
     Raises:
-        ValueError: the layers cannot be divided as it says; the message says why.
+        ValueError: the layers cannot be divided as configured; the message gives the reason.
     """
     stages, layout = int(megatron["pipeline_model_parallel_size"]), megatron["pipeline_model_parallel_layout"]
     if layout is None:

@@ -1,4 +1,4 @@
-"""Reads a configuration: YAML files that inherit from others, then overrides from the command line, then
+"""Load a configuration: YAML files with inheritance, then overrides from the command line, then
 interpolation."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOO_DEEP = (
 
 
 class OverridesError(ConfigError):
-    """An override of the command line cannot be read or applied."""
+    """An override from the command line cannot be parsed or applied."""
 
 
 def load_config(
@@ -53,21 +53,24 @@ def load_config(
     *,
     allow_env: bool = False,
 ) -> Config:
-    """Return the configuration of ``path`` with everything it inherits, overridden and interpolated, as plain
-    containers. Not checked yet.
+    """Return the configuration of ``path``, with inheritance, overrides and interpolations applied, as plain
+    containers.
+    It is not checked yet.
 
     Args:
         path: the YAML file.
         overrides: ``key=value`` words of a command line, applied last.
-        layers: YAML files laid over ``path`` in turn, each with everything it inherits; a backend, for
+        layers: YAML files merged over ``path`` in order, each with everything it inherits; a backend, for
             example.
-        allow_env: ``${oc.env:NAME}`` may take values from the environment. They are ``FromEnvironment``, and
-            never written elsewhere.
+        allow_env: ``${oc.env:NAME}`` may take values from the environment. These become ``FromEnvironment``
+            texts,
+            and are never written to a file.
 
     Raises:
-        ConfigError: a file is missing, empty or broken, inherits from itself, holds an interpolation that
-            leads nowhere or that is not allowed, or a value that was hidden when the file was written.
-        OverridesError: an override cannot be read or applied.
+        ConfigError: a file is missing, empty or invalid, or inherits from itself. Or it has an interpolation
+            that
+            cannot be resolved or is not allowed, or a value that was hidden when the file was written.
+        OverridesError: an override cannot be parsed or applied.
     """
     # OmegaConf refuses to register a name twice.
     if not OmegaConf.has_resolver("mul"):
@@ -81,10 +84,11 @@ def load_config(
 def followers_of(
     path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()
 ) -> dict[str, list[str]]:
-    """Return the dotted keys that are written as a reference to another key, ``${other.key}``, by that key.
+    """Return, for each key that is referenced as ``${other.key}``, the dotted keys whose value is that
+    reference.
 
     Args:
-        path, overrides, layers: as ``load_config`` takes them.
+        path, overrides, layers: as in ``load_config``.
     """
     found: dict[str, list[str]] = {}
     for key, text in _texts(OmegaConf.to_container(_merged(path, overrides, layers), resolve=False)):
@@ -126,10 +130,10 @@ def _resolved(
 
 
 def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
-    """A configuration may come from somebody else; what it computes must not look at this machine.
+    """Refuse resolvers that read from this machine, since the configuration may come from somebody else.
 
     Raises:
-        ConfigError: it names a resolver that is not allowed.
+        ConfigError: the configuration uses a resolver that is not allowed.
     """
     for key, value in _texts(written):
         for name in _RESOLVER.findall(value):
@@ -149,7 +153,7 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 
 
 def _refuse_hidden(resolved: Any) -> None:
-    """Raises ConfigError where a file of a run is read that was written without its secrets."""
+    """Raise ConfigError if a value was hidden as a secret when the configuration file was written."""
     found = [
         Violation(
             key,
@@ -165,7 +169,7 @@ def _refuse_hidden(resolved: Any) -> None:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all texts in plain containers, with their dotted keys."""
+    """Yield all texts in plain containers, each with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):
@@ -174,7 +178,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_another_environment(merged: DictConfig) -> Any:
-    """Return the configuration as it would be if every variable had another value."""
+    """Return the configuration as if every environment variable had another value."""
     OmegaConf.register_resolver(_ENVIRONMENT, lambda *arguments: _ANOTHER, replace=True)
     try:
         return OmegaConf.to_container(merged, resolve=True)
@@ -184,12 +188,12 @@ def _with_another_environment(merged: DictConfig) -> Any:
 
 
 def _marked(value: Any, other: Any, written: Any) -> Any:
-    """``value``, with the texts in it that the environment had a part in marked: in ``other`` they are
-    different ones.
+    """Return ``value`` with every text that depends on the environment marked: those that differ in
+    ``other``.
 
     Args:
-        value, other: resolved.
-        written: the same as it stands in the files, as far as it is of the same form.
+        value, other: resolved with the real environment, and with another one.
+        written: the unresolved value, which may have another structure.
     """
     if isinstance(value, dict) and isinstance(other, dict):
         parts = written if isinstance(written, dict) else {}
@@ -203,12 +207,14 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """Return a YAML file merged over the files its ``defaults`` key names, depth first; later ones win, the
-    file itself wins over all.
+    """Return a YAML file merged over the files in its ``defaults`` key, depth first. Later files take
+    precedence, and
+    the file itself takes precedence over all.
 
     Args:
         path: the file.
-        base_dir: where relative ``defaults`` of this file start; its own directory when None.
+        base_dir: directory that relative ``defaults`` of this file refer to; the file's own directory if
+            None.
 
     Raises:
         ConfigError: as in ``load_config``.
@@ -236,8 +242,8 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
 
 
 def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Merge one configuration over another; a data source in ``over`` drops what it replaces of the inherited
-    one."""
+    """Merge one configuration over another. A data source in ``over`` drops the inherited keys that it
+    replaces."""
     kept = dict(under)
     # Keys of the inherited source that the new one does not name would describe other data.
     for path in _SOURCES:
@@ -251,7 +257,7 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:
-    """Takes the ``defaults`` key out of a file's configuration."""
+    """Remove the ``defaults`` key from a file's configuration, and return its names."""
     defaults = config.pop("defaults", None)
     if defaults is None:
         return []
@@ -317,14 +323,16 @@ def _first_line(error: Exception) -> str:
 
 
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply overrides in order, to a copy.
+    """Apply overrides in order to a copy of a configuration, and return the copy.
 
-    ``a.b=value`` and ``++a.b=value`` set, ``+a.b=value`` adds a key that must not be there yet, ``~a.b``
-    removes one that must be there (``~a.b=value`` only with that value). Values are YAML. Keys of a data
-    source that the overrides replace are dropped (``replaced_keys``).
+    ``a.b=value`` and ``++a.b=value`` set a key, ``+a.b=value`` adds a key that must be absent, and ``~a.b``
+    removes
+    one that must be present (``~a.b=value`` only with that value). Values are YAML. Keys of a data source
+    that the
+    overrides replace are dropped (``replaced_keys``).
 
     Raises:
-        OverridesError: an override cannot be read or applied.
+        OverridesError: an override cannot be parsed or applied.
     """
     # Not resolved: an override may change what an interpolation refers to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
@@ -357,7 +365,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
 
 
 def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Make room for one source where an override gives it a place, and a list of sources is inherited."""
+    """Replace an inherited list of sources by an empty section if an override sets the path or name of a
+    single source."""
     for override in overrides:
         found = _SOURCE.fullmatch(override.lstrip("+").partition("=")[0].strip())
         if found is None or found["source"] not in _SOURCES or found["key"] not in PLACE_KEYS:
@@ -367,8 +376,9 @@ def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Drop the inherited keys of data sources that the overrides replace. Last, so that ``~key`` may name one
-    of them."""
+    """Drop the inherited keys of data sources that the overrides replace. This comes last, so that ``~key``
+    may name
+    one of them."""
     written: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
@@ -386,7 +396,7 @@ def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_secret(text: str, override: str) -> str:
-    """Return a message about an override, without its value where its key is that of a secret."""
+    """Return a message about an override, with the value hidden if the key is that of a secret."""
     key, _, value = override.partition("=")
     return redacted_text(text.replace(value, HIDDEN) if value and is_secret(key) else text)
 
@@ -418,11 +428,11 @@ def _apply(config: DictConfig, override: str) -> None:
 
 
 def _refuse_depth(text: str) -> None:
-    """Look at the nesting of YAML before it is read: its reader is written in C, and ends the process over
-    what nests too deeply.
+    """Check the nesting of YAML before it is parsed, because the C parser kills the process on very deep
+    nesting.
 
     Raises:
-        RecursionError: it does.
+        RecursionError: the nesting is too deep.
     """
     depth = 0
     for event in yaml.parse(text, Loader=_EVENTS):
@@ -443,7 +453,7 @@ def _value_of(text: str) -> Any:
 
 
 def _plain(section: DictConfig) -> Config:
-    """Return a section as a dictionary, interpolations left as they are written."""
+    """Return a section as a dictionary with its interpolations unresolved."""
     return cast(Config, OmegaConf.to_container(section, resolve=False))
 
 
@@ -482,11 +492,12 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 
 def with_environment(config: Mapping[str, Any]) -> Config:
-    """A run's configuration with what ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS``
-    say of the keys of ``profiler`` that it leaves out; not checked yet.
+    """Return a run's configuration with absent keys of ``profiler`` set from
+    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and
+    ``MEGARL_NSYS_WORKER_PATTERNS``. It is not checked yet.
 
     Raises:
-        ConfigError: the variable of the steps is not ``first:stop``.
+        ConfigError: the variable with the steps is not ``first:stop``.
     """
     section = config.get("profiler") or {}
     steps, workers = env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), env.text("MEGARL_NSYS_WORKER_PATTERNS")

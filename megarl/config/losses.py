@@ -1,4 +1,4 @@
-"""The sections of losses. Which of their settings go together is in ``megarl.config.rules.losses``."""
+"""Schema of the loss sections. The rules between their settings are in ``megarl.config.rules.losses``."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class ClippedPGLossConfig(TypedDict):
 
 
 class DPOLossConfig(TypedDict):
-    """Direct preference optimisation: the loss."""
+    """Loss of direct preference optimisation (DPO)."""
 
     reference_policy_kl_penalty: NotRequired[
         Annotated[
@@ -271,7 +271,7 @@ class DPOLossConfig(TypedDict):
 
 
 class DistillationLossConfig(TypedDict):
-    """Divergence of the policy from a teacher over the teacher's most likely tokens: the loss."""
+    """Distillation loss: divergence of the policy from a teacher over the teacher's most likely tokens."""
 
     kl_type: NotRequired[
         Annotated[

@@ -1,8 +1,9 @@
-"""Memory that a rank will need: exact counts of parameters, and estimates of what training adds to them. All
-sizes are bytes.
+"""Memory that a rank needs: exact parameter counts, and estimates of the additional memory of training. All
+sizes
+are in bytes.
 
-The torch backends shard parameters, gradients and optimizer state over all ranks that hold the same
-tensor-parallel part.
+The torch backends shard parameters, gradients and optimizer state over all ranks that share a tensor-parallel
+part.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ class RankMemory:
     """Memory of a rank of one pipeline stage.
 
     Attributes:
-        stage: the pipeline stage.
-        layers: its layers.
-        parameters: parameters on the rank.
-        weights: the weights.
-        gradients: the gradient buffer.
+        stage: index of the pipeline stage.
+        layers: number of layers in the stage.
+        parameters: number of parameters on the rank.
+        weights: bytes of the weights.
+        gradients: bytes of the gradient buffer.
         optimizer: optimizer state, with float32 copies of weights and gradients.
-        activations: kept of the layers for the backward pass, of all micro-batches in flight.
-        recomputed: what one layer has again in the backward pass, of what is not kept.
-        logits: of the last stage what its norm and its output layer keep, logits, in whose memory their
-            gradient is written, and the gradient of the output layer. The backward pass is through with it
-            when it comes to the first layer.
-        scoring: what a log-probability pass takes, which lies beside no activations of training.
+        activations: activations of the layers that all micro-batches in flight keep for the backward pass.
+        recomputed: activations of one layer that the backward pass recomputes.
+        logits: the last stage's activations of the last norm and the output layer, its logits, whose memory
+            their
+            gradient reuses, and the output layer's gradient. The backward pass frees all of these before it
+            reaches the layers.
+        scoring: memory of a log-probability pass, which never coexists with training activations.
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
         host_optimizer: optimizer state that stays in host memory.
@@ -80,32 +82,33 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Most memory at once: passes and generation take turns, weights and optimizer state stay. Host
-        memory is not counted."""
+        """Peak memory: weights and optimizer state stay, while passes and generation alternate. Host memory
+        is not
+        counted."""
         return self.state + max(
             self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache
         )
 
     @property
     def state(self) -> int:
-        """Return the bytes that training needs whatever the batches: weights, gradients and optimizer
-        state."""
+        """Bytes that training needs for any batch size: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
 
 MOMENTS = 2
-"""Numbers a parameter of optimizer state: Adam's, which most optimizers do not exceed."""
+"""Optimizer-state values per parameter: two as in Adam, which most optimizers do not exceed."""
 STORED: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}
-"""Bytes of a number of an optimizer's state; blocks of 256 have a float32 scale."""
+"""Bytes per value of optimizer state, by dtype; blocks of 256 values have a float32 scale."""
 
 
 def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> float:
-    """Return bytes a parameter of optimizer state, before it is divided over data-parallel ranks.
+    """Return the bytes of optimizer state per parameter, before division over data-parallel ranks.
 
-    Float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and gradients
+    These are float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and
+    gradients
     unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
-    to the distributed optimizer. With states below float32, or in host memory, gradients are read as they
-    were reduced.
+    to the distributed optimizer. If states are below float32 or in host memory, gradients are read as they
+    were reduced, without a copy.
     """
     if has_own_states(optimizer):
         copy = 4 * (weight_bytes < 4 and optimizer["master_dtype"] == "float32")
@@ -116,7 +119,8 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 
 
 def has_own_states(optimizer: MegatronOptimizerConfig) -> bool:
-    """Return whether states are below float32 or in host memory, so that megarl keeps them and not
+    """Return whether any states are below float32 or in host memory, in which case megarl keeps them instead
+    of
     Megatron-Core."""
     below = any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
     return below or optimizer.get("optimizer_offload_fraction", 0.0) > 0
@@ -131,15 +135,15 @@ def estimate(
     reference: bool,
     device: str = "cuda",
 ) -> list[RankMemory]:
-    """Return the memory of a rank of each pipeline stage.
+    """Return the memory of one rank of each pipeline stage on the Megatron backend.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on the Megatron backend.
         facts: sizes of the model.
-        layout: the ranks.
-        plan: the batches.
+        layout: layout of the ranks.
+        plan: batch sizes.
         reference: whether there is a reference policy.
-        device: what the ranks run on.
+        device: device type of the ranks.
     """
     layers = stage_layer_counts(policy["megatron_cfg"], facts.num_layers)
     kept = operations("megatron", device, BYTES[policy["precision"]])
@@ -220,7 +224,8 @@ def _stage_memory(
 
 
 def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
-    """Return ranks that the experts are divided over, and ranks that each of them is cut over."""
+    """Return the number of ranks that the experts are distributed over, and of ranks that share each
+    expert."""
     return megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
 
 
@@ -229,13 +234,14 @@ class _Layers:
     """Bytes that the layers of a stage keep of one micro-batch.
 
     Attributes:
-        kinds: how many there are of each kind.
-        tokens: of the micro-batch on a rank.
+        kinds: number of layers of each kind.
+        tokens: tokens of the micro-batch on a rank.
         facts: sizes of the model.
-        tensor: tensor-parallel ranks.
-        sequence_parallel: these divide what lies between their parts of a layer.
-        expert_tensor: ranks that an expert is cut over.
-        kept: what the operations keep.
+        tensor: number of tensor-parallel ranks.
+        sequence_parallel: the tensor ranks also divide the activations between the tensor-parallel parts of a
+            layer.
+        expert_tensor: number of ranks that share an expert.
+        kept: sizes of the activations that the operations keep.
     """
 
     kinds: Mapping[LayerKind, int]
@@ -247,7 +253,7 @@ class _Layers:
     kept: Operations
 
     def each(self, recomputed: Collection[str] = ()) -> list[int]:
-        """Return the bytes of a layer of each kind."""
+        """Return the bytes that one layer of each kind keeps."""
         sizes = (self.facts, self.tokens, self.tensor, self.sequence_parallel)
         return [
             sparse_layer_activation_bytes(*sizes, self.expert_tensor, self.kept, recomputed, kind.mixer)
@@ -257,14 +263,14 @@ class _Layers:
         ]
 
     def whole(self, recomputed: Collection[str] = ()) -> int:
-        """Return the bytes of all layers."""
+        """Return the bytes that all layers keep."""
         return sum(
             count * kept for count, kept in zip(self.kinds.values(), self.each(recomputed), strict=True)
         )
 
     @property
     def inputs(self) -> int:
-        """Bytes of the inputs of all layers, which is all that stays where whole layers are recomputed."""
+        """Bytes of the inputs of all layers, which alone are kept if whole layers are recomputed."""
         divided = self.tensor if self.sequence_parallel else 1
         return sum(self.kinds.values()) * (
             self.tokens * self.facts.hidden_size * self.kept.element // divided
@@ -277,15 +283,15 @@ class _Layers:
 
 
 def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
-    """Return the parts of layers that are recomputed; None for whole layers."""
+    """Return the parts of layers that are recomputed; None if whole layers are."""
     if not megatron["activation_checkpointing"]:
         return ()
     return megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
 
 
 def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
-    """Return what the layers keep of one micro-batch, and what the largest of them makes again of what is
-    recomputed."""
+    """Return the bytes that the layers keep of one micro-batch, and the most that a single layer
+    recomputes."""
     if recomputed is None:
         return layers.inputs, max(layers.each())
     anew = max(whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
@@ -294,11 +300,10 @@ def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Memory of the output layer of a last stage.
+    """Memory of the last stage's output layer.
 
     Attributes:
-        training: the logits, in whose memory their gradient is written, and the gradient of the layer's
-            weight.
+        training: the logits, whose memory their gradient reuses, and the gradient of the layer's weight.
         scoring: the logits of a log-probability pass.
     """
 
@@ -309,12 +314,15 @@ class _Logits:
 def logit_bytes(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int
 ) -> _Logits:
-    """Return what the output layer takes for logits of ``element`` bytes.
+    """Return the memory of the output layer for logits of ``element`` bytes.
 
-    The kernel of the log-probabilities, and the PyTorch code that works on few rows at a time, make no copy
-    of the logits. Only where these are wider than the layers is their gradient copied for the products. In
-    chunks there are the logits of one chunk, and the weight's gradient is summed up in float32, beside the
-    part of a chunk. What a model that scores gives of a token is not worth counting.
+    The log-probability kernel, and the PyTorch code that handles few rows at a time, do not copy the logits.
+    Their
+    gradient is copied for the matrix products only if the logits are wider than the layers' dtype. With
+    chunks, only
+    one chunk's logits exist at a time, and the weight's gradient is accumulated in float32, next to one
+    chunk's part.
+    The few outputs of a scoring model are not counted.
     """
     if facts.head is not None:
         return _Logits()
@@ -341,22 +349,23 @@ def logit_bytes(
 
 
 def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
-    """Return most tokens of a micro-batch of a log-probability pass."""
+    """Return the maximum number of tokens in a micro-batch of a log-probability pass."""
     return int(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length)
 
 
 def _scoring(layers: _Layers, logits: _Logits) -> int:
-    """Return what a log-probability pass takes, which keeps nothing: at most what a whole layer works with,
-    or the logits."""
+    """Return the bytes of a log-probability pass, which keeps no activations: those of one whole layer or of
+    the
+    logits, whichever is larger."""
     return max(*layers.each(), logits.scoring)
 
 
 def generation_cache_bytes(
     kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int
 ) -> int:
-    """Keys and values of the sequences that are generated at a time, and states of gated delta nets in
-    float32; none where an engine has
-    them."""
+    """Return the bytes of the keys and values of the sequences that are generated at a time, and of the
+    states of
+    gated delta nets; 0 if an engine or nothing generates."""
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
@@ -375,24 +384,25 @@ def generation_cache_bytes(
 
 
 GATHERED_LAYERS = 2
-"""Layers whose whole parameters are there at once: the one that computes and the next one, which is being
-gathered."""
+"""Number of layers whose parameters are gathered at once: the layer that computes, and the next one."""
 
 
 def estimate_sharded(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool
 ) -> RankMemory:
-    """Return the memory of a rank.
+    """Return the memory of a rank on a torch backend.
 
-    Weights and optimizer state are shards in the types that they are kept in, gradients in float32; beside
-    them stand, in the type they compute in, the whole parameters of the layers that compute, and of what is
-    no layer (embedding, last norm, output layer), which stay gathered while a pass lasts.
+    Weights and optimizer state are shards in their storage dtypes, and gradients are float32 shards. In
+    addition,
+    the full parameters of the layers being computed are held in the compute dtype. So are the parameters
+    outside
+    the layers (embedding, last norm, output layer), which stay gathered during a pass.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.
         facts: sizes of the model.
-        layout: the ranks.
-        plan: the batches.
+        layout: layout of the ranks.
+        plan: batch sizes.
         reference: whether there is a reference policy.
     """
     element, shards, backend = (
@@ -455,13 +465,13 @@ def estimate_sharded(
 
 
 def weight_bytes(policy: PolicyConfig) -> int:
-    """Return bytes of a weight that a torch backend keeps and steps."""
+    """Return the bytes per weight that a torch backend stores and updates."""
     optimizer = policy["optimizer"]
     return BYTES[optimizer["master_dtype"] if optimizer else "float32"]
 
 
 def moment_bytes(policy: PolicyConfig) -> float:
-    """Return bytes a parameter of the moments on a torch backend."""
+    """Return the bytes of optimizer moments per parameter on a torch backend."""
     optimizer = policy["optimizer"]
     if not optimizer:
         return MOMENTS * STORED["float32"]
@@ -469,7 +479,7 @@ def moment_bytes(policy: PolicyConfig) -> float:
 
 
 def _offloads(policy: PolicyConfig) -> bool:
-    """Return whether the shards live in host memory."""
+    """Return whether the shards are offloaded to host memory."""
     if enabled_backend(policy) == "dtensor":
         return bool(policy["dtensor_cfg"]["cpu_offload"])
     return bool(policy["fsdp_offload_enabled"])

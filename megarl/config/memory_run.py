@@ -1,6 +1,6 @@
-"""Memory run: what a run needs besides the devices of training (the generation engine, host memory of a node,
-disk), and the memory ledger: what lies at each moment on a device that policy and engine share. All sizes are
-bytes."""
+"""Memory of a run outside the training devices (generation engine, host memory of a node, disk), and the
+memory
+ledger: the use of a device that policy and engine share, at each moment. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ from megarl.config.sections import ClusterConfig, RunConfig
 GIB = 2**30
 MIB = 2**20
 ASSUMED_DEVICE_GIB = 80.0
-"""Memory of a GPU where ``cluster.device_memory_gib`` does not say."""
+"""Memory of a GPU if ``cluster.device_memory_gib`` is not set."""
 CONTEXT_REST = GIB
-"""Bytes of a process on a device beside its tensors: the CUDA context, kernels, workspaces of libraries.
+"""Bytes of a process on a device besides its tensors: the CUDA context, kernels, workspaces of libraries.
 Assumed, not measured."""
 NCCL_CHANNELS = 24
-"""Channels of a communicator: what NCCL 2.28 takes at most on one node of H100. Assumed, not measured."""
+"""Channels of a communicator: the maximum that NCCL 2.28 uses on one node of H100. Assumed, not measured."""
 NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
-"""Bytes of a channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, numbers a
-thread, steps, 8 bytes) and LL (threads, lines a thread, steps, 16 bytes), as in NCCL's ``device.h``."""
+"""Bytes of one channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, values
+per
+thread, steps, 8 bytes) and LL (threads, lines per thread, steps, 16 bytes), as in NCCL's ``device.h``."""
 ENGINE_REST = 2 * GIB
-"""Bytes that stay of an engine's process on a device while it sleeps: context, communicators, CUDA graphs.
-Assumed, not measured."""
+"""Device memory of a sleeping engine's process: context, communicators, CUDA graphs. Assumed, not
+measured."""
 GRAPHS = GIB
-"""Bytes of an engine's CUDA graphs, which vLLM takes of its share. Assumed, not measured."""
+"""Bytes of an engine's CUDA graphs, which are part of vLLM's share. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
-"""Bytes of a half of a refit's buffer, and of the weights that are gathered for it, where neither a
-configured size nor a larger weight says more."""
+"""Minimum bytes of half a refit buffer, and of the weights gathered for it, unless a configured size or a
+larger
+weight needs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory at one moment on a device that a rank of the policy shares with a rank of an engine.
+    """Memory at one moment on a device that a policy rank shares with an engine rank.
 
     Attributes:
-        name: of the moment.
-        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and what
-            its process always takes.
+        name: name of the moment.
+        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and the
+            constant overhead of the process.
         engine: bytes of the engine's process.
-        transfer: bytes of the buffer that weights are handed over in, and of what is gathered for it.
+        transfer: bytes of the buffer for transferred weights, and of the weights gathered for it.
     """
 
     name: str
@@ -77,20 +79,22 @@ def device_ledger(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """The moments of a run on a device that an engine shares, from its start to the first trained step, in
-    their order.
+    """Return the moments of a run on a device shared with an engine, in order from the start to the first
+    trained step.
 
-    vLLM starts only where its whole budget is free. So the policy, which a checkpoint brings with the moments
-    of its optimizer, leaves the device before; in a first start these come with the first step.
+    vLLM starts only if its whole budget is free, so the policy is offloaded first. A checkpoint restores the
+    policy
+    with the optimizer's moments; in a run without a checkpoint, the first step creates them.
 
     Args:
         policy: a checked ``policy`` section with its defaults.
-        rank: the rank of the policy, of the fullest stage.
+        rank: the policy's rank in the fullest stage.
         engine: the engine's part of the device.
         facts: sizes of the model.
-        beside: ranks of the models beside the policy, of their fullest stages, by the names of their
-            sections. They take turns with it.
-        rest: what stays of a process of training that has left the device (``process_rest``).
+        beside: ranks of the other models in their fullest stages, by the names of their sections. They
+            time-share
+            the device with the policy.
+        rest: memory that an offloaded training process still takes (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
     # Each model has processes of its own on the device.
@@ -124,14 +128,16 @@ def moments_apart(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """Return the moments of a run whose engines have devices of their own: those of a device of training,
-    and those of a device of an engine, which has nothing of the policy.
+    """Return the moments of a run whose engines have separate devices: those of a training device, and those
+    of an
+    engine's device, which holds nothing of the policy.
 
-    Both sides keep the transfer buffers of their group for as long as it lasts. A refit finds everything of
-    the policy on its device, where it was just trained, and the engine with its cache.
+    Both sides keep the transfer buffers of their group as long as the group exists. During a refit, the whole
+    policy
+    is still on its device after training, and the engine keeps its cache.
 
     Args:
-        policy, rank, engine, facts, beside, rest: as of ``device_ledger``.
+        policy, rank, engine, facts, beside, rest: as in ``device_ledger``.
     """
     slots, gathered = _refit_bytes(policy, facts)
     rest *= 1 + len(beside)
@@ -157,20 +163,22 @@ def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
 
 
 def device_gib(cluster: ClusterConfig) -> float:
-    """Return the memory of a GPU in GiB."""
+    """Return the memory of a GPU in GiB, as configured or assumed."""
     given = cluster["device_memory_gib"]
     return ASSUMED_DEVICE_GIB if given is None else float(given)
 
 
 def process_rest(groups: int) -> int:
-    """Return the bytes that a process with NCCL communicators of so many groups takes on a device beside its
-    tensors, also when they have left it."""
+    """Return the bytes that a process with this number of NCCL communicators takes on a device besides its
+    tensors,
+    even after these are offloaded."""
     return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Return bytes of the optimizer's state on a device that its first step makes: its moments, and where
-    megarl keeps it copies of weights too."""
+    """Return the bytes of optimizer state on the device that the first step creates: the moments, and also
+    the copies
+    of weights if megarl keeps the state."""
     if enabled_backend(policy) != "megatron" or has_own_states(policy["megatron_cfg"]["optimizer"]):
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
@@ -188,19 +196,25 @@ def host_memory(
     beside: Iterable[Sequence[RankMemory]] = (),
     engine: EngineMemory | None = None,
 ) -> int:
-    """Host memory of a node that trains: of each of its ranks of training the reference policy and a copy of
-    the weights that it takes the place of; optimizer state that stays there; other optimizer state and
-    weights while an engine on the same device generates, the first also where
-    ``offload_optimizer_for_logprob`` says so; where ranks run on a CPU, everything. Of each rank of an engine
-    apart on the same node what a refit takes. A checkpoint that is written while training goes on is not
-    among it.
+    """Return the bytes of host memory of a node that trains.
+
+    Each training rank counts the reference policy, and a copy of the weights that it swaps with. It also
+    counts
+    optimizer state that stays in host memory. Other optimizer state and the weights are counted if an engine
+    on the
+    same device or another model offloads them, and optimizer state also if ``offload_optimizer_for_logprob``
+    is set.
+    Ranks on a CPU count everything. Each rank of a separate engine on the same node counts the host memory of
+    a
+    refit. A checkpoint that is written during training is not counted.
 
     Args:
         config: a checked run with its defaults.
-        ranks: of the policy.
-        beside: of each model beside it. Each leaves the device while another one is there, as the policy then
-            does.
-        engine: memory of a rank of the engines; None where there are none, or it is not known.
+        ranks: ranks of the policy.
+        beside: ranks of each other model. Each model, and then the policy too, is offloaded while another one
+            uses
+            the device.
+        engine: memory of an engine rank; None if there are no engines, or it is unknown.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
@@ -226,11 +240,13 @@ def host_memory(
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
-    """Return one checkpoint: weights, float32 copies of them and the optimizer's moments, as the backend
-    writes them; of adapters these alone.
+    """Return the bytes of one checkpoint as the backend writes it: weights, float32 copies of them and the
+    optimizer's
+    moments. With adapters, only these are counted.
 
-    Megatron writes the weights in ``policy.precision``, and with the distributed optimizer or in 16 bit
-    float32 copies of them; the torch backends write the weights that they step.
+    Megatron writes the weights in ``policy.precision``, and float32 copies of them with the distributed
+    optimizer
+    or in 16 bit. The torch backends write the weights that they update.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
     parameters = model_parameters(facts)
@@ -246,15 +262,16 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
 
 
 def checkpoint_bytes_beside(config: RunConfig) -> int:
-    """Return the bytes that the trained models beside the policy add to a checkpoint; those of unknown sizes
-    are left out."""
+    """Return the bytes that trained models other than the policy add to a checkpoint, without models of
+    unknown size."""
     sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
     known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
     return sum(checkpoint_bytes(section, facts) for section, facts in known)
 
 
 def checkpoints_kept(config: RunConfig) -> int:
-    """Return most checkpoints on the disk at once: those that are kept, the newest, and the one that is being
+    """Return the maximum number of checkpoints on disk at once: those that are kept, the newest one, and the
+    one being
     written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]
@@ -263,7 +280,7 @@ def checkpoints_kept(config: RunConfig) -> int:
 
 
 def disk_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """The run's directory at its largest: checkpoints, and the exported model."""
+    """Return the maximum size of the run's directory: checkpoints and the exported model."""
     section, policy = config["checkpointing"], config["policy"]
     exported = model_parameters(facts) * BYTES[policy["precision"]] if section["export_hf"] else 0
     together = checkpoint_bytes(policy, facts) + checkpoint_bytes_beside(config)

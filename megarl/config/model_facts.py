@@ -1,7 +1,6 @@
-"""The numbers of a model that the rules and the memory estimate need, read from its ``config.json`` without
-transformers.
+"""Sizes of a model for the rules and the memory estimate, read from its ``config.json`` without transformers.
 
-For the models of the recipes they are at hand, so that a dry run can size them before anything is downloaded.
+The sizes of the recipes' models are shipped, so that a dry run knows them before anything is downloaded.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ _SIZES = (
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """Return the facts of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has
-    been downloaded before), or of one whose sizes are known.
+    """Return the sizes of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has
+    been
+    downloaded before), or of a shipped known model.
 
     Returns:
-        None for another id, which is no fault; the network is never asked.
+        None for any other id, which is not an error; the network is never accessed.
 
     Raises:
         ConfigError: ``model_name`` is a path without a usable model.
@@ -78,8 +78,9 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 
 
 def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
-    """Return the facts of the model that a checked ``policy`` section describes; as ``read_model_facts``
-    otherwise."""
+    """Return the sizes of the model that a checked ``policy`` section describes, including its score layer if
+    it has
+    one. None and errors are as in ``read_model_facts``."""
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):
         return facts
@@ -87,11 +88,12 @@ def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:
-    """Return the known content of ``config.json`` of a model that is not on this disk itself; None for one
-    that is, or that is not known.
+    """Return the shipped ``config.json`` of a known model that is not on this disk; None for a model that is
+    on this
+    disk or is unknown.
 
     Raises:
-        ConfigError: ``model_name`` is no Hugging Face id.
+        ConfigError: ``model_name`` is not a Hugging Face id.
     """
     if (
         Path(model_name).expanduser().is_dir()
@@ -103,7 +105,7 @@ def published_config(model_name: str) -> dict[str, Any] | None:
 
 
 def config_file(model_name: str) -> Path | None:
-    """Return the ``config.json`` of a model on this disk; None where there is none. Errors as of
+    """Return the ``config.json`` of a model on this disk, or None if there is none. Errors are those of
     ``published_config``."""
     directory = Path(model_name).expanduser()
     if not directory.is_dir():
@@ -153,12 +155,12 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
 
 
 def facts_of(content: dict[str, Any]) -> ModelFacts:
-    """Return the facts in the content of a ``config.json``, as the model's family in ``converters`` reads
+    """Return the sizes in the content of a ``config.json``, as the model's family in ``converters`` reads
     them.
 
     Raises:
         KeyError: a size is missing.
-        ValueError: one is no number of at least 1.
+        ValueError: a size is not a number of at least 1.
     """
     # Models that also see have the sizes of their language model in a section.
     text = content.get("text_config") or content
@@ -216,14 +218,16 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer; of a family that ``converters`` does not know, where ``layer_types``
-    says so."""
+    """Return each layer's attention window. A family that ``converters`` does not know has windows by layer
+    only if its
+    ``layer_types`` give them."""
     by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
     return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:
-    """Longest sequence: the model's own bound, or what its rope scaling stretches it to."""
+    """Return the maximum sequence length: the model's own bound, or the longer one that rope scaling
+    gives."""
     own = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")

@@ -1,8 +1,10 @@
-"""Models of a run beside the policy: sections that have the keys of ``policy``, and of which absent ones are
-as there.
+"""Models of a run other than the policy: their sections have the keys of ``policy``, and inherit absent keys
+from
+``policy``.
 
-Whoever checks or estimates a model sees a configuration in which its section stands in the place of
-``policy``; what is found there is reported under the section's own name.
+To check such a model or to estimate its memory, its section replaces ``policy`` in the configuration. Faults
+are
+then reported under the section's own name.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "pe
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
-    """Return the sections of models beside the policy, by dotted path, of a run's configuration that need not
-    be valid."""
+    """Return the sections of models other than the policy, by dotted path, of a run's configuration that need
+    not be
+    valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)
@@ -41,16 +44,16 @@ def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
 
 
 def model_roles(config: RunConfig) -> tuple[Role, ...]:
-    """The roles of a checked run whose models have workers, the actor first."""
+    """Return the roles of a checked run whose models have workers, the actor first."""
     return tuple(role for role in roles(config) if role.has_workers)
 
 
 def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSection) -> Config:
-    """Return a section as it would be written in full: its own keys over those of ``policy``, of which
-    sections merge key by key.
+    """Return a model's section in full: its own keys merged over those of ``policy``, subsections key by key.
 
-    A model that scores generates nothing. Of a language model the section ``generation`` says, as of the
-    policy, from which distribution tokens are sampled, and so what its log-probabilities are.
+    A scoring model has no ``generation`` section. A language model inherits the policy's, because it
+    determines the
+    distribution that tokens are sampled from, and so the log-probabilities.
     """
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:
@@ -62,7 +65,9 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 
 
 def renamed(violation: Violation, path: str) -> Violation:
-    """Return a violation that was found while the section at ``path`` stood in the place of ``policy``."""
+    """Return a violation that was found while the section at ``path`` replaced ``policy``, with its keys
+    renamed to that
+    path."""
     key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
     candidates = tuple(
         {renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates
@@ -71,13 +76,14 @@ def renamed(violation: Violation, path: str) -> Violation:
 
 
 def renamed_text(text: str, path: str) -> str:
-    """Return a text with the keys of ``policy`` in it as those of the section at ``path``."""
+    """Return a text in which the keys of ``policy`` are replaced by those of the section at ``path``."""
     return _OF_POLICY.sub(path, text)
 
 
 def as_of_policy(key: str, paths: Iterable[str]) -> str:
-    """Return a dotted key of one of the sections at ``paths`` as the key of ``policy`` that it is; any other
-    key as it is."""
+    """Return the key of ``policy`` that corresponds to a dotted key in one of the sections at ``paths``; any
+    other key
+    is returned unchanged."""
     for path in paths:
         if key == path or key.startswith(f"{path}."):
             return f"{POLICY}{key.removeprefix(path)}"

@@ -1,4 +1,4 @@
-"""Keys and options of other trainers and of earlier versions, each with what to write instead."""
+"""Keys and options of other trainers and of earlier versions, each with its replacement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ SECTIONS = {
         "experimental",
     ),
 }
-"""Sections that megarl has not, whose other keys are named after their trainer too."""
+"""Top-level sections of each trainer that megarl does not have. Their unlisted keys are reported as that
+trainer's
+too."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
 # Keys of the Megatron backend, as the torch backends have them.
@@ -54,8 +56,9 @@ _IS_KEY = re.compile(r"[\w.{}]+")
 
 
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Split a configuration into what is megarl's, or nobody's, and violations of the keys of other
-    trainers."""
+    """Split a configuration into megarl's and unknown keys on one side, and violations for keys of other
+    trainers on
+    the other."""
     found: list[Violation] = []
     config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
@@ -83,8 +86,9 @@ _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with NeMo-RL's section of adapters of the enabled backend as ``policy.peft``,
-    where that is absent; those of other backends do nothing."""
+    """Return a configuration with the enabled backend's NeMo-RL adapter section moved to ``policy.peft`` if
+    that is
+    absent. The adapter sections of disabled backends are dropped."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config
@@ -103,7 +107,7 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
-    """NeMo-RL's keys of the DTensor backend by the names that those of Megatron have."""
+    """Rename the adapter keys of NeMo-RL's DTensor backend to those of its Megatron backend."""
     found = {"lora_A_init_method" if key == "lora_A_init" else key: value for key, value in section.items()}
     if found.pop("match_all_linear", None):
         found["target_modules"] = []
@@ -111,12 +115,13 @@ def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violation | None:
-    """Return the violation of a key of another trainer, with what to write instead; None for any other key.
+    """Return the violation for a key of another trainer, with its replacement; None for any other key.
 
     Args:
-        path: dotted key, which megarl has not.
-        value: what stands there.
-        config: of the run, as far as it is known: its algorithm and its backend decide on some keys.
+        path: dotted key that megarl does not have.
+        value: value of the key.
+        config: the run's configuration as far as it is known; some replacements depend on its algorithm and
+            backend.
     """
     # A critic's or a teacher's section has the keys of policy, and so the foreign ones of it.
     entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
@@ -146,12 +151,12 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
 
 
 def _as_word(value: object) -> str:
-    """Return a value as it is written after ``key=``."""
+    """Return a value in the form that follows ``key=`` on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Split overrides of a command line into megarl's and pairs of key and value of other trainers."""
+    """Split command-line overrides into megarl's, and pairs of key and value for those of other trainers."""
     own, foreign = [], []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -164,10 +169,10 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str
 
 
 def override_faults(overrides: Sequence[str]) -> list[Violation]:
-    """Return what is wrong with overrides whatever the configuration that they are for.
+    """Return the faults in overrides that do not depend on the configuration that they change.
 
     Raises:
-        OverridesError: one cannot be read.
+        OverridesError: an override cannot be parsed.
     """
     # A key that is removed is one of the configuration, which is not known here.
     added = [override for override in overrides if not override.startswith("~")]
@@ -190,13 +195,13 @@ def _value(text: str) -> object:
 def option_faults(
     options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]
 ) -> Iterator[Violation]:
-    """Yield the violations of options that a command does not have, and of keys of other trainers, with what
-    to write instead.
+    """Yield violations for options that a command does not have and for keys of other trainers, each with its
+    replacement.
 
     Args:
-        options: with their values; ``True`` for one without.
-        config: of the run, as far as it is known.
-        own: the options that the command has.
+        options: options with their values; the value is ``True`` for an option without one.
+        config: the run's configuration as far as it is known.
+        own: options that the command has.
     """
     known = known_paths(run_type(config.get(KEY)))
     for option, value in options:

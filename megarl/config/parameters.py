@@ -1,5 +1,6 @@
-"""Parameters of a model and of its ranks: sums over the mapping rules of the converters, so that there is one
-description of a model."""
+"""Parameter counts of a model and of its ranks. They are sums over the converters' mapping rules, so that
+there is a
+single description of a model."""
 
 from __future__ import annotations
 
@@ -24,27 +25,30 @@ _NUMBER = re.compile(r"\.layers\.\d+\.")
 
 
 def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> Counter[LayerKind]:
-    """Layers of one pipeline stage by kind."""
+    """Return the number of layers of each kind in one pipeline stage."""
     first = sum(layers[:stage])
     return Counter(map(facts.kind_of, range(first, first + layers[stage])))
 
 
 def sparse_layers(kinds: Counter[LayerKind]) -> int:
-    """Layers with experts among some."""
+    """Return the number of layers with experts."""
     return sum(count for kind, count in kinds.items() if kind.sparse)
 
 
 def first_layer(facts: ModelFacts, kind: LayerKind) -> int:
-    """The first layer of a kind."""
+    """Return the first layer of a kind."""
     return next(layer for layer in range(facts.num_layers) if facts.kind_of(layer) == kind)
 
 
 def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
-    """Return parameters on one tensor-parallel rank of one pipeline stage, without routed experts.
+    """Return the number of parameters on one tensor-parallel rank of one pipeline stage, without routed
+    experts.
 
-    The first stage holds the embedding, the last one the final norm and the output layer; when both are tied
-    and there are several stages, the last one holds a copy of the embedding. A model that scores has one row
-    in the place of the output layer. The vocabulary is padded to a multiple of ``tensor``.
+    The first stage holds the embedding, and the last one the final norm and the output layer. If embedding
+    and output
+    layer are tied and there are several stages, the last one holds a copy of the embedding. A scoring model
+    has one
+    row in place of the output layer. The vocabulary is padded to a multiple of ``tensor``.
     """
     first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
     rules = [
@@ -60,19 +64,19 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
 
 
 def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
-    """Return parameters of one layer on one tensor-parallel rank, without routed experts."""
+    """Return the number of parameters of one layer on one tensor-parallel rank, without routed experts."""
     return sum(
         _on_a_rank(rule, tensor) for rule in _layer_rules(facts, layer) if not is_expert(rule.megatron_name)
     )
 
 
 def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) -> int:
-    """Return parameters of the routed experts of one layer on one rank; 0 for a dense model.
+    """Return the number of parameters of one layer's routed experts on one rank; 0 for a dense model.
 
     Args:
         facts: sizes of the model.
-        expert: ranks that the experts are divided over.
-        expert_tensor: ranks that each of them is cut over.
+        expert: number of ranks that the experts are distributed over.
+        expert_tensor: number of ranks that share each expert.
     """
     if facts.mixture is None:
         return 0
@@ -86,14 +90,15 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
 
 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
-    """Return parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
+    """Return the number of parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
     layers = [facts.num_layers]
     sparse = sparse_layers(stage_layers(facts, 0, layers))
     return stage_parameters(facts, tensor, 0, layers) + sparse * expert_layer_parameters(facts, 1, tensor)
 
 
 def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
-    """Return the rules of one layer, with its own number in the names of their Hugging Face tensors."""
+    """Return the mapping rules of one layer, with this layer's number in the names of the Hugging Face
+    tensors."""
     found = []
     for rule in _layer_rules(facts, layer):
         parts = tuple(
@@ -104,9 +109,11 @@ def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
 
 
 def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:
-    """Elements of the matrices that a token is multiplied with in a layer: of ``attention`` (or another
-    mixer, with its convolution),
-    ``dense`` MLP, ``experts`` (those that it goes to, and the shared one) and ``router``."""
+    """Return the number of elements of the matrices that a token is multiplied with in a layer, by part:
+    ``attention``
+    (or another mixer, with its convolution), ``dense`` MLP, ``experts`` (the chosen ones and the shared one)
+    and
+    ``router``."""
     found: Counter[str] = Counter()
     for rule in _layer_rules(facts, layer):
         elements = sum(math.prod(part.shape) for part in rule.parts if len(part.shape) > 1)
@@ -131,7 +138,7 @@ def _is_of_first_expert(rule: Rule) -> bool:
 
 
 def _on_a_rank(rule: Rule, tensor: int) -> int:
-    """Return elements of a parameter on one of ``tensor`` ranks."""
+    """Return the number of elements of a parameter on one of ``tensor`` ranks."""
     if rule.kind is Kind.VOCAB:
         [(rows, columns)] = [part.shape for part in rule.parts]
         return padded_vocabulary(rows, tensor) // tensor * columns
@@ -144,7 +151,7 @@ def _family(facts: ModelFacts) -> Family:
 
 
 def vocabulary_rules(facts: ModelFacts) -> list[Rule]:
-    """Return the rules of embedding and output layer, of these that are matrices of their own."""
+    """Return the mapping rules of the embedding and the output layer. A tied output layer is left out."""
     return [rule for rule in _model_rules(facts) if rule.kind is Kind.VOCAB and rule.emits]
 
 
@@ -153,7 +160,7 @@ def _model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
 
 
 def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
-    """The rules of one layer; layers of one kind are alike."""
+    """Return the mapping rules of a layer; all layers of one kind share them."""
     return _rules_of_kind(facts, first_layer(facts, facts.kind_of(layer)))
 
 

@@ -1,6 +1,6 @@
-"""The places that a configuration names answer. What is on a mount whose server is gone would be waited for
-without end, and by all that comes after; so each is looked at once, with a deadline, before anything else
-touches it. What only reads can be given up later, too."""
+"""Check that the paths in a configuration respond. Access to a mount whose server is gone hangs forever, so
+each path
+is checked once, with a deadline, before anything else accesses it. Later reads can be given up too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, DataError, Violation
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""That a place may take to say whether it is there; a server that is only busy does so in less."""
+"""Seconds that a path may take to respond; a server that is only busy responds sooner."""
 
 _LOOK_S = 1.0
 # Of processor time between two looks, by which something is read; what the looks themselves take is less.
@@ -37,14 +37,14 @@ _PLACES = (
 
 
 def require_answers(places: Mapping[str, str], patience_s: float | None = None) -> None:
-    """Look at paths, whether something is there or not.
+    """Check that paths respond, whether or not they exist.
 
     Args:
-        places: paths by the key or the argument that gives them.
+        places: paths by the key or argument that gives them.
         patience_s: seconds that all of them may take together; None for ``PATIENCE_S``.
 
     Raises:
-        ConfigError: some do not answer.
+        ConfigError: some paths do not respond.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     # All looks begin before the first is waited for: several dead mounts cost the patience once.
@@ -59,19 +59,20 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
 
 
 def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = None) -> T:
-    """Return what ``read`` returns, however long that takes, unless it stands still.
+    """Return what ``read`` returns, however long it takes, unless it hangs.
 
-    A place that answers may lead to others that do not, and a client of a network file system may answer from
-    memory what its server would not say.
+    A path that responds may lead to others that do not, and a client of a network file system may answer from
+    its
+    cache although the server does not.
 
     Args:
-        read: only reads; called by a thread of its own, which is left to itself where it stands still.
-        place: that it reads, for the message.
-        patience_s: seconds without use of the processor, by this process, after which it is given up; None
+        read: function without side effects; it runs in its own thread, which is abandoned if it hangs.
+        place: path that is read, for the message.
+        patience_s: seconds without processor time of this process, after which the read is given up; None
             for ``PATIENCE_S``.
 
     Raises:
-        DataError: it stands still. All that ``read`` raises is raised as well.
+        DataError: the read hangs. Any error of ``read`` is raised as well.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     reading = _Reading(read)
@@ -89,12 +90,12 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
 
 
 def _busy_s() -> float:
-    """Processor time of the other threads of this process."""
+    """Return the processor time of this process's other threads, in seconds."""
     return time.process_time() - time.thread_time()
 
 
 class _Reading:
-    """A call by a thread of its own, which does not keep the program from ending."""
+    """A call in its own daemon thread, which does not keep the program from exiting."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.done = threading.Event()
@@ -112,15 +113,16 @@ class _Reading:
         self.done.set()
 
     def result(self) -> Any:
-        """Return or raise what it returned or raised."""
+        """Return the result of the call, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 class _Look:
-    """A look at a place by a thread of its own: one that waits for a mount can neither be interrupted nor be
-    waited for."""
+    """A check of a path in its own thread, because a thread that waits for a mount can be neither interrupted
+    nor
+    joined."""
 
     def __init__(self, path: str) -> None:
         self.done = threading.Event()
@@ -138,8 +140,9 @@ _stat: Callable[[Path], object] = os.stat
 
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys of a configuration, valid or not, and their paths; a hub's id is one like any other
-    name."""
+    """Yield the dotted keys with paths in a configuration, valid or not, and the paths. Hugging Face ids are
+    included
+    like any other name."""
     of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
     for key in ("run_dir", *of_models, *_PLACES):
         value = at(config, key)
@@ -154,10 +157,10 @@ def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def nearest_directory(path: Path) -> Path:
-    """Return the directory itself or the one above it that exists.
+    """Return the directory itself, or its nearest existing parent.
 
     Raises:
-        OSError: it is a file, or below one.
+        OSError: the path is a file, or below one.
     """
     while not path.exists():
         path = path.parent

@@ -1,5 +1,6 @@
-"""The memory plan of a whole run, and whether it fits the devices: what is certain not to is refused, what
-probably does not is told."""
+"""The memory plan of a whole run, and the check that it fits the devices. A run that certainly does not fit
+is
+refused; one that probably does not is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from megarl.errors import Violation
 
 
 def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
-    """The batches of one step of a checked run."""
+    """Return the batch sizes of one step of a checked run."""
     policy = config["policy"]
     (prompts, generations), rows = step_size(config), rows_of_record(config)
     packing, batching = policy["sequence_packing"], policy["dynamic_batching"]
@@ -48,13 +49,14 @@ def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
 
 
 def has_reference_policy(config: RunConfig) -> bool:
-    """Return whether the run keeps the weights it starts with."""
+    """Return whether the run keeps its initial weights as the reference policy."""
     return any(role.name == "reference" for role in roles(config))
 
 
 def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
-    """The ranks of a checked run, and the memory of one of each pipeline stage; no memory where the model's
-    sizes are not known."""
+    """Return the rank layout of a checked run, and the memory of one rank of each pipeline stage; empty if
+    the model's
+    sizes are unknown."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(
@@ -63,8 +65,9 @@ def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
 
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
-    """The memory of a rank of each pipeline stage of the models beside the policy of a checked run, by the
-    dotted path of their sections; those whose sizes are not known are left out."""
+    """Return the memory of one rank of each pipeline stage, for each model of a checked run other than the
+    policy. Keys
+    are the dotted paths of the models' sections; models of unknown size are left out."""
     found = {}
     for path, section in model_sections(config).items():
         facts = facts_of_policy(at(config, path))
@@ -82,8 +85,9 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
 
 
 def memory_of_reader(config: RunConfig, facts: ModelFacts, layout: Layout) -> list[RankMemory]:
-    """Return the memory of a rank of each pipeline stage of a model that is only read, whose section is the
-    ``policy`` of ``config``; Megatron has its gradient buffers all the same."""
+    """Return the memory of one rank of each pipeline stage of a model that is not trained. Its section is
+    ``policy`` of
+    ``config``. Megatron allocates gradient buffers even for such a model."""
     ranks = _memory(config, facts, layout, reference=False)
     is_megatron = enabled_backend(config["policy"]) == "megatron"
     return [
@@ -107,14 +111,15 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """Return the memory of the fullest device at each moment of a start where an engine shares it, and where
-    engines have devices of their own that of the fullest device of training and of an engine; empty where
-    the policy itself generates, or an engine of unknown size.
+    """Return the memory of the fullest device at each moment of a start, if an engine shares it. If engines
+    have separate
+    devices, return that of the fullest training device and of an engine's device. Empty if the policy itself
+    generates, or if the engine's size is unknown.
 
     Args:
         config: a checked run with its defaults.
         facts: sizes of the model.
-        ranks: from ``memory_of_run``.
+        ranks: result of ``memory_of_run``.
     """
     engine = engine_memory_of(config, facts)
     if engine is None:
@@ -128,7 +133,8 @@ def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> lis
 
 
 def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
-    """Memory of a device of the run's engine; None where there is none, or none that is known."""
+    """Return the memory of the run's engine on one device; None if there is no engine, or its memory is
+    unknown."""
     if not generates(config) or config["cluster"]["device"] == "cpu":
         return None
     generation = generation_of(config["policy"])
@@ -137,7 +143,8 @@ def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | Non
 
 
 def communicators(layout: Layout, policy: PolicyConfig) -> int:
-    """Groups of several ranks that a rank of training has an NCCL communicator for."""
+    """Return the number of process groups with several ranks for which a training rank has an NCCL
+    communicator."""
     megatron = policy["megatron_cfg"]
     # a section that is not enabled is not filled in
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
@@ -157,7 +164,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes in binary units."""
+    """Return a number of bytes as text in binary units."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -170,8 +177,9 @@ def size_text(size: int) -> str:
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
-    """The moment of a checked run at which a device of training has least free; None where the model's sizes
-    are not known."""
+    """Return the moment of a checked run at which a training device has the least free memory; None if the
+    model's sizes
+    are unknown."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
         return None
@@ -188,15 +196,17 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Weights, gradients and optimizer state of a rank of a checked run, of the model and the stage that have
-    most."""
+    """Return the bytes of weights, gradients and optimizer state on a rank of a checked run, for the model
+    and stage
+    that have the most."""
     of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for ranks in of_models for rank in ranks), default=0)
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation where weights, gradients and optimizer state alone are more than a device has:
-    training would end in its first step."""
+    """Yield a violation if weights, gradients and optimizer state alone exceed a device's memory, so that
+    training would
+    fail in its first step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
     gib = cluster.get("device_memory_gib")
     if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
@@ -216,12 +226,13 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
 
 
 def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
-    """Say that a checked run does probably not fit its devices, and what would; None where it does, or where
-    its sizes are not known.
+    """Return a warning that a checked run probably does not fit its devices, with changes that would make it
+    fit. None if
+    the run fits, or if the sizes are unknown.
 
     Args:
         config: the run, with its defaults.
-        is_valid: whether a configuration breaks no rule.
+        is_valid: returns whether a configuration breaks no rule.
     """
     moment, gib = fullest_moment(config), device_gib(config["cluster"])
     if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
@@ -254,12 +265,13 @@ _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 
 def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
-    """Yield changes with which the plan has room, one key before two and, of one kind, the smallest change
-    first; whether they obey the rules is not asked.
+    """Yield changes with which the plan fits: changes of one key first, then of two; for the same keys, the
+    smallest
+    change first. They may break rules.
 
     Args:
         config: a run with its defaults.
-        whole: leave those out with which only weights, gradients and optimizer state have room.
+        whole: leave out changes with which only weights, gradients and optimizer state fit.
     """
     steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
     pairs = (
@@ -297,8 +309,9 @@ def _fits(config: RunConfig, *, whole: bool) -> bool:
 
 
 def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
-    """Return by key the values that take less memory, the nearest first, and keys that cost speed before
-    those that cost devices."""
+    """Return, by key, the values that take less memory, the closest to the present value first. Keys that
+    cost speed
+    come before keys that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next(
         (key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None

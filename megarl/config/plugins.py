@@ -1,6 +1,6 @@
-"""Declarations of what can be plugged in: models' roles, algorithms, and kinds of rollout engines.
+"""Declarations of what can be plugged in: roles of models, algorithms, and kinds of rollout engines.
 
-Importing this module loads neither torch nor Ray.
+Importing this module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from megarl.errors import Violation
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The part that a model plays in an algorithm.
+    """The role of a model in an algorithm.
 
     Attributes:
-        name: of the role.
-        directory: of its weights, optimizer state and tokenizer in a checkpoint; None for a model that is not
-            trained.
-        has_workers: it has workers of its own, trained or not; else those of another role have its weights.
-        section: dotted path of the section of a configuration that the model is made by.
+        name: name of the role.
+        directory: subdirectory of a checkpoint for its weights, optimizer state and tokenizer; None for a
+            model
+            that is not trained.
+        has_workers: the model has its own workers, trained or not; otherwise another role's workers hold its
+            weights.
+        section: dotted path of the configuration section that the model is built from.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Role:
 
     @property
     def is_trained(self) -> bool:
-        """True if the model has an optimizer and a place in checkpoints."""
+        """True if the model has an optimizer and is saved in checkpoints."""
         return self.directory is not None
 
 
@@ -43,29 +45,31 @@ ACTOR = Role("actor", "policy")
 """The policy that is trained."""
 
 REFERENCE = Role("reference", None, has_workers=False)
-"""The policy as it was before training. The actor's workers keep it."""
+"""The policy as it was before training. The actor's workers keep its weights."""
 
 CRITIC = Role("critic", "critic", section="critic")
-"""The model that says what the actor's states are worth."""
+"""The model that estimates the value of the actor's states."""
 
 
 REWARD_MODEL = Role("reward_model", None, section="reward_model")
-"""A model that scores answers, and is not trained."""
+"""A model that scores responses and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """Section of a configuration for a model beside the policy. It has the keys of ``policy``; those that are
-    absent are as there.
+    """Configuration section of a model other than the policy. It has the keys of ``policy``, and inherits
+    absent keys
+    from it.
 
     Attributes:
-        meaning: in words, without a full stop.
-        scores: the model has a score layer and generates nothing; else it is a language model, whose
-            log-probabilities follow from how the policy's answers are sampled.
-        is_trained: it has an optimizer.
-        has_backbone_of_policy: it is of the policy's family, and all its sizes are the same.
-        by_name: the section has several of them under names of the user's.
-        is_optional: without the section there is no such model; else the model is then made by ``policy``
+        meaning: description in words, without a full stop.
+        scores: the model has a score layer and generates nothing. Otherwise it is a language model, whose
+            log-probabilities follow from how the policy's responses are sampled.
+        is_trained: the model has an optimizer.
+        has_backbone_of_policy: the model has the policy's family and sizes.
+        by_name: the section holds several models under user-chosen names.
+        is_optional: the model exists only if the section does. Otherwise the model can be built from
+            ``policy``
             alone.
     """
 
@@ -78,22 +82,26 @@ class ModelSection:
 
 
 class AlgorithmSpec:
-    """An algorithm's declaration of itself to the configuration.
+    """Declaration of an algorithm to the configuration.
 
     Attributes:
-        SECTIONS: the sections of a configuration that the algorithm needs, TypedDicts by name. Its own comes
-            first and has ``max_num_steps``; where it has ``max_num_epochs``, ``val_period``, ``val_at_start``
-            or ``val_at_end``, a run heeds them.
-        OPTIONAL: those of them that a run may lack; rules say when.
-        MODELS: sections of models beside the policy, by name; a role names its own as ``section``, ``NAME``
+        SECTIONS: configuration sections that the algorithm needs, TypedDicts by name. Its own section comes
+            first
+            and has ``max_num_steps``. A run also uses ``max_num_epochs``, ``val_period``, ``val_at_start``
+            and
+            ``val_at_end`` of that section if it has them.
+        OPTIONAL: sections of ``SECTIONS`` that a run may lack; rules decide when.
+        MODELS: sections of models other than the policy, by name. A role gives its section as ``section``:
+            ``NAME``,
             or ``NAME.NAME_OF_THE_USER``.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed;
-            else the data have answers.
-        PAIRS: the data are pairs of a better and a worse answer, two rows of a batch one after the other;
+            otherwise the data contain the answers.
+        PAIRS: the data are pairs of a better and a worse answer, which become two consecutive rows of a
+            batch;
             ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
-        SCORES: the actor is a model that scores (``policy.reward_model_cfg``).
-        PROMPTS: dotted key of the prompts of a step; None for ``policy.train_global_batch_size``.
-        GENERATIONS: dotted key of the responses to a prompt; None for one.
+        SCORES: the actor is a scoring model (``policy.reward_model_cfg``).
+        PROMPTS: dotted key of the number of prompts per step; None for ``policy.train_global_batch_size``.
+        GENERATIONS: dotted key of the number of responses per prompt; None for one.
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -112,22 +120,22 @@ class AlgorithmSpec:
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the models that a run needs, the actor first."""
+        """Return the roles of the models that a run needs, the actor first."""
         del config
         return (ACTOR,)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of a device of a rollout engine.
+    """Memory of a rollout engine on one device, in bytes.
 
     Attributes:
-        weights: its part of the model.
-        budget: what the engine may take of the device.
-        token: keys and values of one token, and its share of the states of a sequence of full length.
+        weights: the device's part of the model.
+        budget: device memory that the engine may use.
+        token: keys and values of one token, and its share of the states of a full-length sequence.
         share: the budget in words.
-        rest: what else the engine takes of it: counters of its sampler, CUDA graphs.
-        experts: its part of the routed experts of one layer.
+        rest: the engine's other memory within the budget: counters of its sampler, CUDA graphs.
+        experts: the device's part of one layer's routed experts.
         host: host memory that a rank takes while weights arrive.
     """
 
@@ -141,7 +149,8 @@ class EngineMemory:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose keys and values have room beside the weights and the rest; 0 where there is none."""
+        """Number of tokens whose keys and values fit next to the weights and the rest; 0 if there is
+        no room."""
         return max(0, self.budget - self.weights - self.rest) // max(self.token, 1)
 
 
@@ -150,17 +159,20 @@ class EngineKind:
     """A kind of rollout engine.
 
     Attributes:
-        title: what people call it.
-        start: starts the engines of a run, a ``RolloutEngine``; called with the ``RayVirtualCluster`` and the
+        title: name of the engine for people.
+        start: starts a run's engines and returns a ``RolloutEngine``; called with the ``RayVirtualCluster``
+            and the
             whole configuration.
-        complete: fills the ``generation`` section in, called with it and the ``policy`` section.
-        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, its own keys; None
-            for none.
-        rules: on the engine's part of the configuration.
-        memory: of a device, called with a checked run's configuration and the model's sizes; None where it is
-            not known.
-        distributions: names of Python distributions, one of which has to be installed; empty for none.
-        extra: megarl's extra that installs one, in words.
+        complete: fills in the ``generation`` section; called with it and the ``policy`` section.
+        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, the engine's own
+            keys; None
+            if it has none.
+        rules: rules on the engine's part of the configuration.
+        memory: returns the engine's memory on one device; called with a checked run's configuration and the
+            model's
+            sizes. None if the memory is unknown.
+        distributions: names of Python distributions, one of which must be installed; empty for none.
+        extra: megarl's extra that installs one of them, in words.
     """
 
     title: str
@@ -175,6 +187,6 @@ class EngineKind:
     extra: str = ""
 
     def missing_package(self) -> str | None:
-        """Return the name of the engine's package where it is not installed; None where it is."""
+        """Return the name of the engine's package if it is not installed, otherwise None."""
         is_there = not self.distributions or any(installed_version(name) for name in self.distributions)
         return None if is_there else self.distributions[0]

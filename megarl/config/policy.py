@@ -1,8 +1,8 @@
-"""The shape of the ``policy`` section of a configuration.
+"""Schema of the ``policy`` section of a configuration.
 
-Plain TypedDicts: importing this module imports neither torch nor ray. ``megarl.config.schema`` checks values
-against them, ``megarl.config.defaults`` holds the value of every optional key, ``megarl.config.rules`` the
-rules between keys.
+The sections are plain TypedDicts, so importing this module imports neither torch nor Ray.
+``megarl.config.schema`` checks values against them, ``megarl.config.defaults`` fills in optional keys, and
+``megarl.config.rules`` has the rules between keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SecondMoment: TypeAlias = Annotated[
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
-"""Keys of an optimizer that say how its states are stored."""
+"""Keys of an optimizer section that set how its states are stored."""
 _Master: TypeAlias = Annotated[
     Literal["float32", "bfloat16"],
     Key(
@@ -100,7 +100,7 @@ class DTensorConfig(TypedDict):
 
 
 class SequencePackingConfig(TypedDict):
-    """Several sequences in one row, at most ``*_mb_tokens`` tokens a micro-batch."""
+    """Packing of several sequences into one row, with at most ``*_mb_tokens`` tokens per micro-batch."""
 
     enabled: Annotated[bool, Key("pack sequences.")]
     train_mb_tokens: NotRequired[
@@ -130,7 +130,7 @@ class SequencePackingConfig(TypedDict):
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of sequences of similar length, at most ``*_mb_tokens`` padded tokens each."""
+    """Micro-batches of sequences of similar length, with at most ``*_mb_tokens`` padded tokens each."""
 
     enabled: Annotated[bool, Key("form micro-batches by length.")]
     train_mb_tokens: NotRequired[
@@ -245,7 +245,7 @@ class MegatronOptimizerConfig(TypedDict):
 
 
 class MegatronSchedulerConfig(TypedDict):
-    """Learning rate and weight decay over time; the unit of ``*_iters`` is one call of ``train``."""
+    """Schedule of learning rate and weight decay. The unit of ``*_iters`` is one call of ``train``."""
 
     start_weight_decay: NotRequired[Annotated[float, Key("weight decay at the start.", AT_LEAST_0)]]
     end_weight_decay: NotRequired[Annotated[float, Key("weight decay at the end.", AT_LEAST_0)]]
@@ -593,8 +593,8 @@ class MegatronConfig(TypedDict):
 
 
 class RewardModelConfig(TypedDict):
-    """A model that scores: a linear layer with one output replaces the output layer, ``score.weight`` of
-    transformers' ``...ForSequenceClassification``. A language model gets a new one, sampled from the seed."""
+    """A scoring model: a linear layer with one output replaces the output layer. It is ``score.weight`` of
+    transformers' ``...ForSequenceClassification``; a language model gets a new one, sampled from the seed."""
 
     enabled: Annotated[
         bool,
@@ -619,7 +619,7 @@ class PeftConfig(TypedDict):
     """Low-rank adapters (LoRA): next to selected linear layers W, only the product (alpha / dim) B A is
     trained.
 
-    Each of a layer's query, key, value, gate and up matrices has an adapter of its own, as in PEFT, on every
+    Each of a layer's query, key, value, gate and up matrices has its own adapter, as in PEFT, on every
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
     section.
     """
@@ -785,12 +785,13 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
 
 SchedulerMilestones: TypeAlias = dict[str, list[int]]
-"""``{"milestones": [...]}``: the steps at which the next scheduler of a list takes over."""
+"""``{"milestones": [...]}``: the steps at which the next scheduler in a list takes over."""
 
 
 class PolicyConfig(TypedDict):
-    """A policy: its model, its batches and the backend it runs on. Exactly one backend may be enabled; with
-    none, FSDP1 is meant."""
+    """A policy: its model, its batches and its backend. At most one backend may be enabled; with none
+    enabled, FSDP1 is
+    used."""
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]

@@ -1,4 +1,4 @@
-"""Values that satisfy all rules of a configuration at once, found by trying those that single rules
+"""Search for values that satisfy all rules of a configuration at once, among the values that single rules
 propose."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_STEPS = 3
 
 
 Followers = Mapping[str, Sequence[str]]
-"""Keys of a configuration that are written as references to another one, by that one."""
+"""Keys that are written as a reference to another key, listed by that other key."""
 
 
 def valid(
@@ -28,16 +28,16 @@ def valid(
     examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]],
     followers: Callable[[], Followers],
 ) -> Config:
-    """Return a configuration filled in.
+    """Return the configuration with its defaults, or raise an error with proposals if it has violations.
 
     Args:
         given: the configuration, plain containers.
-        examine: returns a configuration filled in, and what is wrong with it.
-        followers: returns the keys that are written as references to another one; asked for only where there
-            is something wrong.
+        examine: returns a configuration with its defaults, and its violations.
+        followers: returns the keys that are written as references to another key; called only if there are
+            violations.
 
     Raises:
-        ConfigError: with proposals that were tried on the whole of it.
+        ConfigError: has the violations, with proposals that were tested on the whole configuration.
     """
     completed, violations = examine(given)
     if not violations:
@@ -59,14 +59,15 @@ def valid(
 def with_proposals(
     violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
 ) -> list[Violation]:
-    """Return violations whose fixes go together: with all of them applied, none of these keys breaks a rule,
-    and no other key does.
+    """Return violations whose fixes are compatible: with all of them applied, none of their keys breaks a
+    rule, and
+    no other key newly breaks one.
 
-    A violation without candidates, or none of whose candidates passes, keeps the advice of its rule.
+    A violation keeps its rule's advice if it has no candidates, or if none of its candidates passes.
 
     Args:
-        violations: of a configuration.
-        violations_after: those of it with other values at dotted keys.
+        violations: violations of a configuration.
+        violations_after: returns the violations after dotted keys are set to other values.
     """
     search = _Search(violations, violations_after)
     groups: dict[str, Changes] = {}
@@ -92,10 +93,10 @@ def _text(key: str, changes: Changes) -> str:
 
 
 class _Search:
-    """A search for changes that mend one key after another.
+    """A search for changes that fix one key after another.
 
     Attributes:
-        chosen: changes so far, for all keys that are mended.
+        chosen: changes so far, for all keys that are fixed.
     """
 
     def __init__(
@@ -108,14 +109,14 @@ class _Search:
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
-        """Return the violations that are left with some changes; each set of changes is tried once."""
+        """Return the violations that remain after some changes; each set of changes is tried once."""
         name = json.dumps(changes, sort_keys=True)
         if name not in self._known:
             self._known[name] = self._violations_after(changes)
         return self._known[name]
 
     def settle(self, key: str) -> Changes | None:
-        """Mend a key with as few changes as possible. Returns the changes, or None where there are none."""
+        """Fix a key with as few changes as possible. Return the changes, or None if there are none."""
         for steps in range(1, _MOST_STEPS + 1):
             found = self._mended(key, self.chosen, steps)
             if found is not None:
@@ -126,8 +127,9 @@ class _Search:
         return None
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
-        """Return ``changes`` with further ones, after which neither ``key`` nor a changed key nor one that
-        was valid breaks a rule."""
+        """Return ``changes`` plus further ones, after which neither ``key`` nor a changed key nor a
+        previously valid key
+        breaks a rule; None if none are found."""
         if len(self._known) > _MOST_TRIALS:
             return None
         # Other keys that break rules of their own are mended later.
@@ -145,7 +147,7 @@ class _Search:
 
 
 def _candidates(faults: Collection[Violation], key: str) -> Iterator[Changes]:
-    """Yield the candidates of all violations of a key."""
+    """Yield the candidate fixes of all violations of a key."""
     for fault in faults:
         if fault.key == key:
             yield from fault.candidates

@@ -1,4 +1,5 @@
-"""Recipes: the configurations that ship with megarl, found by name in a clone and in an installed package."""
+"""Recipes: configurations that ship with megarl, found by name both in a clone and in an installed
+package."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 
 PARTS = ("", "quickstart", "base")
-"""Directories below that of the recipes."""
+"""Subdirectories of the recipe directory."""
 _SUFFIXES = frozenset({".yaml", ".yml"})
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A shipped configuration: of a whole run, or a file of ``base`` or ``quickstart`` that is laid over one.
+    """A shipped configuration: that of a whole run, or a file in ``base`` or ``quickstart`` that is merged
+    over one.
 
     Attributes:
-        name: that ``megarl train`` and ``--with`` take.
-        path: of its file.
+        name: the name for ``megarl train`` and ``--with``.
+        path: path of its file.
         summary: the first sentences of its first comment.
     """
 
@@ -35,15 +37,14 @@ class Recipe:
 
 
 def directory() -> Path:
-    """Return the directory of the recipes: ``megarl/recipes`` of an installed package, ``configs`` of a
-    clone."""
+    """Return the recipe directory: ``megarl/recipes`` in an installed package, ``configs`` in a clone."""
     package = Path(megarl.__file__).resolve().parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipes(part: str = "") -> Iterator[Recipe]:
-    """Yield all recipes, by name; or the files of ``base`` or ``quickstart``."""
+    """Yield all recipes in order of their names, or the files in ``base`` or ``quickstart``."""
     for path in sorted((directory() / part).glob("*.yaml")):
         yield Recipe(
             f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8"))
@@ -51,8 +52,8 @@ def recipes(part: str = "") -> Iterator[Recipe]:
 
 
 def _summary(text: str) -> str:
-    """Return the sentences that begin in the first line of a file's first comment, to their ends, which may
-    be further down."""
+    """Return the sentences of a file's first comment that begin in its first line, even if they end in a
+    later line."""
     lines = [
         line.removeprefix("#").strip()
         for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -65,18 +66,19 @@ def _summary(text: str) -> str:
 
 
 def inherited(name: str, start: Path) -> Path:
-    """Return the file that ``defaults`` of a configuration in ``start`` name: one relative to it, or else a
-    shipped one."""
+    """Return the file that a name in ``defaults`` refers to: a file relative to ``start``, or else a shipped
+    one."""
     path = start / Path(name).expanduser()
     return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
-    """Return the file that a command line names: a path, or the name of a recipe or of a file below ``base``
-    and ``quickstart``.
+    """Return the file that a command-line word refers to: a path, or the name of a recipe or of a file in
+    ``base`` or
+    ``quickstart``.
 
     Raises:
-        ConfigError: it looks like a name, and there is no such recipe.
+        ConfigError: the word looks like a name, and there is no such recipe.
     """
     path = Path(text)
     is_yaml = path.suffix in _SUFFIXES
@@ -103,14 +105,14 @@ def find(text: str) -> Path:
 
 
 def is_recipe(text: str) -> bool:
-    """Return whether a word of a command line names a YAML file that is there, or a shipped configuration."""
+    """Return whether a command-line word names an existing YAML file or a shipped configuration."""
     path = Path(text)
     return (path.suffix in _SUFFIXES and path.is_file()) or _shipped(text) is not None
 
 
 def missing_recipe(words: Iterable[str]) -> Violation:
-    """Return the violation of a command line without a configuration, with the recipes that are the likeliest
-    by its other words."""
+    """Return the violation for a command line without a configuration, with the recipes that match its other
+    words best."""
     said = {
         part
         for word in words
@@ -131,8 +133,9 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a configuration: that of a recipe with its directory, the file's without its suffix;
-    names have dots."""
+    """Return the name of a configuration: a recipe's name with its directory, or the file name without its
+    suffix. Names
+    may contain dots."""
     shipped = path.resolve()
     if shipped.is_relative_to(directory()):
         shipped = shipped.relative_to(directory())
@@ -141,14 +144,14 @@ def name_of(path: Path) -> str:
 
 
 def misnamed_directory(text: str, run_dir: str) -> str | None:
-    """Return the run directory that versions up to 0.1 gave what a command line names, where it holds a run;
-    None elsewhere.
+    """Return the run directory that versions up to 0.1 used for a configuration, if it holds a run; otherwise
+    None.
 
-    They cut a name at its last dot, so that several recipes shared a directory.
+    Those versions truncated a name at its last dot, so that several recipes shared a directory.
 
     Args:
         text: recipe or file, as the command line names it.
-        run_dir: of this launch.
+        run_dir: run directory of this launch.
     """
     old = Path("runs") / Path(text).stem
     # os.path takes a name that no file can have for an absent one; the run itself refuses it.
@@ -157,7 +160,7 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the shipped file of a name, with or without its suffix; names have dots of their own."""
+    """Return the shipped file with this name, given with or without its suffix; names may contain dots."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     path = directory() / f"{stem}.yaml"
     return path if stem and path.is_file() else None

@@ -1,8 +1,8 @@
 """Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
-``README.md`` has the tables of recipes, which come from their dry runs. ``KEYS.md`` has a table of keys for
-every section: keys from the TypedDicts that configurations are checked against, meanings and defaults from
-their fields.
+``README.md`` has tables of recipes, from their dry runs. ``KEYS.md`` has a table of keys for every section:
+keys
+from the TypedDicts that configurations are checked against, meanings and defaults from their fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAGES: Mapping[str, str] = {"README.md": "recipes", "KEYS.md": "keys"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Bring the tables of both pages in the directory of the recipes up to date."""
+    """Update the tables of both pages in the recipe directory."""
     configs = Path(arguments[0])
     for name in PAGES:
         page = configs / name
@@ -55,13 +55,13 @@ def updated(page: str, name: str, configs: Path) -> str:
     """Return the text of a page with its generated table replaced by the current one.
 
     Args:
-        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table that
-            ``PAGES`` names.
+        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table in
+            ``PAGES``.
         name: file name of the page.
-        configs: directory of the recipes.
+        configs: recipe directory.
 
     Raises:
-        ValueError: the page lacks one of these lines.
+        ValueError: the page does not have each of these lines once.
     """
     table = PAGES[name]
     begin, end = _BEGIN.format(table), _END.format(table)
@@ -75,8 +75,9 @@ def updated(page: str, name: str, configs: Path) -> str:
 
 
 def recipe_table(configs: Path) -> Iterator[str]:
-    """Yield one row a recipe: its ranks, what a rank computes at a time, and the memory of the fullest
-    rank."""
+    """Yield the table's header and one row per recipe: its ranks, the size of its micro-batches, and the
+    memory of the
+    fullest rank."""
     yield (
         "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | "
         "fullest rank |"
@@ -109,8 +110,9 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 
 def ledger_table(configs: Path) -> Iterator[str]:
-    """Yield one row a recipe whose engine shares the policy's devices: GiB together on the fullest one at
-    each moment of a start."""
+    """Yield the table's header and one row per recipe whose engine shares the policy's devices: the total GiB
+    on the
+    fullest device at each moment of a start."""
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -141,7 +143,7 @@ def key_tables() -> Iterator[str]:
 
 
 def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the keys of a section, each with its kind, its default and its meaning."""
+    """Yield each key of a section with its kind of value, its default and its meaning."""
     fields = fields_of(section)
     for key, annotation in keys_of(section).items():
         full = f"{path}.{key}" if path else key
@@ -157,11 +159,12 @@ def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def search_keys(words: Sequence[str]) -> Iterator[str]:
-    """Yield a paragraph for every key that has all of the words in its name or its meaning, in any case; then
-    those of other trainers.
+    """Yield a paragraph for every key whose name, kind or meaning contains all of the words, ignoring case.
+    Keys of other
+    trainers follow.
 
     Args:
-        words: none for all of megarl's keys.
+        words: words to search for; without any, all of megarl's keys are given.
     """
     wanted = [word.lower() for word in words]
     for path, section in _sections("", run_type(None)):
@@ -178,7 +181,7 @@ def search_keys(words: Sequence[str]) -> Iterator[str]:
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a section, then those below it, each with its dotted path."""
+    """Yield a section and its subsections, each with its dotted path."""
     yield path, section
     for key, annotation in keys_of(section).items():
         # a list of sections beside one of them has the same keys
@@ -189,7 +192,7 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
-    """Return what a value may be, in words, without those that are refused."""
+    """Describe in words the values that an annotation allows, without the refused ones."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in {NotRequired, Annotated}:
         return _kind(parts[0], refused)
@@ -209,7 +212,7 @@ def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
 
 
 def _default(annotation: Any, first: Any, second: Any) -> str:
-    """Return the value of an absent key. One that differs between two examples follows from other keys."""
+    """Describe the default of a key. If it differs between two examples, it follows from other keys."""
     if get_origin(annotation) is not NotRequired:
         return "required"
     if first is _MISSING or (isinstance(first, Mapping) and any(True for _ in section_types(annotation))):
@@ -220,7 +223,7 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 
 
 def _absent_values(path: str) -> Iterator[Any]:
-    """Return what an absent key is filled with in two examples that differ in all their sizes."""
+    """Yield the default of a key in two example configurations that differ in all their sizes."""
     # A default that is the same in both is a constant; one that follows another key differs.
     for size in (8, 24):
         example = _example(size)
@@ -240,8 +243,9 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _example(size: int) -> dict[str, Any]:
-    """Return a configuration of required keys alone; two of different sizes differ wherever a default follows
-    from another key."""
+    """Return a configuration with required keys only. Two examples of different sizes differ in every default
+    that
+    follows from another key."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}

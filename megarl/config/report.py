@@ -1,4 +1,4 @@
-"""Report: what ``--dry-run`` shows: the resolved configuration, the ranks, the batches and the memory of a
+"""The report of ``--dry-run``: the resolved configuration, the ranks, the batches and the memory of a
 rank."""
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _TERMS = {
 
 
 def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) -> None:
-    """Write the whole report.
+    """Print the whole report.
 
     Args:
         config: a checked run with its defaults.
-        facts: sizes of the model, None where they are not known.
-        console: where to write; 100 columns are enough.
+        facts: sizes of the model, None if unknown.
+        console: console to print to; 100 columns are enough.
     """
     layout = layout_of(View(config))
     console.rule("configuration")
@@ -89,8 +89,9 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 
 
 def layout_table(layout: Layout) -> Table:
-    """Return the rank to pipeline, data, context and tensor index and node; of many ranks the first and last
-    ones."""
+    """Return a table with each rank's pipeline, data, context and tensor index and its node. If there are
+    many ranks, it
+    shows the first and last ones."""
     sizes = (
         f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
     )
@@ -123,8 +124,9 @@ def _shown(ranks: int) -> Iterable[int | None]:
 
 
 def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
-    """Return the arithmetic of a step, one quantity a line; ``answers_to`` names the records that have
-    several answers, None where none has."""
+    """Return a table of the batch arithmetic of a step, one quantity per line. ``answers_to`` names the
+    records that have
+    several responses or answers; None if they have one."""
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
@@ -167,7 +169,7 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
 
 
 def validation_table(config: RunConfig) -> Table:
-    """The validation sets of a checked run that generates, one a row."""
+    """Return a table of the validation sets of a checked run that generates, one per row."""
     table = Table(title="validation")
     for heading in ("set", "sources", "prompts", "responses a prompt", "sampling"):
         table.add_column(
@@ -184,8 +186,9 @@ def validation_table(config: RunConfig) -> Table:
 
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
-    """Return the memory of a rank, one column a pipeline stage; of many stages the first, second and last
-    one. ``model`` names one that is not the policy."""
+    """Return a table of a rank's memory, one column per pipeline stage. If there are many stages, it shows
+    the first,
+    second and last one. ``model`` is the section of a model other than the policy."""
     # The embedding is in the first stage, the output layer in the last; those between are much alike.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
@@ -209,7 +212,8 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
 def surroundings_table(
     config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
 ) -> Table:
-    """Return what the run needs besides the devices of training: engine, host memory of a node, disk."""
+    """Return a table of what the run needs besides the training devices: engine, host memory of a
+    node, disk."""
     table = Table(title="engine, host memory and disk (estimated)", show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")
@@ -236,8 +240,9 @@ def surroundings_table(
 
 
 def ledger_table(moments: list[Moment], device_gib: float, *, shares: bool = True) -> Table:
-    """Return the moments of a run on a device that the engine shares, or on one of training and one of an
-    engine, and what each leaves of it."""
+    """Return a table of a run's moments and the free device memory at each, on a device that the engine
+    shares, or on
+    a training device and an engine's device."""
     which = "a device that policy and engine share" if shares else "a device of training, or of an engine"
     table = Table(title=f"{which}, {device_gib:g} GiB (estimated)")
     for heading in ("moment", "policy", "engine", "transfer", "together", "free"):

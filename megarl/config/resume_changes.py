@@ -1,4 +1,4 @@
-"""Changed configurations: what they mean for a run that goes on from a checkpoint. Pure Python."""
+"""Changes of a configuration, and their effect on a run that resumes from a checkpoint. Pure Python."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted keys that both configurations have, with both values, where these differ.
+    """Return the dotted keys whose values differ between two configurations, with both values.
 
-    A key that only one of them has is a new or a dropped one of another megarl, and says nothing; but among
-    ``kwargs`` and options, which a person wrote, it is a change from or to None.
+    A key that only one of them has was added or removed by another version of megarl, and is ignored. Inside
+    ``kwargs`` and options, which the user writes, such a key counts as a change from or to None.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
@@ -90,8 +90,9 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
-    """Lists of as many sections as mappings by place, so that what differs in one of them is named; anything
-    else as it is."""
+    """Turn two equally long lists of sections into mappings by index, so that a difference inside a section
+    can be named.
+    Other values are returned unchanged."""
     both = (old, new)
     if all(
         isinstance(value, list)
@@ -108,16 +109,17 @@ def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """The changed keys of a run that goes on from a checkpoint.
+    """Return the changed keys of a run that resumes from a checkpoint, after checking that the changes are
+    allowed.
 
     Args:
         before: the configuration that the checkpoint was written with.
         now: the present one.
-        checkpoint: to name it by.
+        checkpoint: name of the checkpoint for messages.
         accepted: ``checkpointing.accept_changes``.
 
     Raises:
-        ConfigError: a change cannot take effect, or breaks what the run was promised to be and is not
+        ConfigError: a change cannot take effect; or it affects the reproducibility of the run, and is not
             accepted.
     """
     changes, models = changed_keys(before, now), tuple(model_sections(now).items())

@@ -1,8 +1,8 @@
-"""The arguments of a user's reward function: what each parameter is given, by its name.
+"""Arguments of a user's reward function, which are determined by the names of its parameters.
 
 A function may be written for megarl, for verl's ``compute_score``, for TRL's ``reward_funcs`` or for
-verifiers' rubrics: the names of its parameters say what they are to hold. Parameters that hold values of
-several responses (``completions``) get lists of one, and the function returns a list of one.
+verifiers' rubrics: the names of its parameters decide which values they get. Parameters for values of
+several responses (``completions``) get lists with one item, and the function returns a list with one item.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SINGLE: Mapping[str, str] = MappingProxyType(
         "state": STATE,
     }
 )
-"""What a parameter of each name holds."""
+"""Name of each parameter that holds a single value, to the kind of value."""
 
 SEVERAL: Mapping[str, str] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ SEVERAL: Mapping[str, str] = MappingProxyType(
         "data_sources": SOURCE,
     }
 )
-"""What a parameter of each name holds a list of."""
+"""Name of each parameter that holds a list, to the kind of value in the list."""
 
 GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -63,8 +63,8 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "completion": ("prompt", "answer", "state", "info", "task"),
     }
 )
-"""What verl, TRL and verifiers give by name in addition to the response, which ``**kwargs`` may be asked
-for."""
+"""Arguments that verl, TRL and verifiers pass by name in addition to the response, which ``**kwargs`` may
+expect."""
 
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
 _NAMED = (
@@ -76,15 +76,16 @@ _NAMED = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call of a reward function.
+    """The arguments for a call of a reward function.
 
     Attributes:
-        positional, keywords: names of the parameters that are given, in their order.
-        takes_rest: it has ``**kwargs``, which get what no parameter names: columns of the record, and what
-            the caller gives that the function was written for.
-        is_of_several: it takes lists of responses and returns a list of numbers.
-        takes_messages: of a conversation, a response is a list of messages to it, as to TRL's and verifiers'
-            functions.
+        positional, keywords: names of the parameters that get values, in order.
+        takes_rest: the function has ``**kwargs``, which get the values that no parameter names: columns of
+            the
+            record, and the other arguments of the library that the function was written for.
+        is_of_several: the function takes lists of responses and returns a list of numbers.
+        takes_messages: in a conversation, the response is passed as a list of messages, as TRL and verifiers
+            do.
     """
 
     positional: tuple[str, ...]
@@ -95,14 +96,14 @@ class Arguments:
 
     @property
     def wants_record(self) -> bool:
-        """True if it reads more than the response and the reference answer."""
+        """True if the function reads more than the response and the reference answer."""
         read = {SEVERAL.get(name) or SINGLE.get(name) for name in (*self.positional, *self.keywords)}
         return self.takes_rest or not read <= {RESPONSE, ANSWER}
 
 
 def arguments_of(function: Callable[..., Any]) -> Arguments:
-    """Return how a reward function is called. Whether its names are known is ``unknown_parameters``' to
-    say."""
+    """Return the arguments that a reward function takes. ``unknown_parameters`` checks that their names are
+    known."""
     parameters = _parameters_of(function)
     if parameters is None:
         # Without a signature, as of some functions in C, there are no names to go by.
@@ -126,11 +127,11 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
 
 
 def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = ()) -> list[str]:
-    """Return the parameters without a default that are given nothing.
+    """Return the parameters without a default for which there is no value.
 
     Args:
-        function: of the user.
-        columns: fields of the data that records keep (``extra_keys``); a parameter may be called as one.
+        function: the user's function.
+        columns: data fields that records keep (``extra_keys``); a parameter may have the name of one.
     """
     parameters = _parameters_of(function) or ()
     required = [
@@ -140,14 +141,14 @@ def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = 
 
 
 def takes_a_response(function: Callable[..., Any]) -> bool:
-    """Return whether a function reads the response, without which it can score nothing."""
+    """Return whether a function reads the response, which it needs in order to score anything."""
     arguments = arguments_of(function)
     names = (*arguments.positional, *arguments.keywords)
     return any((SEVERAL.get(name) or SINGLE.get(name)) in (RESPONSE, STATE) for name in names)
 
 
 def known_names() -> str:
-    """Return the names of parameters in words, for messages."""
+    """Return the known parameter names in words, for messages."""
     ways: dict[str, list[str]] = {}
     for name, meaning in SINGLE.items():
         ways.setdefault(meaning, []).append(name)
@@ -160,11 +161,11 @@ def known_names() -> str:
 def values_for(
     arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments of a call.
+    """Return the positional and the keyword arguments of a call.
 
     Args:
-        arguments: of the function.
-        values: by what they are, ``PROMPT`` to ``STATE``.
+        arguments: arguments that the function takes.
+        values: values by kind, ``PROMPT`` to ``STATE``.
         columns: fields of the record.
     """
     named = {
@@ -206,7 +207,7 @@ def _is_known(name: str) -> bool:
 
 
 def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a function; None for one that does not say."""
+    """Return the parameters of a function, or None if it has no readable signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -214,7 +215,7 @@ def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | No
 
 
 def describe_faults(function: Callable[..., Any], columns: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with the parameters of a reward function, in words."""
+    """Yield descriptions of the faults in a reward function's parameters."""
     unknown = unknown_parameters(function, columns)
     if unknown:
         yield (

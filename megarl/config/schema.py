@@ -1,4 +1,5 @@
-"""Checks a configuration against the TypedDicts: types, missing keys, unknown keys. Rules between keys are in
+"""Check a configuration against the TypedDicts: types, missing keys, unknown keys. The rules between keys are
+in
 ``megarl.config.rules``."""
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ): "it was removed, as its loss depended on the division of a batch: write "
     "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",
 }
-"""Values that keys could have once, by the key's last word, with what to write instead."""
+"""Values that keys had in earlier versions, by the last word of the key, with the replacement."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
@@ -50,7 +51,7 @@ EXPECTED = {
 
 
 class Absent:
-    """Stands in a violation for the value of a key that is not there."""
+    """Placeholder in a violation for the value of an absent key."""
 
     def __repr__(self) -> str:
         return "<absent>"
@@ -61,7 +62,8 @@ ABSENT = Absent()
 
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
-    """Return every dotted path that a TypedDict allows, sections included; a name of the user's is NAME."""
+    """Return every dotted path that a TypedDict allows, sections included. NAME stands for a user-chosen
+    name."""
     paths: list[str] = []
     for key, annotation in keys_of(section).items():
         paths.append(key)
@@ -74,7 +76,7 @@ def known_paths(section: Any) -> tuple[str, ...]:
 
 @cache
 def _adapter(section: Any) -> TypeAdapter[Any]:
-    """Return the checker of a TypedDict, with every section inside it made strict."""
+    """Return the validator of a TypedDict, with every section inside it made strict."""
     pending = [section]
     while pending:
         current = pending.pop()
@@ -87,7 +89,7 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
-    """All violations of the shape of a whole run's configuration."""
+    """Return all schema violations of a whole run's configuration."""
     name, env = config.get("algorithm"), config.get("env")
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
@@ -110,13 +112,12 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
 def _violations_of_model(
     config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]
 ) -> Iterator[Violation]:
-    """Yield the violations of the shape of a section that takes from ``policy`` what it does not say, but
-    those that it takes from there.
+    """Yield the schema violations of a section that inherits from ``policy``, without those that it inherits.
 
     Args:
-        config: of the run.
-        path: of the section.
-        model: what it is for.
+        config: the run's configuration.
+        path: dotted path of the section.
+        model: declaration of the section.
         known: dotted keys of violations that are reported already.
     """
     policy, own = config.get(POLICY), at(config, path)
@@ -131,12 +132,12 @@ def _violations_of_model(
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:
-    """Return all violations of the shape of a ``policy`` section; keys are reported below ``policy``."""
+    """Return all schema violations of a ``policy`` section; their keys start with ``policy``."""
     return check_section(config, PolicyConfig, prefix="policy")
 
 
 def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
-    """Return all violations of the shape of ``section``.
+    """Return all schema violations of a section.
 
     Args:
         config: plain containers.
@@ -161,7 +162,8 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
 
 
 def _steps(config: Any, fault: Any) -> Steps:
-    """Return a checker's location, each part with whether it is a step in ``config``; the others name a
+    """Return the parts of a validator's location, each with whether it is a step inside ``config``. Other
+    parts name a
     member of a union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
@@ -179,8 +181,9 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
-    """Keep, of the members of a union, the faults of the one most likely meant: that fits deepest, then has
-    fewest faults."""
+    """Keep, for each union, only the faults of the member that was most likely meant: the one whose faults
+    are deepest,
+    and then the one with the fewest."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
@@ -260,8 +263,9 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Return the allowed dotted path that was most likely meant: a key of like name in the same section, else
-    one of the same name elsewhere."""
+    """Return the allowed dotted path that was most likely meant: a key with a similar name in the same
+    section, or else
+    one with the same name elsewhere."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

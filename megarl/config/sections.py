@@ -1,4 +1,4 @@
-"""The shape of a run's configuration: one TypedDict a section. The policy's own section is in
+"""Schema of a run's configuration, with one TypedDict per section. The policy's section is in
 ``megarl.config.policy``."""
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ class TensorboardConfig(TypedDict):
 
 
 class SamplesConfig(TypedDict):
-    """Prompts and responses that a run writes for people to read, as ``samples/train_step_N.jsonl`` and
-    ``samples/validation_step_N.jsonl`` in its directory, with algorithms that generate responses."""
+    """Prompts and responses that a run writes for people to read, if its algorithm generates responses. They
+    are in
+    ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run directory."""
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
     num_train_samples: NotRequired[
@@ -227,7 +228,7 @@ class SamplesConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the samples that are kept."""
+    """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the stored samples."""
 
     log_dir: NotRequired[
         Annotated[
@@ -324,9 +325,9 @@ class ClusterConfig(TypedDict):
 class DeadlinesConfig(TypedDict):
     """Time limits in seconds for the phases of a run. A phase that exceeds its limit ends the run with exit
     code 4, and the stacks of the workers are printed. The limit is ``multiple`` times the slowest of the
-    phase's last ten executions, at least ``least_s`` and at most the phase's own key; before anything is
-    measured it is ``first_s``. Workers that are stopped, or that all make no progress, are detected earlier,
-    see ``least_s``."""
+    phase's last ten executions, at least ``least_s`` and at most the phase's own key. Before anything is
+    measured, the limit is ``first_s``. Workers that are stopped, or that all make no progress, are detected
+    earlier (see ``least_s``)."""
 
     init_s: NotRequired[
         Annotated[
@@ -496,7 +497,7 @@ class ProfilerConfig(TypedDict):
 
 
 class AlgorithmConfig(TypedDict):
-    """Keys of an algorithm's own section that a run heeds, as far as the section has them."""
+    """Keys that a run reads from an algorithm's own section, if the section has them."""
 
     # Without meanings: each algorithm's own section has them.
     max_num_steps: int
@@ -554,4 +555,4 @@ class RunConfig(TypedDict):
 
 
 Config = dict[str, Any]
-"""A configuration as plain containers, the way it comes from YAML."""
+"""A configuration in plain containers, as read from YAML."""

@@ -1,4 +1,4 @@
-"""Tables that ship beside this package's code, as JSON, which is read at every start."""
+"""JSON tables that ship with this package and are read on import."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def _read(name: str) -> Mapping[str, dict[str, Any]]:
 
 
 KNOWN_MODELS = _read("known_models.json")
-"""Published sizes of much-used models: content of ``config.json`` by Hugging Face id, without what neither
-the rules, the memory plan nor the converters read. A dry run sizes them before anything is downloaded."""
+"""Published sizes of popular models: the content of ``config.json`` by Hugging Face id, reduced to what the
+rules, the
+memory plan and the converters read. A dry run uses them before anything is downloaded."""
 FOREIGN_KEYS: Mapping[str, Mapping[str, str]] = _read("other_trainers.json")
-"""By trainer, or an earlier megarl: its dotted key to megarl's key, of which the value is the same, or to a
-sentence. ``{value}`` is what stands at the key, ``{algorithm}`` the section of the run's algorithm."""
+"""Dotted keys of each other trainer, or earlier megarl. Each maps to a megarl key with the same value, or to
+a
+sentence. ``{value}`` stands for the key's value, ``{algorithm}`` for the section of the run's algorithm."""

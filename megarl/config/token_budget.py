@@ -21,21 +21,22 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
-"""Share of a device that a chosen budget may fill. The rest is for what the plan does not count, such as
-holes between blocks of memory. Assumed, not measured."""
+"""Share of a device that a chosen budget may fill. The rest is for memory that the plan does not count, such
+as
+fragmentation. Assumed, not measured."""
 # The first breaks no rule, as rules ask for a least budget alone.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
 
 def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -> Config:
-    """Return a run's configuration with numbers in the place of ``train_mb_tokens: auto``.
+    """Return a run's configuration with ``train_mb_tokens: auto`` replaced by numbers.
 
     Args:
         given: plain containers.
         validate: checks a configuration and fills it in.
 
     Raises:
-        ConfigError: no budget fits, the plan cannot know, or another value is wrong.
+        ConfigError: no budget fits, the plan lacks information, or another value is wrong.
     """
     for key in (f"{section}.train_mb_tokens" for section in SECTIONS):
         if at(given, key) != AUTO:
@@ -85,7 +86,7 @@ def _chosen(config: RunConfig, key: str) -> int:
 
 
 def _unknown(config: RunConfig) -> tuple[str, str] | None:
-    """Return what the plan would have to know and does not, and what helps."""
+    """Return the information that the plan lacks and the advice for it, or None if nothing is missing."""
     cluster, generation = config["cluster"], config["policy"]["generation"]
     if cluster["device"] == "cpu":
         return "ranks on a CPU share its memory, of which there is no plan", "run on GPUs"
@@ -104,16 +105,18 @@ def _unknown(config: RunConfig) -> tuple[str, str] | None:
 
 
 def _tokens_of_step(config: RunConfig, layout: Layout) -> int:
-    """Return the tokens of a rank in a step, in as many micro-batches as there are pipeline stages: with
-    fewer, stages would wait."""
+    """Return the tokens of a rank in a step, divided by the number of pipeline stages. With fewer
+    micro-batches than
+    stages, stages would be idle."""
     plan = batch_plan(config, layout)
     stages = layout.pipeline if enabled_backend(config["policy"]) == "megatron" else 1
     return plan.global_batch_size * plan.sequence_length // (plan.data_parallel * stages)
 
 
 def _descending(least: int, most: int) -> Iterator[int]:
-    """Yield budgets from the most tokens to the least, each a few percent below the one before; not bisected,
-    because fewer micro-batches may be in flight when they are larger."""
+    """Yield budgets from the most tokens to the least, each a few percent below the previous one. A bisection
+    would
+    not work, because larger micro-batches may mean that fewer are in flight."""
     ratio = (most / least) ** (1 / _STEPS)
     found = {least + int(least * ratio**step - least) // _MULTIPLE * _MULTIPLE for step in range(_STEPS + 1)}
     yield from sorted(found, reverse=True)

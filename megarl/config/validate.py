@@ -1,5 +1,6 @@
-"""All checks of a configuration in one go: shape, rules between keys, and the model on disk. Every violation
-is reported at once."""
+"""All checks of a configuration in one call: schema, rules between keys, and the model on disk. Every
+violation is
+reported at once."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from megarl.errors import ConfigError, Violation
 def validate_config(
     config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict
 ) -> RunConfig:
-    """A run's configuration, checked, with every absent optional key filled in.
+    """Return a run's configuration, checked, with every absent optional key filled in.
 
     Args:
         config: plain containers, as ``load_config`` returns them.
-        name: what the run's directory is called when the configuration does not say.
-        followers: returns the keys whose values follow that of another key, for the proposals of a refusal.
+        name: name of the run's directory if the configuration does not set it.
+        followers: returns the keys whose values follow another key, for the proposals in an error.
 
     Raises:
-        ConfigError: carries every violation found; what they propose satisfies all rules at once.
+        ConfigError: has every violation that was found. The proposed changes satisfy all rules at once.
     """
     # by null a file or a command line takes a section away that it inherits
     given, foreign = without_foreign_keys(
@@ -58,7 +59,7 @@ def validate_config(
 
 
 def unusual_values(config: RunConfig) -> Iterator[str]:
-    """Yield warnings of values that are allowed in a checked configuration, and hardly ever meant."""
+    """Yield warnings about values of a checked configuration that are allowed but hardly ever intended."""
     trained = [path for path, section in model_sections(config).items() if section.is_trained]
     for path in (POLICY, *trained):
         for key in (f"{path}.megatron_cfg.optimizer.lr", f"{path}.optimizer.kwargs.lr"):
@@ -71,7 +72,9 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
 
 
 def doubt_of_memory(config: RunConfig) -> str | None:
-    """Say that a checked run does probably not fit its devices, and what would; None where it does."""
+    """Return a warning that a checked run probably does not fit its devices, with changes that would make it
+    fit, or
+    None."""
 
     def is_valid(changed: RunConfig) -> bool:
         try:
@@ -84,15 +87,15 @@ def doubt_of_memory(config: RunConfig) -> str | None:
 
 
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> PolicyConfig:
-    """Return a ``policy`` section alone, checked and filled in, for programs that build a ``Policy``
+    """Return a single ``policy`` section, checked and filled in, for programs that build a ``Policy``
     themselves.
 
     Args:
         policy: plain containers.
-        world_size: worker ranks, for the rules that need them.
+        world_size: number of worker ranks, for the rules that need it.
 
     Raises:
-        ConfigError: carries every violation found; keys start with ``policy``.
+        ConfigError: has every violation that was found; keys start with ``policy``.
     """
     given, foreign = without_foreign_keys({POLICY: policy})
 
@@ -110,13 +113,14 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
 
 
 def _violations(completed: Config, found: list[Violation], after: list[Violation]) -> list[Violation]:
-    """Return everything that is wrong with a configuration.
+    """Return all violations of a configuration.
 
     Args:
-        completed: with its defaults.
-        found: violations of its shape as it was given; they are reported.
-        after: those of its shape with defaults: what follows from a value of the wrong type is of the wrong
-            type too.
+        completed: the configuration with its defaults.
+        found: schema violations of the configuration as given; they are reported.
+        after: schema violations of the configuration with defaults: a value that follows from one of the
+            wrong type
+            has the wrong type too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed[POLICY], faulty)
@@ -133,13 +137,14 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
 def facts_or_violations(
     policy: Any, faulty: set[str], path: str = POLICY
 ) -> tuple[ModelFacts | None, list[Violation]]:
-    """Return the sizes of the model that a section names, as far as they are on this disk, and what is wrong
-    with it.
+    """Return the sizes of the model in a section, as far as they are known on this disk, and the violations
+    that the
+    model causes.
 
     Args:
-        policy: the section, which need not be one.
+        policy: the section; may be any value.
         faulty: dotted keys of values of the wrong type.
-        path: of the section.
+        path: dotted path of the section.
     """
     policy = policy if isinstance(policy, Mapping) else {}
     model_name, megatron = policy.get("model_name"), policy.get("megatron_cfg")

@@ -1,5 +1,5 @@
-"""Validation sets as the configuration has them: which sources make one, what it is called, and how answers
-to its prompts are sampled."""
+"""Validation sets in the configuration: their sources, their names, and the sampling of responses to their
+prompts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ TEMPERATURE: Final = "val_temperature"
 TOP_P: Final = "val_top_p"
 TOP_K: Final = "val_top_k"
 SAMPLING_KEYS: Final = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
-"""Keys of a validation source that hold for its whole set; absent, they are those of the algorithm's section
-and of the generation."""
+"""Keys of a validation source that apply to its whole set. They default to those of the algorithm's section
+and of
+the generation section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,12 @@ class SetPlan:
     """Plan of a validation set.
 
     Attributes:
-        name: of the set, in metrics and of its random numbers.
-        places: of its sources in the list of validation sources.
-        generations: k, answers a prompt.
-        temperature: 0 takes the likeliest token always.
+        name: name of the set, for metrics and for seeding its random numbers.
+        places: indices of its sources in the list of validation sources.
+        generations: number k of responses per prompt.
+        temperature: sampling temperature; 0 for greedy decoding.
         top_p, top_k: as in a generation configuration.
-        max_prompts: number of the first prompts that are used; None for all.
+        max_prompts: number of prompts to use, from the first; None for all.
     """
 
     name: str
@@ -46,15 +47,14 @@ class SetPlan:
 
     @property
     def sampling(self) -> Mapping[str, Any] | None:
-        """Return the sampling of tokens in the words of a generation configuration; None for greedy
-        responses."""
+        """Sampling settings as keys of a generation configuration; None for greedy responses."""
         if self.temperature == 0:
             return None
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     @property
     def drawn(self) -> str:
-        """Describe how responses are sampled."""
+        """Description of how responses are sampled."""
         if self.temperature == 0:
             return "greedy"
         top_k = "" if self.top_k is None else f", top-k {self.top_k}"
@@ -63,15 +63,16 @@ class SetPlan:
 
 @dataclass(slots=True)
 class _Members:
-    """Sources of one set: their places, and what they say of its sampling."""
+    """Sources of one set: their indices, and the sampling keys that they set."""
 
     places: list[int] = field(default_factory=list)
     said: dict[str, Any] = field(default_factory=dict)
 
 
 def set_name(source: DataSource) -> str:
-    """Return the name of the set of a validation source: ``val_set``, else the end of its name or path, as
-    far as metrics can bear it."""
+    """Return the name of a validation source's set: ``val_set``, or else the end of the source's name or
+    path, changed to
+    be valid in metric names."""
     given = source.get("val_set")
     if given is not None:
         return str(given)
@@ -83,13 +84,13 @@ def set_name(source: DataSource) -> str:
 
 
 def validation_sources(config: RunConfig) -> list[ValidationSource]:
-    """The validation sources of a run, in order; none where it has no validation data."""
+    """Return the validation sources of a run, in order; empty if it has no validation data."""
     value = config["data"].get("validation")
     return [value] if isinstance(value, Mapping) else list(value or [])
 
 
 def set_plans(config: RunConfig) -> list[SetPlan]:
-    """The validation sets of a checked run that generates, in the order of their first sources."""
+    """Return the validation sets of a checked run that generates, in the order of their first sources."""
     section, generation = own_section(config), generation_of(config["policy"])
     shared = {
         GENERATIONS: section.get(GENERATIONS, 1),

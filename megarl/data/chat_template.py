@@ -86,17 +86,17 @@ class ChatTemplate:
 
     @property
     def is_passthrough(self) -> bool:
-        """Whether the template only joins the contents of messages."""
+        """True if the template only joins the contents of messages."""
         return self.text == PASSTHROUGH_TEMPLATE
 
     @property
     def reads_clock(self) -> bool:
-        """Whether its output depends on the day."""
+        """True if its output depends on the day."""
         return reads_clock(self.text)
 
     @property
     def marks_turns(self) -> bool:
-        """Whether ``{% generation %}`` marks the assistant's turns."""
+        """True if ``{% generation %}`` marks the assistant's turns."""
         return _MARKS_TURNS.search(self.text) is not None
 
     @property
@@ -236,7 +236,7 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template expects the arguments of a tool call as JSON text, as DeepSeek's do, instead
+        """True if the template expects the arguments of a tool call as JSON text, as DeepSeek's do, instead
         of an object."""
         as_object = self._probe(_call_turn({"key": PROBE}))
         # The repr of a dictionary shows that the template took text for granted.
@@ -247,7 +247,7 @@ class ChatTemplate:
 
     @cached_property
     def _writes_none(self) -> bool:
-        """Whether the template would write the word None, or fail, for a tool call without content."""
+        """True if the template would write the word None, or fail, for a tool call without content."""
         turn = self.call_of(PROBE)
         with_none = self._probe({**turn, "content": None})
         return self._probe(turn) is not None and (with_none is None or "None" in with_none)

@@ -291,7 +291,7 @@ class Reading:
 
     @property
     def skips_bad_records(self) -> bool:
-        """Whether an unusable record is skipped, instead of refusing the whole source."""
+        """True if an unusable record is skipped, instead of refusing the whole source."""
         return self.config.get("on_bad_record") == "skip"
 
     @property

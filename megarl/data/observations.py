@@ -141,7 +141,7 @@ class ObservationEncoder:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether a response consists of messages of several channels, which the template writes from
+        """True if a response consists of messages of several channels, which the template writes from
         fields."""
         return "<|channel|>" in self.template.text
 

@@ -41,7 +41,7 @@ class AllocatorOptions:
 
     @property
     def expandable(self) -> bool | None:
-        """Whether segments may grow; None if no setting says so."""
+        """True if segments may grow, False if they may not; None if no setting decides."""
         said = [part.partition(":")[2].strip().lower() for part in self.parts if _name(part) == _EXPANDABLE]
         # torch lets the last of several settings win.
         return said[-1] == "true" if said else None

@@ -116,7 +116,7 @@ class ProcessLook:
 
     @property
     def waits_for_others(self) -> bool | None:
-        """Whether the worker's method is in a collective; None if no stack tells."""
+        """True if the worker's method is in a collective; None if no stack tells."""
         blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 

@@ -121,9 +121,9 @@ def step_fields(
 ) -> list[tuple[str, str]]:
     """Return the parts of the step's line as (kind, text); the caller joins them by two spaces.
 
-    If the line would be wider than ``width`` columns, the least important parts are left out first: phases
-    (shortest first), then ETA, then throughput, then the time of the step. Progress, loss, reward, counts of
-    missing rewards and gradient norm always stay. Phases of less than 0.05 s are never shown.
+    Time of the step, throughput and ETA are added in this order if they fit into ``width`` columns, then the
+    longest phases. Progress, loss, reward, counts of missing rewards and gradient norm are always there.
+    Phases of less than 0.05 s are never shown.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
     loss, reward, grad_norm = (

@@ -5,7 +5,7 @@ The weight W [out, in] of a linear layer gets two factors, A [r, in] and B [out,
 factors have PEFT's names, whatever a backend fuses.
 """
 
-# A PeftDirectory has keys() and is no mapping: "in" would not ask for its names.
+# A PeftDirectory has keys() but is not a mapping, so that `in` would not search its names.
 # ruff: noqa: SIM118
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class AdapterSettings:
             ConfigError: a pattern matches nothing, or a matrix that cannot have an adapter; or no layer is
                 left.
         """
-        # Without a pattern all linear layers, but never what has
-        # to be named: experts, embedding, output layer.
+        # Without a pattern, take all linear layers, but not the layers that a pattern has to name: experts,
+        # embedding, output layer.
         targets, possible = self.targets or ("*",), [*layers, *(named if self.targets else ())]
         allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
@@ -182,7 +182,8 @@ class AdapterSettings:
         rest = [name for name in matrices if name not in adapted]
         ends = {name.rpartition(".")[2] for name in adapted}
         ends -= {name.rpartition(".")[2] for name in rest}
-        # By the last part of a name where all such layers have an adapter: PEFT reads it as a suffix.
+        # Name layers by the last part of their name if all layers with that part have an adapter: PEFT reads
+        # it as a suffix.
         targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
         return {
             "peft_type": "LORA",
@@ -256,16 +257,17 @@ class FirstFactors:
                     f"{list(shape)}"
                 )
             return stored
-        # One factor is zero, so that training begins with the base; PEFT's choice for an embedding is A.
+        # Make one factor zero, so that training begins with the base model. For an embedding PEFT chooses A.
         if letter == ("A" if is_embedding(module) else "B"):
             return torch.zeros(shape)
-        # By the layer's name: neither the order of layers nor the ranks that hold them change the numbers.
+        # Seed by the layer's name, so that neither the order of layers nor the ranks that hold them change
+        # the numbers.
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if letter == "B":
             return torch.randn(shape, generator=generator)
         if self._settings.init == "kaiming":
-            # kaiming_uniform_ with a = sqrt(5), PEFT's choice: its bound is 1 / sqrt(inputs).
+            # This is kaiming_uniform_ with a = sqrt(5), PEFT's choice, whose bound is 1 / sqrt(inputs).
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(width)
         deviation = (
             math.sqrt(2 / (width + self._settings.rank))
@@ -291,7 +293,8 @@ class FirstFactors:
         stored, (rows, columns) = self._stacked.taken(module, letter)
         name = factor_name(stored, letter)
         if name not in self._recent:
-            # an expert at a time asks for its part of each of the four factors of a layer
+            # Keep the last four tensors: experts ask one at a time for their part of each of a layer's four
+            # factors.
             self._recent = dict(list(self._recent.items())[-3:]) | {name: source.read(name)}
         return self._recent[name][rows, columns]
 
@@ -306,7 +309,8 @@ class FirstFactors:
             for letter in "AB"
         }
         wanted |= {SAVED_SCORE} if self._settings.scores else set()
-        # PEFT stores the base of an adapted embedding or output layer too, which base_of compares.
+        # PEFT also stores the base of an adapted embedding or output layer. It is left out here and compared
+        # by base_of.
         stored = {name for name in source.keys() if not name.endswith(_BASE)}
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
@@ -379,7 +383,7 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
         settings: settings of the adapters.
     """
     everywhere = [""] * dist.get_world_size()
-    # All ranks raise alike: a rank with the right rows would go on into the next collective.
+    # Raise on all ranks alike: a rank with the right rows would otherwise wait in the next collective.
     dist.all_gather_object(everywhere, module)
     modules = [found for found in everywhere if found]
     if modules:

@@ -39,7 +39,7 @@ def varlen_kernel() -> Kernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # Asked by signature and not by version: nightly builds and forks have the features earlier.
+    # Ask the signature, not the version: nightly builds and forks have the features earlier.
     known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= known.keys():
         return None
@@ -68,7 +68,7 @@ class Runs:
     order: torch.Tensor | None = None
 
 
-# every layer of a micro-batch asks for the same ones, and rows of one shape come again
+# Cached, because every layer of a micro-batch asks for the same offsets, and row shapes repeat.
 @functools.lru_cache(maxsize=32)
 def offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return ``starts`` as [N + 1] int32 on the device, without making the host wait."""
@@ -84,7 +84,8 @@ def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: to
     order = None
     if size > 1:
         seen = torch.cat([torch.arange(piece.start, piece.stop) for _, piece in pieces])
-        # Each run of queries sees its sequence from the start, so keys of the beginning come several times.
+        # Each run of queries sees its sequence from the start, so that keys of the beginning are copied
+        # several times.
         order = sent_to((torch.arange(rows)[:, None] * starts[-1] + seen).flatten(), device)
     asked, held = (offsets((0, *itertools.accumulate(lengths)), device) for lengths in (queries, keys))
     return Runs(asked, held, max(queries), max(keys), order)
@@ -117,8 +118,8 @@ def varlen_attention(
     asked, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if runs.order is not None:
         keys, values = keys.index_select(0, runs.order), values.index_select(0, runs.order)
-    # at the ends of both a query meets its own key: the kernel
-    # aligns a causal mask and a window with the last query and key
+    # Query and key of the same position are both at the end of their run: the kernel aligns a causal mask and
+    # a window with the last query and key.
     mixed: torch.Tensor = kernel(
         asked,
         keys,
@@ -182,7 +183,7 @@ def causal_attention(
         return _with_sinks(
             query, key, value, scale, sinks, _seen(queries, keys, window, row_lengths, query.device)
         )
-    # A window that holds all keys needs no mask, and so keeps the fast kernel.
+    # A window that holds all keys needs no mask, and without a mask the fast kernel is used.
     narrow = window is not None and window < keys
     if queries == 1:
         mask = (
@@ -196,7 +197,8 @@ def causal_attention(
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    # A mask, which rules FlashAttention out: scaled_dot_product_attention knows no windows and no padding.
+    # Use a mask, though it rules FlashAttention out: scaled_dot_product_attention knows neither windows nor
+    # padding.
     mask = _seen(queries, keys, window, row_lengths, query.device)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
@@ -210,7 +212,8 @@ def _of_one_query(
 ) -> torch.Tensor:
     """Compute attention of one query per row, with the heads of a group as queries of the group's keys. No
     kernel that takes a mask takes groups, and without a mask the kernel would repeat the keys."""
-    # With one query a row the heads of a group may stand for queries: all of them see the same keys.
+    # With one query per row, the heads of a group can be passed as queries, because all of them see the same
+    # keys.
     each = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     return (
         scaled_dot_product_attention(each, key, value, attn_mask=mask, scale=scale).flatten(1, 2).unsqueeze(2)
@@ -250,7 +253,8 @@ def cached_attention(
     return _of_one_query(query, key, value, scale, mask)
 
 
-# every layer of a pass asks for the same one, which is small: that of a whole prompt would keep its memory
+# Cached, because every layer of a pass asks for the same mask. It is small; a whole prompt's mask is not
+# cached, for it would hold its memory.
 @functools.lru_cache(maxsize=2)
 def _seen_by_last(
     keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device
@@ -263,14 +267,15 @@ def _seen(
 ) -> torch.Tensor:
     """Return the mask of the keys that each query sees: [queries, keys] bool, or with padding [B, 1, queries,
     keys]."""
-    # The diagonal is that of the last query and the last key: is_causal of torch aligns the first ones.
+    # Align the mask with the last query and the last key: torch's is_causal would align it with the first
+    # ones.
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
     if window is not None:
         mask = mask.triu(diagonal=keys - queries - window + 1)
     if row_lengths is None:
         return mask
     is_real = torch.arange(keys, device=device) >= keys - row_lengths[:, None]
-    # a softmax over nothing would be no number
+    # Let padding see itself: a softmax over no keys would be NaN.
     itself = torch.ones_like(mask).tril(diagonal=keys - queries).triu(diagonal=keys - queries)
     return (mask & is_real[:, None, None]) | itself
 
@@ -296,9 +301,10 @@ def _with_sinks(
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scale = width**-0.5 if scale is None else scale
-    # Divided by the scale, which attention multiplies all scores with.
+    # Divide by the scale, because attention multiplies all scores by it.
     logits = (sinks / scale).to(query.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
-    # 1 in the added element and 0 in the others: the score is the query's added element alone.
+    # The sink has 1 in the added element and 0 elsewhere, so that the score is the query's added element
+    # alone.
     sink = pad(key.new_ones(1), (width, 0))
     key = torch.cat([sink.expand(batch, groups, 1, -1), pad(key, (0, 1))], dim=2)
     mixed = scaled_dot_product_attention(
@@ -351,9 +357,11 @@ def attention(
         key, value = _whole_keys_and_values(key, value, _starts(query, layout), context)
     plain = layout.starts is None and context.size == 1
     assert plain or row_lengths is None, "rows that are decoded are whole"
-    # Neither fits its interface: a sink has no position, and padding on the left no run of its own.
+    # The variable-length kernel can express neither sinks, which have no position, nor padding on the left,
+    # which is not a run.
     kernel = varlen_kernel() if sinks is None and row_lengths is None and serves(query) else None
-    # of rows that need no mask torch's own attention takes a kernel too
+    # Without a mask torch's own attention uses a fast kernel too, so that plain rows take this one only for a
+    # window.
     if kernel is not None and (not plain or (window is not None and window < key.shape[2] == query.shape[2])):
         runs = runs_of(_starts(query, layout), query.shape[0], context.rank, context.size, query.device)
         return varlen_attention(query, key, value, runs, kernel, scale=scale, window=window)
@@ -393,7 +401,7 @@ def _of_equal_widths(
     with zeros, which change no score, and the zeros in the result are dropped."""
     keys, values = key.shape[3], value.shape[3]
     wide = max(keys, values)
-    # The scale is that of the true width of the keys, not of the filled one.
+    # Scale by the true width of the keys, not by the padded width.
     query, key, value = (pad(tensor, (0, wide - tensor.shape[3])) for tensor in (query, key, value))
     mixed: torch.Tensor = attend(query, key, value, scale=keys**-0.5 if scale is None else scale)
     return mixed[..., :values]
@@ -416,7 +424,7 @@ def _whole_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values [B, G, s, D] of every rank into [B, G, S, D] in order, both in one
     collective."""
-    # The sequence in front, where gather_shared puts parts together; one collective for both.
+    # Put the sequence first, where gather_shared joins parts, and stack keys and values into one collective.
     both = torch.stack([key, value]).movedim(3, 0)
     whole = gather_shared(both, starts, context).movedim(0, 3)
     return whole[0], whole[1]

@@ -58,7 +58,8 @@ class _FixedChunk:
         return split_rows(self.data, self.micro_batch_size, shapes)
 
     def without_ragged_end(self) -> _FixedChunk:
-        # Fewer rows than a micro-batch holds need no copies to fill it.
+        # If there are fewer rows than a micro-batch holds, use micro-batches of that size, which need no
+        # copies as padding.
         size = min(self.micro_batch_size, self.rows)
         return replace(self, data=repeat_last_row(self.data, -self.rows % size), micro_batch_size=size)
 
@@ -100,7 +101,7 @@ class _PlannedChunk:
         return follow_plan(self.data, self.indices, self.lengths, shapes, packed=self.packed)
 
     def without_ragged_end(self) -> _PlannedChunk:
-        # A plan of the driver has equal shapes already, see follow_plan.
+        # A plan of the driver already has equal shapes; see follow_plan.
         return self
 
 

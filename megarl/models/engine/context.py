@@ -41,7 +41,8 @@ class ContextShare:
         sequence's length must be a multiple of 2 * size."""
         if self.size == 1:
             return ((start, end),)
-        # Whole, because sequences are padded to a multiple (Shapes.packed_multiple, row_multiple).
+        # The division is exact, because sequences are padded to a multiple (Shapes.packed_multiple,
+        # row_multiple).
         width = (end - start) // (2 * self.size)
         last = 2 * self.size - 1 - self.rank
         return (
@@ -60,7 +61,7 @@ class ContextShare:
         return _order(starts, self.size, device)
 
 
-# every layer of a micro-batch asks for the same ones
+# Cached, because every layer of a micro-batch asks for the same index.
 @functools.lru_cache(maxsize=32)
 def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device | None) -> torch.Tensor:
     share = ContextShare(rank, size)
@@ -71,7 +72,7 @@ def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device |
 
 @functools.lru_cache(maxsize=32)
 def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> torch.Tensor:
-    # argsort of a permutation is its inverse.
+    # argsort inverts a permutation.
     order = torch.cat([_index(starts, rank, size, None) for rank in range(size)]).argsort()
     return order if device is None else sent_to(order, device)
 
@@ -109,7 +110,8 @@ class _GatherShared(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
         by_rank = torch.empty_like(gradient)
-        # Back into the order in which the ranks' parts came, which reduce_scatter cuts at equal places.
+        # Restore the order in which the parts came from the ranks: reduce_scatter splits the tensor into
+        # equal parts by rank.
         by_rank[order] = gradient
         part = torch.empty_like(gradient[: gradient.shape[0] // dist.get_world_size(ctx.group)])
         dist.reduce_scatter_tensor(part, by_rank, group=ctx.group)
@@ -120,7 +122,7 @@ def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole = torch.empty(
         part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device
     )
-    # A view of transposed keys is not contiguous, which the collective wants.
+    # Transposed keys are a view that is not contiguous, and the collective requires contiguous memory.
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 

@@ -46,7 +46,7 @@ class DecodedRows:
         self.count = self._end = 0
         self.positions = torch.empty(0, dtype=torch.int64)
         self.row_lengths: torch.Tensor | None = None
-        # A tensor and no number: a recorded step reads where to write from memory.
+        # A tensor, not a number: a recorded step reads from memory which position to write to.
         self.place = torch.empty(1, dtype=torch.int64, device=device)
         self._size = (0, 0)
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -73,7 +73,8 @@ class DecodedRows:
         self.positions = (on_device - width + torch.arange(width, device=on_device.device)[:, None]).clamp(
             min=0
         )
-        # Asked on the host, where the lengths are; without padding attention needs no mask.
+        # Compare on the host, where the lengths are. Without padding, attention needs no row lengths and so
+        # no mask.
         self.row_lengths = on_device if bool((lengths < width).any()) else None
         self.place.fill_(end - 1)
         self._prompts, self._step = _Prompts(end, self.count, prompt_of), None
@@ -86,7 +87,8 @@ class DecodedRows:
         self.place.add_(1)
         if not self.fixed:
             return self._end
-        # Powers of two: as many graphs as the logarithm of the longest answer.
+        # Round up to powers of two, so that the number of graphs grows only with the logarithm of the longest
+        # response.
         return min(max(FEWEST_POSITIONS, 1 << (self._end - 1).bit_length()), self._size[0])
 
     def step(self, lengths: torch.Tensor, positions: int) -> None:
@@ -108,7 +110,8 @@ class DecodedRows:
         """Cache keys [n, b, G, d] and values of a layer; return the keys and values that the pass's queries
         attend to, [n or P, b, G, d]."""
         if layer not in self._cache:
-            # Zeros: what a mask hides is still multiplied, and NaN of unwritten memory times 0 stays NaN.
+            # Fill the cache with zeros: masked entries are still multiplied by 0, and NaN in unwritten memory
+            # would stay NaN.
             self._cache[layer] = (
                 key.new_zeros(*self._size, *key.shape[2:]),
                 value.new_zeros(*self._size, *value.shape[2:]),
@@ -116,11 +119,12 @@ class DecodedRows:
         if self._prompts is not None:
             for cached, new in zip(self._cache[layer], (key, value), strict=True):
                 self._prompts.write(cached, new)
-            # In a pass over prompts queries see the pass itself; nothing has been cached before it.
+            # In a pass over prompts, queries attend to the pass itself, because nothing has been cached
+            # before it.
             return key, value
         assert self._step is not None, "a pass has begun"
         keys, values = (cached[: self._step.positions, : key.shape[1]] for cached in self._cache[layer])
-        # index_copy_ with a tensor as index: a slice would be recorded with the number of this step.
+        # Use index_copy_ with a tensor as index: a graph would record a slice with the position of this step.
         keys.index_copy_(0, self._step.place, key)
         values.index_copy_(0, self._step.place, value)
         return keys, values
@@ -149,7 +153,8 @@ class DecodedRows:
         self.count = len(rows)
         for pair in self._cache.values():
             for cached in pair:
-                # The right side is a copy, made before anything is written.
+                # Indexing copies the right side before anything is written, so that rows cannot overwrite
+                # each other.
                 cached[: self._end, : self.count] = cached[: self._end, rows]
         for states in self._states.values():
             for kept in states:

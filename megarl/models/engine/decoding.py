@@ -134,7 +134,7 @@ def decode(
     settings = SamplingSettings.of(config, greedy=greedy)
     ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     longest_answer, rows_at_once = config["max_new_tokens"], decoder.rows_at_once or max(len(lengths), 1)
-    # Before any batch is formed, so that how rows are divided into batches changes no token.
+    # Choose seeds before any batch is formed, so that the division of rows into batches changes no token.
     seeds = _seeds(data, len(lengths), decoder.groups)
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -142,14 +142,16 @@ def decode(
     if "max_new_tokens" in data:
         allowed = np.minimum(allowed, data["max_new_tokens"].numpy())
     answered = lengths.numpy()[allowed > 0]
-    # all answers of a batch begin where its longest prompt ends
+    # All responses of a batch begin where its longest prompt ends, so that a row may need more positions than
+    # decoder.longest.
     positions = int(answered.max(initial=0) + allowed.max(initial=0))
     if decoder.rows_at_once is not None and positions > decoder.longest:
-        # a cache is no larger than that of as many rows of the greatest length
+        # Reduce the rows, so that the cache is no larger than that of `rows_at_once` rows of the greatest
+        # length.
         rows_at_once = max(rows_at_once * decoder.longest // positions, 1)
     size = _CacheSize(min(rows_at_once, len(answered)), positions)
     answers = _Answers.empty(len(lengths), longest_answer)
-    # Sorted, so that prompts of a batch have like lengths and little padding.
+    # Sort by length, so that the prompts of a batch have similar lengths and little padding.
     for rows in np.array_split(
         lengths.argsort(stable=True).numpy(), range(rows_at_once, len(prompts), rows_at_once)
     ):
@@ -158,7 +160,8 @@ def decode(
         uniforms = (
             None
             if greedy
-            # All numbers of an answer at once, from the row's own seed: neither batch nor layout has a say.
+            # Take all numbers of a response at once from the row's own seed, so that they depend on neither
+            # batch nor layout.
             else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
         )
         batch = _Decoding(
@@ -207,10 +210,11 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
     """Return one seed per row, equal on all ranks of a replica and different between data-parallel ranks."""
     if "sampling_seeds" in data:
         return data["sampling_seeds"].tolist()
-    # On the CPU: its generator is in checkpoints, and the same whatever the device.
+    # Use the CPU's generator: it is saved in checkpoints, and gives the same numbers for every device.
     drawn = torch.randint(SEED_RANGE, (rows,))
     box = [drawn + groups.data_rank * 0x9E3779B97F4A7C15 % SEED_RANGE]
-    # Ranks of a replica may have used up different random numbers; the first one's hold.
+    # The ranks of a replica may have used different amounts of random numbers, so that all take those of the
+    # first rank.
     for group in (groups.tensor, groups.context):
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
@@ -266,7 +270,7 @@ class _Decoding:
         done = 0
         while True:
             chosen = self._choose(len(rows), logits, None if uniforms is None else uniforms[:, done])
-            # On the device: the next step need not wait for what the host makes of the tokens.
+            # Keep the tokens on the device, so that the next step need not wait for the host's work on them.
             newest = chosen[0].long()
             self._write(rows, done, chosen.cpu().numpy(), stop)
             done += 1
@@ -285,7 +289,8 @@ class _Decoding:
         """Return the indices of the batch's rows that stay, in their order: all rows, or the open ones. Where
         graphs want few sizes, some ended rows stay too. Empty if no row is open."""
         rows, staying = len(is_open), int(is_open.sum())
-        # A recorded graph has one number of rows, so few sizes are worth rows that are decoded for nothing.
+        # A graph is recorded for one number of rows, so that it pays to have few sizes and to decode some
+        # ended rows in vain.
         if self.decoder.graphs.few_sizes:
             size = 1
             while size < staying:
@@ -294,7 +299,7 @@ class _Decoding:
             size = staying if staying <= (1 - LEAVING_SHARE) * rows else rows
         if size >= rows and staying:
             return np.arange(rows)
-        # a stable sort: open rows in their order, then the others
+        # A stable sort keeps the open rows in their order, followed by the others.
         kept: np.ndarray = np.sort(np.argsort(~is_open, kind="stable")[: size if staying else 0])
         return kept
 
@@ -302,7 +307,7 @@ class _Decoding:
         """Read each distinct prompt once; return the logits [rows, V] after the prompts. ``rows`` is sorted
         by prompt length, the shortest first."""
         places: dict[tuple[int, ...], int] = {}
-        # Responses to one prompt are GRPO's usual case: it is read once for all of them.
+        # Read a prompt once for all its responses, the usual case in GRPO.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
         prompts = list(places)
         ends = (
@@ -310,8 +315,8 @@ class _Decoding:
         )
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
-            # prompts of one length are in one pass, and rows are in
-            # the order of lengths: those of a pass are neighbours
+            # Rows are sorted by length, and prompts of one length are in one pass, so that the rows of a pass
+            # are neighbours.
             of_pass = prompt_of[(prompt_of >= start) & (prompt_of < end)] - start
             found.append(self._read(forward, prompts[start:end], of_pass, len(prompts[-1])))
         given = [logits for logits in found if logits is not None]
@@ -331,7 +336,7 @@ class _Decoding:
         """Return the next tokens and their log-probabilities, [2, rows] float64 on the device. The last
         pipeline stage chooses them, and all stages receive them."""
         if logits is None:
-            # float64 holds token ids exactly, so that tokens and log-probabilities travel in one broadcast.
+            # float64 holds token ids exactly, so that one broadcast carries tokens and log-probabilities.
             chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
         else:
             given = (logits,) if uniforms is None else (logits, uniforms)
@@ -350,7 +355,7 @@ class _Decoding:
         is_open = self.open[rows]
         writing = rows[is_open]
         tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
-        # All ranks have the same numbers by broadcast, so that all raise together.
+        # All ranks raise together, because all have the same broadcast numbers.
         self._refuse_nan(writing, done, values)
         answers = self.answers
         answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = (
@@ -392,7 +397,8 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
     """
     distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
-    # cost[i] of the shortest before[i] prompts, by dynamic programming over where their last pass begins
+    # cost[i] is the cost of the shortest before[i] prompts, found by dynamic programming over where their
+    # last pass begins.
     cost, begins = np.zeros(len(before), dtype=np.int64), np.zeros(len(before), dtype=np.int64)
     for border, longest in enumerate(distinct, start=1):
         costs = cost[:border] + (before[border] - before[:border]) * longest + PASS_POSITIONS
@@ -416,7 +422,7 @@ def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad:
     found = torch.full((len(totals), width), pad, dtype=torch.int64)
     values = torch.zeros(found.shape, dtype=torch.float32)
     places, prompts = torch.arange(width), ids[:, :width]
-    # Masks and no loop over rows: torch copies all prompts, and all answers, in one operation each.
+    # Use masks, not a loop over rows: torch copies all prompts, and all responses, in one operation each.
     in_prompt = places[: prompts.shape[1]] < lengths[:, None]
     found[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
     in_answer = (places >= lengths[:, None]) & (places < totals[:, None])

@@ -50,7 +50,7 @@ ALONE = ContextShare()
 def unit_norm(heads: torch.Tensor) -> torch.Tensor:
     """Return heads [..., K] divided by their L2 norm, in float32 or wider."""
     wide = heads.to(wide_dtype(heads))
-    # The epsilon is under the root and added to the sum, as in the kernels that the models were trained with.
+    # The epsilon is added to the sum under the root, as in the kernels that the models were trained with.
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
 
 
@@ -97,17 +97,18 @@ def gated_delta_rule(
     plan = _plan(run_lengths(starts, context), rows, value.device)
     initial = None
     if context.size > 1:
-        # Its columns carry M next to U: one pass gives both.
+        # The added columns of the initial state carry M next to U, so that one pass computes both.
         identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
         initial = F.pad(identity, (width, 0))
         value = F.pad(value, (0, keys))
-    # places without a token have gates of 0: they neither decay the state nor write to it
+    # Slots without a token have gates of 0, so that they neither decay the state nor write to it.
     query, key, value = (plan.in_chunks(tensor.to(dtype)) for tensor in (query * keys**-0.5, key, value))
     log_decay, step_size = (plan.in_chunks(tensor.to(dtype), fill=0) for tensor in (log_decay, step_size))
     outputs, states = _scan(query, key, value, log_decay, step_size, initial, plan)
     if context.size > 1:
         entering = _entering_states(states, width, context)
-        # Linear in the state at the beginning, so that what it adds is put in afterwards.
+        # Outputs are linear in the state at the beginning of a run, so that its contribution can be added
+        # afterwards.
         outputs = outputs[..., :width] + outputs[..., width:] @ entering.index_select(0, plan.run_of_chunk)
         states = states[..., :width] + states[..., width:] @ entering
     return plan.in_tokens(outputs), states
@@ -135,7 +136,7 @@ def _scan(
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
     decay = log_decay.cumsum(-1)
     causal = torch.ones(size, size, dtype=torch.bool, device=value.device).tril()
-    # masked before the exponential: above the diagonal it would overflow
+    # Mask before the exponential, which would overflow above the diagonal.
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
 
     def of_heads(of_keys: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
@@ -146,10 +147,10 @@ def _scan(
     inside = of_heads(query @ key.mT, between)
     since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
     compiled = kernels("gated_delta_kernels", "MEGARL_GATED_DELTA_KERNEL", value.device.type)
-    # float64, which tests compare with, takes the loop: the kernels compute in float32.
+    # Compute float64, which tests compare with, in the loop: the kernels compute in float32.
     if compiled is not None and value.dtype == torch.float32:
         reads_of_all = of_heads(key, (step_size * since_start).unsqueeze(-1))
-        # all systems at once, for the values and for what is read of the state
+        # Solve all systems at once, for the values and for what is read from the state.
         given = torch.cat((value * step_size.unsqueeze(-1), reads_of_all), dim=-1)
         solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
         states_before, corrections_of_all, states = compiled.passage(
@@ -163,7 +164,7 @@ def _scan(
         asked = of_heads(query, since_start.unsqueeze(-1))
         return asked @ states_before + inside @ corrections_of_all, states.index_select(0, plan.place_of_run)
     steps = [heads * going for going in plan.going]
-    # chunks that begin with no state
+    # Without an initial state, the first chunk of each run has no state to read.
     fresh = plan.runs if initial is None else 0
     by_step = zip(
         system.flatten(0, 1).split(steps),
@@ -176,7 +177,8 @@ def _scan(
         of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind)
     )
     keeps = iter(since_start[fresh:, :, -1, None, None].flatten(0, 1).split(behind))
-    # Chunks of all runs side by side, first with first: as many products as the longest run has chunks.
+    # Process the first chunks of all runs together, then the second ones: this takes as many products as the
+    # longest run has chunks.
     state = None if initial is None else initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
     before, corrections, ended = [], [], []
     for triangle, wanted, written in by_step:
@@ -184,12 +186,12 @@ def _scan(
             rest = wanted
         else:
             if len(triangle) < len(state):
-                # Runs are in the order of falling length: those that are over stand at the end.
+                # Runs are sorted by falling length, so that those that have ended are the last ones.
                 ended.append(state[len(triangle) :])
                 state = state[: len(triangle)]
             before.append(state)
             rest = torch.baddbmm(wanted, next(reads), state, alpha=-1)
-        # reads what is below the diagonal alone
+        # solve_triangular reads only what is below the diagonal.
         correction = torch.linalg.solve_triangular(triangle, rest, upper=False, unitriangular=True)
         corrections.append(correction)
         state = (
@@ -218,12 +220,13 @@ def _entering_states(states: torch.Tensor, width: int, context: ContextShare) ->
     """
     chunks = 2 * context.size
     starts = tuple(range(0, len(states) * context.size + 1, chunks))
-    # Differentiable, with summed gradients: the state of a run enters later runs on all ranks.
+    # The gather is differentiable and sums gradients, because the state of a run enters later runs on all
+    # ranks.
     whole = gather_shared(states, starts, context).unflatten(0, (-1, chunks))
-    # the first run of a sequence begins with nothing
+    # The first run of a sequence begins with a zero state.
     state = torch.zeros_like(whole[:, 0, ..., :width])
     entering = [state]
-    # Every rank goes through all runs: 2 * size small products cost less than passing a state on.
+    # Every rank computes all runs: 2 * size small products cost less than passing a state from rank to rank.
     for run in whole[:, :-1].unbind(1):
         state = run[..., :width] + run[..., width:] @ state
         entering.append(state)
@@ -254,7 +257,7 @@ def gated_delta_step(
         (heads.to(dtype)).repeat_interleave(group, dim=1).unsqueeze(-2)
         for heads in (query * key.shape[-1] ** -0.5, key)
     )
-    # Decay before the correction, which is by what the decayed state gives for the key.
+    # Decay the state first: the correction is computed from what the decayed state returns for the key.
     kept = log_decay.to(dtype).exp()[..., None, None] * state
     correction = step_size.to(dtype)[..., None, None] * (value.to(dtype).unsqueeze(-2) - key @ kept)
     state = kept + key.mT @ correction
@@ -312,7 +315,8 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, earlier: torch.Tensor | None, plan: _TailPlan
     ) -> torch.Tensor:
-        # W - 1 places in front of each run: a shifted product for each column serves all runs at once.
+        # Put W - 1 positions in front of each run, so that one shifted product per column serves all runs at
+        # once.
         laid = inputs.new_empty(len(inputs) + len(plan.fronts), inputs.shape[1])
         laid.index_copy_(0, plan.places, inputs)
         if earlier is None:
@@ -336,8 +340,8 @@ class _Convolution(torch.autograd.Function):
         (laid, weight), plan = ctx.saved_tensors, ctx.plan
         factors = weight.t().contiguous()
         reach = len(factors) - 1
-        # of each place the gradient of its token's output; there is none in front of a run, nor behind the
-        # last one
+        # Each position holds the gradient of its token's output. Positions in front of a run and behind the
+        # last one have none and hold 0.
         gradient = laid.new_empty(len(laid) + reach, laid.shape[1])
         gradient.index_copy_(0, plan.places, gradients[0])
         gradient.index_fill_(0, plan.fronts, 0)
@@ -405,14 +409,15 @@ class _Plan:
         return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
-# every layer of a micro-batch asks for the same one
+# Cached, because every layer of a micro-batch asks for the same plan.
 @lru_cache(maxsize=32)
 def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
-    # shorter than a chunk, sequences would be filled up for nothing
+    # Use smaller chunks if all sequences are shorter than CHUNK, which would only add padding.
     size = min(CHUNK, max(lengths))
     counts = [-(-length // size) for length in lengths]
     begins = [0, *itertools.accumulate(lengths)]
-    # Longest first: runs that end leave at the back, and no gaps arise in the batched products.
+    # Sort runs with the longest first: runs that end then leave at the back, without gaps in the batched
+    # products.
     order = sorted(range(len(lengths)), key=lambda run: -counts[run])
     going = tuple(sum(count > step for count in counts) for step in range(max(counts)))
     runs = torch.tensor([run for going_now in going for run in order[:going_now]])
@@ -420,7 +425,7 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     column = step[:, None] * size + torch.arange(size)
     is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
     tokens = _alternating((torch.tensor(begins)[runs, None] + column).flatten(), begins[-1], rows)
-    # Index 0 stands for no token: gathered there is any value, which a gate of 0 makes harmless.
+    # Give empty slots index 0: they then hold an arbitrary value, which a gate of 0 makes harmless.
     slots = torch.where(is_token, tokens, 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
@@ -459,12 +464,13 @@ def _tail_plan(
     starts: tuple[int, ...], rank: int, size: int, width: int, rows: int, device: torch.device
 ) -> _TailPlan:
     context, reach = ContextShare(rank, size), width - 1
-    # a run that is shorter than the reach of the convolution is all tail
+    # If a run is shorter than the reach of the convolution, all of it is tail.
     kept = [
         min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0])
         for start, end in itertools.pairwise(starts)
     ]
-    # With context parallelism a sequence is in 2 * size chunks, each of which may need the tail before it.
+    # With context parallelism a sequence has 2 * size chunks, each of which may need the tail of the chunk
+    # before.
     per_sequence = 1 if context.size == 1 else 2 * context.size
     tail_starts = (0, *itertools.accumulate(per_sequence * count for count in kept))
     of_runs = (0,) if context.size == 1 else (context.rank, per_sequence - 1 - context.rank)
@@ -477,7 +483,7 @@ def _tail_plan(
                 _alternating(torch.arange(begin + length - kept[sequence], begin + length), count, rows)
             )
             before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
-            # Index 0 is the zero that is padded in front: nothing comes before the first chunk.
+            # Index 0 is the zero that is padded in front, because nothing comes before the first chunk.
             earlier.append(torch.where(before < 0, 0, 1 + tail_starts[sequence] + before))
             fronts.append(torch.arange(laid, laid + reach))
             places.append(torch.arange(laid + reach, laid + reach + length))

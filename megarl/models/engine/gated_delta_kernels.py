@@ -85,7 +85,7 @@ def _forward(
             reads + chunk * size * keys + token[:, None] * keys + key[None, :], mask=in_reads, other=0.0
         )
         wanted = tl.load(solved + chunk * size * values + of_tokens, mask=in_tokens, other=0.0)
-        # ieee: TF32 would round states, which go through hundreds of chunks, to 10 bits.
+        # "ieee" keeps float32: TF32 would round states, which pass through hundreds of chunks, to 10 bits.
         correction = wanted - tl.dot(read, state, input_precision="ieee")
         tl.store(corrections + chunk * size * values + of_tokens, correction, mask=in_tokens)
         write = tl.load(
@@ -123,7 +123,7 @@ def _backward(
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
         size, keys, values, block_size, block_keys, columns
     )
-    # both transposed
+    # These masks are for both blocks transposed.
     in_reads = (key[:, None] < keys) & (token[None, :] < size)
     in_written = (token[:, None] < size) & (key[None, :] < keys)
     place = tl.program_id(0).to(tl.int64) * keys * values
@@ -165,7 +165,7 @@ class _Passage(torch.autograd.Function):
         corrections, final = torch.empty_like(solved), solved.new_empty(runs, heads, keys, values)
         ctx.shape = heads, size, keys, values
         _forward[(runs * heads, triton.cdiv(values, COLUMNS))](
-            # Any pointer in the place of an initial state: without one the kernel does not read it.
+            # Without an initial state pass any pointer, because the kernel does not read it.
             *(solved, reads, written, keeps, solved if initial is None else initial),
             *(first_chunks, chunks_of_run, before, corrections, final),
             *ctx.shape,
@@ -187,7 +187,8 @@ class _Passage(torch.autograd.Function):
             *ctx.shape,
             **_blocks(*ctx.shape[1:3]),
         )
-        # Outside of the kernel, as batched products: these gradients have no order of chunks.
+        # Compute these gradients outside the kernel as batched products, because they need no order of
+        # chunks.
         of_reads, of_written = -(total @ before.mT), after @ corrections.mT
         return total, of_reads, of_written, (after * before).sum((-2, -1)), None, None, None
 
@@ -198,7 +199,7 @@ def _blocks(size: int, keys: int) -> dict[str, int]:
         "block_size": max(SMALLEST, triton.next_power_of_2(size)),
         "block_keys": max(SMALLEST, triton.next_power_of_2(keys)),
         "columns": COLUMNS,
-        # Two blocks as high as the keys are wide are in a program's shared memory at a time.
+        # One stage, because a program already holds two blocks as high as the keys are wide in shared memory.
         "num_stages": 1,
     }
 

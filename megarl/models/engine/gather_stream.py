@@ -29,13 +29,14 @@ class SpareMemory:
         """Return an uninitialised tensor [count], from a spare block that is large enough, or else from new
         memory that replaces a spare block."""
         if not count:
-            # of no piece, which could not be given back
+            # Allocate an empty tensor without a spare block: `give` could not take the block back.
             return torch.empty(0, dtype=dtype, device=device)
         nbytes = count * dtype.itemsize
         for index, piece in enumerate(self._pieces):
             if piece.numel() >= nbytes and piece.device == device:
                 return self._pieces.pop(index)[:nbytes].view(dtype)
-        # One goes for the one that comes, so that there are never more pieces than were in flight together.
+        # Drop one block for each one that is allocated, so that there are never more blocks than were in
+        # flight together.
         del self._pieces[:1]
         return torch.empty(count, dtype=dtype, device=device)
 
@@ -49,7 +50,7 @@ class SpareMemory:
 
 Item = TypeVar("Item")
 
-# where a tensor is found: among the shards, if it is there in one piece, or among what was copied
+# The source of a tensor: the shards, if one of them holds it in one piece, or the memory for copies.
 _SHARDS, _COPIED = 0, 1
 
 
@@ -80,14 +81,15 @@ class UnshardPlan:
     def __init__(self, tensors: Iterable[FullTensor]) -> None:
         self._length = 0
         self.places: list[BufferRegion] = []
-        # Copies of a regular form become one strided copy: Python runs once for thousands of them.
+        # Merge copies of a regular form into one strided copy, so that Python runs once for thousands of
+        # them.
         self._copies = merged([copy for tensor in tensors for copy in self._add(tensor)])
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
     def _add(self, tensor: FullTensor) -> Iterator[Copy]:
         """Add a region for the tensor, and yield the copies that it needs."""
         count = math.prod(tensor.shape)
-        # A tensor that is in one piece among the shards is shown there, without a copy.
+        # Return a view of a tensor that is in one piece among the shards, without a copy.
         in_shards = len(tensor.copies) == 1 and tensor.copies[0].form == ((count,), (1,), (1,))
         flat, begin = (_SHARDS, tensor.copies[0].source) if in_shards else (_COPIED, self._length)
         self.places.append(BufferRegion(tensor.name, tensor.shape, flat, begin))
@@ -190,7 +192,7 @@ class GatherStream(FlatBucketIterator):
         self._spare: SpareMemory | None = None
         self._flats: tuple[torch.Tensor, ...] = ()
         self._pairs: Iterator[tuple[str, torch.Tensor]] | None = None
-        # whether somebody may keep one of the present tensors
+        # True if a caller may keep one of the present tensors.
         self._kept = False
         self._leave()
 
@@ -223,7 +225,7 @@ class GatherStream(FlatBucketIterator):
         if self._next == self._count and self._is_at_end():
             raise StopIteration
         assert self._unshard_plan is not None
-        # Given out one by one a tensor may be kept, so its memory must not become spare.
+        # The caller may keep a tensor that is returned singly, so that its memory must not become spare.
         self._kept = True
         if self._pairs is None:
             self._pairs = iter(self._unshard_plan.tensors_from(self._next, self._flats))
@@ -257,11 +259,11 @@ def _one_ahead(
     coming = next(setting_out, None)
     try:
         while coming is not None:
-            # The next one sets out before this one is waited for: that is the overlap.
+            # Begin the next gather before waiting for this one, so that they overlap.
             present, coming = coming, next(setting_out, None)
             arrived = present.unshard_plan, present.flats(), present.spare
-            # neither the shards nor, after they were taken, the
-            # tensors are kept until the next but one sets out
+            # Release the shards, and the tensors once they are taken: nothing may be kept until the next but
+            # one gather begins.
             del present
             yield arrived
             del arrived

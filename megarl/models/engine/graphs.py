@@ -59,7 +59,8 @@ class CudaCapture:
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Record a function as a CUDA graph; see ``Capture``."""
         graph = torch.cuda.CUDAGraph()
-        # what other threads do, as NCCL's watchdog, who asks for events, is no part of it
+        # "thread_local" ignores what other threads do meanwhile, such as NCCL's watchdog, which queries
+        # events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
@@ -110,7 +111,7 @@ class Graphs:
         key = (key, *(tensor.shape for tensor in inputs))
         recorded = self._recorded.get(key)
         if recorded is None:
-            # Clones, whose addresses the graph has; later inputs are copied into them.
+            # Record the graph with the addresses of clones, into which later inputs are copied.
             recorded = self._recorded[key] = _Recorded([tensor.clone() for tensor in inputs])
             return self.capture.warm_up(lambda: function(*recorded.inputs))
         for fixed, given in zip(recorded.inputs, inputs, strict=True):
@@ -130,7 +131,7 @@ class Graphs:
         return recorded.result
 
 
-# Errors of recordings in this process, which does not try again.
+# Errors of recordings in this process. After the first one, the process does not record again.
 _failures: list[str] = []
 _logged: set[str] = set()
 

@@ -131,7 +131,7 @@ def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
     """
     if dist.get_world_size(group) > 1:
         states = here.rng_state()
-        # As bytes: objects would be unpickled, and nothing is in a resume.
+        # Broadcast the states as byte tensors: objects would be unpickled, and a resume unpickles nothing.
         for name, state in states.items():
             shared = state.to(here.device)
             dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
@@ -148,7 +148,7 @@ def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
         yield dist.get_rank() == 0
     except Exception as error:
         failure = error
-    # a number first, so that the usual way, on which nothing fails, takes no collective of objects
+    # Broadcast a number first, so that the normal case, without an error, needs no collective of objects.
     device = runtime().device
     failed = torch.tensor([int(failure is not None)], device=device)
     dist.broadcast(failed, src=0)

@@ -88,7 +88,7 @@ class LogprobHead:
     def asks(self, model_input: ModelInput) -> Request | None:
         """Return the request for the tokens to score; None for the logits of all positions."""
         index = model_input.scored
-        # Without a request the product stays the backend's own, with whatever it fuses.
+        # Without a request the output layer keeps its own product, with whatever the backend fuses into it.
         if index is None and self.chunk_size is None:
             return None
         targets, further = model_input.targets.flatten(), self._further(model_input)
@@ -162,7 +162,7 @@ def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Te
     logprobs = F.pad(values, (1, 0))
     positions = torch.arange(logprobs.shape[1], device=logprobs.device)
     inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
-    # where and no product: an infinite value behind the end times 0 would be NaN.
+    # Use where, not a product: an infinite value behind the end times 0 would be NaN.
     return logprobs.detach().where(inside, torch.zeros_like(logprobs))
 
 
@@ -250,7 +250,8 @@ class ValueHead:
             output: [n, t, 1], which no temperature divides.
             model_input: the input of the model.
         """
-        # float32: a 16-bit value would round returns and advantages, which are differences of values.
+        # Compute in float32: a 16-bit value would round returns and advantages, which are differences of
+        # values.
         values = model_input.to_token_rows(output.squeeze(-1).float())
         positions = torch.arange(values.shape[1], device=values.device)
         inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
@@ -299,13 +300,14 @@ def _loss_of(
     peaks: list[torch.Tensor] = []
     for values in read.values():
         if values.requires_grad and values.numel():
-            # A hook, because the gradient of a tensor that is no leaf is not kept; the peak is one number,
-            # read after the pass.
+            # Use a hook, because autograd does not keep the gradient of a tensor that is not a leaf. The peak
+            # is one number, read after the pass.
             values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
     loss, metrics = loss_fn(
         model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens, **read
     )
-    # a schedule may free the loss's storage after its backward pass, and a metric may be the loss itself
+    # Clone metrics: a schedule may free the loss's storage after its backward pass, and a metric may be the
+    # loss itself.
     kept = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in metrics.items()

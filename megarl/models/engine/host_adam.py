@@ -63,7 +63,7 @@ class HostAdam:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        # Three: one whose gradient comes, one that is stepped, one whose weights go back.
+        # There are three buffers: one receives a gradient, one is stepped, and one sends weights back.
         self._buffers = [self._made() for _ in range(3)]
         self._memory = HostMemory(pin=self._is_cuda)
         self._early: dict[torch.Tensor, torch.Tensor] = {}
@@ -90,12 +90,12 @@ class HostAdam:
             gradient: [n], the part whose states are in host memory.
             wait: makes a stream wait until the gradient is reduced.
         """
-        # Kept for all steps: locking pages again would cost more than the copy.
+        # Keep this memory for all steps: locking pages again would cost more than the copy.
         if parameter not in self._early:
             self._early[parameter] = self._memory.zeros_like(torch.empty_like(gradient, device="meta"))
         self.begin()
         with self._on_stream():
-            # Inside of the stream, so that the copy waits for the reduction and the host does not.
+            # Wait on the copy stream, so that the copy waits for the reduction but the host does not.
             wait()
             self._early[parameter].copy_(gradient, non_blocking=True)
         self._arrived.add(parameter)
@@ -137,7 +137,7 @@ class HostAdam:
             with self._on_stream():
                 shard.weights[first:last].copy_(weights, non_blocking=True)
                 self._record(buffers)
-        # The main stream waits for the last weights here; the next forward pass reads them.
+        # Let the main stream wait for the last weights here, because the next forward pass reads them.
         self.forget()
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
@@ -145,14 +145,14 @@ class HostAdam:
         before, whose copies precede this one in the same stream, and whose CPU step is done."""
         buffers = self._buffers[number % len(self._buffers)]
         if self._is_cuda:
-            # the CPU writes weights into them once the gradient is there
+            # Wait until the buffer's last copy is done, because the CPU writes weights into the buffer next.
             buffers.copied.synchronize()
         with self._on_stream():
             if not shard.is_early:
                 _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(
                     shard.gradient[first:last], non_blocking=True
                 )
-            # behind the copies that were begun early, too
+            # Record the event behind the copies that were begun early too.
             self._record(buffers)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ def kernels(module: str, variable: str, device: str) -> ModuleType | None:
         variable: name of the environment variable, 0 or 1.
         device: type of the device.
     """
-    # find_spec and no import: Triton is loaded only where it computes.
+    # Look for Triton with find_spec instead of importing it: it is loaded only where it computes.
     if not env.flag(variable, device == "cuda" and importlib.util.find_spec("triton") is not None):
         return None
     return importlib.import_module(f"{__package__}.{module}")

@@ -18,9 +18,10 @@ import triton.language as tl
 
 LARGEST_BLOCK = 4096
 """Maximum columns that one program holds in its registers at a time: float32, 16 KiB over eight warps."""
-# finite, so that exponentials of a row that is minus infinity everywhere are 0 and not undefined
+# Use a finite maximum, so that the exponentials of a row that is minus infinity everywhere are 0 and not NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# exponentials of anything below are 0: in a product with them it stands for minus infinity
+# The exponential of anything below this bound is 0, so that in a product with it the bound stands for minus
+# infinity.
 NEGLIGIBLE = tl.constexpr(-1000.0)
 
 
@@ -29,7 +30,7 @@ def _scaled(places, mask, temperature, is_scaled: tl.constexpr):
     """Load logits divided by the temperature in float32, minus infinity where ``mask`` is false."""
     values = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
     if is_scaled:
-        # rounded as the bounds were, which are compared with it
+        # Round the quotient exactly as the bounds were rounded that it is compared with.
         values = tl.div_rn(values, temperature)
     return values
 
@@ -55,7 +56,7 @@ def _statistics(
     """Compute for one row per program its maximum, its sum of exponentials relative to the maximum (Milakov
     and Gimelshein, 2018), and its target's logit. For entropies, also compute the sum of exponentials times
     logits, both relative to the maximum, which is rescaled in the same way when the maximum grows."""
-    # int64: rows times a vocabulary exceed 2**31 elements.
+    # Use int64, because rows times a vocabulary exceed 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
     maximum = LOWEST + 0.0
@@ -122,8 +123,8 @@ def _gradient(
         part = tl.where(scaled < tl.load(bounds + row), 0.0, part)
     is_target = columns == tl.load(targets + row) - start
     part += tl.where(is_target, tl.load(target_weights + row), 0.0)
-    # Before anything is rounded to 16 bits: these weights may be thousands, of which the softmax's part
-    # leaves less than 1.
+    # Add these before rounding to 16 bits: each weight may be in the thousands, and the softmax's part leaves
+    # less than 1 of it.
     for number in range(further_count):
         column = tl.load(further + row * further_count + number) - start
         if (column >= first) & (column < first + block):
@@ -175,7 +176,7 @@ def statistics(
         _statistics[(tokens,)](
             logits,
             targets.contiguous(),
-            # Any pointer where there are no bounds: the kernel is compiled without reading them.
+            # Without bounds pass any pointer, because the kernel is compiled without reading it.
             logits if bounds is None else bounds,
             *found[:3],
             found[-1],

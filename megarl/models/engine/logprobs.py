@@ -40,7 +40,8 @@ import torch.distributed as dist
 from megarl.models.engine.kernels import kernels
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings, smallest_kept
 
-# float32 working memory: on a CPU what stays in its caches, on a device what keeps its kernels busy
+# Sizes of the float32 working memory: on a CPU it fits into the caches, on a device it keeps the kernels
+# busy.
 CHUNK_BYTES = {"cpu": 1024 * 1024, "cuda": 64 * 1024 * 1024}
 NEGLIGIBLE = -1000.0
 """Bound below which every exponential is 0, also in float64, so that a product with the exponential may use
@@ -80,7 +81,7 @@ def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterato
     """Yield slices of rows, and the rows' first ``own`` columns divided by the temperature, in one buffer
     that each next chunk overwrites."""
     tokens, dtype = logits.shape[0], working_dtype(logits)
-    # At least one row, and no buffer larger than the rows that there are.
+    # Take at least one row, but no buffer larger than all rows.
     step = min(max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * own)), max(tokens, 1))
     buffer = torch.empty(step, own, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
@@ -92,7 +93,7 @@ def scaled_chunks(logits: torch.Tensor, own: int, temperature: float) -> Iterato
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide logits in place. Each quotient is rounded once on every device, so that logits can be compared
     with bounds that were computed elsewhere."""
-    # by a number of Python's, torch multiplies with its reciprocal on a CUDA device
+    # Divide by a tensor: to divide by a Python number, torch multiplies by the reciprocal on a CUDA device.
     return logits.div_(torch.full((), temperature, dtype=logits.dtype, device=logits.device))
 
 
@@ -109,20 +110,20 @@ def _kept_bounds(
         return None
     (tokens, columns), dtype = logits.shape, working_dtype(logits)
     own, ranks = shard.own(columns), shard.ranks
-    # the last rank of a vocabulary that does not divide may hold fewer columns than the others
+    # If the vocabulary does not divide evenly, the last rank may hold fewer columns than the others.
     width = max(columns, -(-shard.size // ranks))
     candidates = min(width, sampling.top_k or width)
     step = max(1, CHUNK_BYTES[logits.device.type] // (dtype.itemsize * candidates * ranks))
     bounds = torch.empty(tokens, dtype=dtype, device=logits.device)
     for first in range(0, tokens, step):
         rows = slice(first, min(first + step, tokens))
-        # Full width with minus infinity: all ranks gather equal shapes, and padding is never kept.
+        # Pad to the full width with minus infinity: all ranks gather equal shapes, and padding is never kept.
         scaled = logits.new_full((rows.stop - first, width), -torch.inf, dtype=dtype)
         scaled[:, :own] = logits[rows, :own]
-        # Divided before top-k, as generation does it: rounding may make two logits equal, and ties are then
-        # kept on both sides.
+        # Divide before top-k, as generation does: rounding may make two logits equal, and both sides then
+        # keep the tie.
         largest = _divided(scaled, sampling.temperature)
-        # With top-k the k largest of each rank hold the k largest of all: few columns travel.
+        # The k largest of all ranks are among the k largest of each rank, so that few columns are gathered.
         if candidates < width:
             largest = largest.topk(candidates, dim=-1).values
         bounds[rows] = smallest_kept(_columns_of_all(largest, shard), sampling)
@@ -153,7 +154,7 @@ def _local_statistics(
     own = shard.own(columns)
     statistics = torch.zeros(3 + with_entropies, tokens, dtype=dtype, device=logits.device)
     if own == 0:
-        # A rank with padding alone: its maximum must not win, and its sum of 0 adds nothing.
+        # This rank holds padding only: its maximum must not win, and its sum of 0 adds nothing.
         statistics[0] = -torch.inf
         return statistics
     if (kernels := _kernels_for(logits)) is not None:
@@ -162,7 +163,8 @@ def _local_statistics(
     mine = (local_targets >= 0) & (local_targets < own)
     safe_targets = local_targets.clamp(0, own - 1)
     for rows, scaled in scaled_chunks(logits, own, temperature):
-        # finite even where all columns are minus infinity, so that their exponentials are 0 and not undefined
+        # Keep the maximum finite even if all columns are minus infinity, so that their exponentials are 0 and
+        # not NaN.
         maximum = scaled.amax(dim=-1).clamp(min=torch.finfo(dtype).min)
         statistics[0, rows] = maximum
         target_logits = scaled.gather(1, safe_targets[rows, None]).squeeze(1)
@@ -170,7 +172,7 @@ def _local_statistics(
         if bounds is not None:
             scaled.masked_fill_(scaled < bounds[rows, None], -torch.inf)
         relative = scaled.sub_(maximum[:, None])
-        # In place where the logits are not needed once more for the entropy.
+        # Work in place unless the entropy needs the logits again.
         shares = relative.exp() if with_entropies else relative.exp_()
         statistics[1, rows] = shares.sum(dim=-1)
         if with_entropies:
@@ -184,7 +186,7 @@ def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Te
     if shard.ranks == 1 or not statistics.shape[1]:
         return statistics[2], statistics[0], statistics[1], *statistics[3:]
     gathered = torch.empty(shard.ranks, *statistics.shape, dtype=statistics.dtype, device=statistics.device)
-    # One gather of three numbers a token, instead of a MAX and a SUM all-reduce, the second of which has to
+    # Use one gather of three numbers per token, not a MAX and a SUM all-reduce, of which the second has to
     # wait for the first.
     dist.all_gather_into_tensor(
         gathered.view(shard.ranks * len(statistics), -1), statistics, group=shard.group
@@ -192,7 +194,8 @@ def _combine(statistics: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Te
     maximum = gathered[:, 0].amax(dim=0)
     below = gathered[:, 0] - maximum
     total = (gathered[:, 1] * below.exp()).sum(dim=0)
-    # relative to the largest maximum of all ranks, every logit of a rank is as much less as its maximum is
+    # Relative to the largest maximum of all ranks, each logit of a rank is lower by as much as the rank's
+    # maximum is.
     moved = (
         [(gathered[:, 3] + gathered[:, 1] * below.clamp(min=NEGLIGIBLE)) * below.exp()]
         if len(statistics) > 3
@@ -243,7 +246,7 @@ def score(
     statistics = _local_statistics(logits, targets, shard, sampling.temperature, bounds, with_entropies)
     target_logits, maximum, total, *moment = _combine(statistics, shard)
     relative = target_logits - maximum
-    # A target that top-k or top-p would not keep now counts as kept: see the module's docstring.
+    # Count a target as kept even if top-k or top-p would no longer keep it: see the module's docstring.
     left_out = torch.zeros_like(total)
     if bounds is not None:
         left_out = relative.exp().where(target_logits < bounds, left_out)
@@ -272,7 +275,7 @@ def score_further(
         places, mine = _own_places(tokens, shard, own)
         picked = logits.gather(1, places).to(dtype)
         found = (picked if temperature == 1.0 else _divided(picked, temperature)).where(mine, found)
-    # Where another rank has the token, this one has 0: a sum finds it.
+    # Only the rank that has the token holds a value, and the others hold 0, so that a sum returns the value.
     if shard.ranks > 1 and found.numel():
         dist.all_reduce(found, group=shard.group)
     return found - sums.maximum[:, None] - sums.total.log()[:, None]
@@ -331,11 +334,11 @@ def gradient_of_logits(
             None if further is None else (further[0], further[1] / temperature),
         )
         if overwrite:
-            # autograd sees torch's own writes alone; with this it refuses
-            # a second backward pass over what is no longer logits
+            # autograd notices only torch's own writes. With a new version it refuses a second backward pass
+            # over memory that no longer holds logits.
             torch.autograd.graph.increment_version(logits)
         return gradient
-    # Columns of padding are in no softmax, and their weights must not move.
+    # Columns of padding are in no softmax, and their weights must not change.
     gradient[:, own:] = 0
     local_targets = targets - shard.start
     mine = (local_targets >= 0) & (local_targets < own)
@@ -348,7 +351,8 @@ def gradient_of_logits(
         if weights.slope is not None:
             factors = relative.clamp(min=NEGLIGIBLE).mul_(weights.slope[rows, None]).add_(factors)
         part = relative.exp_().mul_(factors)
-        # a target that is not among the columns kept has its own share of the sum
+        # Add the target's part separately: a target outside the kept columns still has its own share of the
+        # sum.
         part.scatter_add_(1, safe_targets[rows, None], (weights.at_target * mine)[rows, None])
         if further is not None:
             places, here = _own_places(further[0][rows], shard, own)
@@ -379,7 +383,7 @@ def _weights_of_gradient(
         return _GradientWeights(constant, None, at_target)
     assert sums.entropies is not None, "entropies have a gradient and were not computed"
     bonus = grad_entropies / temperature
-    # of a target that is not among the columns kept, with log p = log of its share
+    # This is the term of a target outside the kept columns, whose log p is the logarithm of its share.
     of_left_out = torch.special.xlogy(sums.left_out, sums.left_out) + sums.left_out * sums.entropies
     constant = constant - bonus / sums.total * (sums.entropies - sums.total.log())
     return _GradientWeights(constant, -bonus / sums.total, at_target - bonus * of_left_out)
@@ -408,7 +412,8 @@ class _VocabParallelScores(torch.autograd.Function):
             overwrite,
             with_entropies,
         )
-        # a copy: what is returned knows this node, which would keep itself alive
+        # Return a copy: an output refers to this node, so that a node that stores its own output would keep
+        # itself alive.
         entropies = (ctx.sums.entropies.clone(),) if with_entropies else ()
         return (
             values,
@@ -497,7 +502,7 @@ def vocab_parallel_scores(
         respect to ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    # The kernels walk along adjacent columns.
+    # The kernels require adjacent columns.
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tokens = None if further is None else further.reshape(-1, further.shape[-1])
     logprobs, *others = _VocabParallelScores.apply(

@@ -97,22 +97,22 @@ class Shard:
 def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> None:
     """Step the weights and states of a shard in place, all of which must be on one device."""
     count, stepped = shard.weights.numel(), shard.weights if shard.master is None else shard.master
-    # A multiple of BLOCK, so that no block of 8-bit numbers is divided between two slices.
+    # The slice size is a multiple of BLOCK, so that no block of 8-bit numbers is divided between two slices.
     slice_size = SLICES[shard.weights.device.type]
     for first in range(0, count, slice_size):
         last = min(first + slice_size, count)
-        # Of float32 no copy: the step then works in the stored memory.
+        # float() does not copy float32, so that the step then writes to the stored memory.
         weights = stepped[first:last].float()
         gradient = shard.gradient[first:last].float()
         if parameters.gradient_factor != 1.0:
-            # Not in place: of float32 no copy was made, and the gradient belongs to data parallelism.
+            # Do not multiply in place: a float32 gradient was not copied, and it belongs to data parallelism.
             gradient = gradient * parameters.gradient_factor
         step_slice(shard, settings, parameters, first, last, weights, gradient)
         if shard.master is not None:
             shard.weights[first:last].copy_(weights)
         elif shard.weights.dtype is not torch.float32:
-            # Other bits than those of the moments: one number for both would make their rounding errors
-            # agree.
+            # Use other random bits than for the moments: with the same bits their rounding errors would
+            # correlate.
             key = f"{_key(shard, settings, parameters)} weights"
             bits = random_bits(key, shard.first + first, last - first, weights.device).bitwise_and_(_HALF)
             FORMATS["master"]["bfloat16"].write(shard.weights, first, weights, bits)
@@ -132,7 +132,7 @@ def step_slice(
     moments = {
         name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()
     }
-    # The functional form, because the states are slices that no torch optimizer holds.
+    # Use the functional form, because the states are slices that no torch optimizer holds.
     update = adamw if parameters.decoupled else adam
     update(
         [weights],
@@ -140,7 +140,7 @@ def step_slice(
         [moments["exp_avg"]],
         [moments["exp_avg_sq"]],
         [],
-        # One less: torch's kernel counts the step up before it uses it.
+        # Subtract one, because torch's kernel increments the step before it uses it.
         [torch.full((), float(parameters.step - 1), device=weights.device)],
         amsgrad=False,
         beta1=parameters.betas[0],
@@ -154,12 +154,12 @@ def step_slice(
         differentiable=False,
         fused=True,
     )
-    # Both moments were views of the stored ones, and are stepped already.
+    # Both moments were views of the stored ones, so that they are already stepped.
     if settings.exp_avg == settings.exp_avg_sq == "float32":
         return
-    # By the position in the parameter, so that the result does not depend on how it is sharded or sliced.
+    # Hash the position in the parameter, so that the result does not depend on how it is sharded or sliced.
     bits = random_bits(_key(shard, settings, parameters), shard.first + first, last - first, weights.device)
-    # One hash of 32 bits serves both moments, which must not round alike.
+    # Split each 32-bit hash between the two moments, which must not round alike.
     halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
     for name, stored in shard.moments.items():
         settings.format_of(name).write(stored, first, moments[name], halves[name])
@@ -202,13 +202,15 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         weights = local_shard(parameter)
         state: dict[str, Any] = {}
         for prefix, first, last in self._pieces(parameter):
-            # Outlines on meta first: host memory is taken in one page-locked piece, whose maker wants shapes.
+            # Make the outlines on the meta device first: host memory is allocated in one page-locked block,
+            # by shape.
             outlines = {
                 name: self.settings.format_of(name).zeros(last - first, torch.device("meta"))
                 for name in MOMENTS
             }
             copied = self.settings.master == "float32" and weights.dtype is not torch.float32
-            # In host memory always with a master copy: the CPU steps it, and only the result crosses over.
+            # States in host memory always include a master copy: the CPU steps it, and only the result is
+            # sent to the device.
             if copied or prefix:
                 outlines[MASTER] = torch.empty(last - first, device="meta")
             for name, outline in outlines.items():
@@ -224,7 +226,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         element of each."""
         count, kept = local_shard(parameter).numel(), self.host_part.get(parameter, 0)
         pieces = [(HOST, 0, kept), ("", kept, count)]
-        # An empty shard keeps one empty piece, so that it has the same keys as the others.
+        # An empty shard keeps one empty piece, so that it has the same keys as other shards.
         return [piece for piece in pieces if piece[1] < piece[2]] or pieces[1:]
 
     def _copy_weights(self, parameter: torch.Tensor) -> None:
@@ -242,7 +244,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     self.initialize_state(parameter)
-                    # A tensor, as torch's AdamW has it: checkpoints and load_state_dict expect one.
+                    # Store the step as a tensor, as torch's AdamW does: checkpoints and load_state_dict
+                    # expect one.
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
                     for shard, numbers, _ in self.shards(parameter, local_shard(gradient), group, int(step)):
@@ -322,7 +325,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             parameter.device_mesh,
             parameter.placements,
         )
-        # Shape and stride are given, because those worked out from an uneven shard would be wrong.
+        # Pass shape and stride, because from_local would derive wrong ones from an uneven shard.
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -330,8 +333,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         kept = self.state
         try:
-            # Swapped for the call: torch's state_dict reads self.state, and its numbering of parameters is
-            # not repeated here.
+            # Swap self.state for the call: torch's state_dict reads it, and its numbering of parameters need
+            # not be repeated here.
             self.state = self.full_state()  # type: ignore[assignment]
             return super().state_dict()
         finally:
@@ -339,11 +342,11 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # torch would round the moments of bfloat16 weights to bfloat16
+        # Load the states separately, because torch would round the moments of bfloat16 weights to bfloat16.
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        # Emptied: initialize_state leaves a parameter alone that has a state.
+        # Empty the state first, because initialize_state skips a parameter that has one.
         self.state = type(self.state)(dict)
         for number, parameter in zip(numbers, parameters, strict=True):
             if number not in state_dict["state"]:

@@ -168,7 +168,7 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
     """Split a batch into micro-batches of ``micro_batch_size`` rows, in order; the last one holds the
     remaining rows."""
     total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
-    # Padded once for all micro-batches, which are then views of it.
+    # Pad once for all micro-batches, which are then views of the padded batch.
     padded = fit_sequences(data, length)
     limits = [(first, min(first + micro_batch_size, total)) for first in range(0, total, micro_batch_size)]
     return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
@@ -176,8 +176,8 @@ def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -
 
 def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
     """Return the batch with ``missing`` more copies of its last row."""
-    # Copies of a real row, so that every key has values that the model and the head take; results of the
-    # copies are dropped.
+    # Copy a real row, so that every key has values that the model and the head accept. Results of the copies
+    # are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
     return {
         key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows]
@@ -204,11 +204,12 @@ def follow_plan(
     """
     parts = [slice_rows(data, first, last) for first, last in indices]
     if packed:
-        # Cut to the longest row first: the plan knows lengths, the batch may be padded further.
+        # First shorten each part to its longest row: the plan knows the lengths, and the batch may have more
+        # padding.
         parts = [fit_sequences(part, max(_lengths(part))) for part in parts]
         totals = [packed_length(part, shapes) for part in parts]
         if shapes.equal:
-            # Pipeline stages exchange tensors of one shape, which they agree on before the first micro-batch.
+            # Pipeline stages exchange tensors of one shape, on which they agree before the first micro-batch.
             totals = [max(totals)] * len(totals)
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
     fitted = [
@@ -216,8 +217,8 @@ def follow_plan(
         for part, length in zip(parts, lengths, strict=True)
     ]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
-        # rectangles of different shapes: as packed rows of one
-        # length, that of the longest of them without its padding
+        # Turn rectangles of different shapes into packed rows, all as long as the longest one is without its
+        # padding.
         total = max(packed_length(part, shapes) for part in fitted)
         return [MicroBatch(part, True, total) for part in fitted]
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]

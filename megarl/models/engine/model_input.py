@@ -69,7 +69,7 @@ class ModelInput:
         """Rearrange row values [b, S, ...] into the layout of ``tokens``, [n, t, ...], with 0 where no row
         has a token."""
         if self.sources is not None:
-            # The place more is what positions outside of every row read: it is 0.
+            # Add one element of 0 to each row, which positions outside of all rows read.
             followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
             return followed.flatten(0, 1).index_select(0, self.sources[: self.tokens.numel()])[None]
         context = self.layout.context
@@ -85,7 +85,7 @@ class ModelInput:
         shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
             return values.view(shape)
-        # Indices are distinct, so that no order of additions decides.
+        # Indices are distinct, so that the result does not depend on an order of additions.
         return (
             values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
         )
@@ -106,13 +106,13 @@ class ModelInput:
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
         starts = self.layout.starts or (0, self.micro_batch.length)
-        # On every context rank in full: the loss divides and compares whole rows.
+        # Give every context-parallel rank the full rows, because the loss divides and compares whole rows.
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
         if self.places is None:
             return whole[:, :width]
         index = self.places.begin[:, None] + torch.arange(width, device=values.device)
-        # Clamped because behind the last row there may be nothing to read; what is read there is replaced by
-        # 0 below.
+        # Clamp the index, because there may be nothing to read behind the last row. What is read there is
+        # replaced by 0 below.
         taken = (
             whole[0]
             .index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten())
@@ -193,12 +193,11 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
         )
     starts = (0, *itertools.accumulate([*rooms, *([filler] if filler else [])]))
     begins = np.array(starts[:-1], dtype=np.int64)
-    # In numpy without a loop over tokens: this runs on the host between two steps of the device.
+    # Use numpy without a loop over tokens, because this runs on the host between two steps of the device.
     sequence = np.repeat(np.arange(len(begins)), np.diff(starts))
     column = np.arange(starts[-1]) - begins[sequence]
     is_token = (column < width) & (sequence < rows)
-    # The target of the last column is column 0 of the same row, as roll gives it for rows: it is never
-    # scored.
+    # The target of the last column is column 0 of the same row, as with roll. It is never scored.
     token, target = (
         np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width)
     )
@@ -222,12 +221,12 @@ def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) 
     wanted = micro_batch.wanted
     if wanted is None:
         return None
-    # position i is where token i+1 is predicted, and nothing is predicted at the last one
+    # Position i predicts token i+1, and the last position predicts nothing.
     predicts = np.pad(wanted[:, 1:], ((0, 0), (0, 1)))
     if plan is None:
         here = predicts if context.size == 1 else predicts[:, context.index((0, micro_batch.length)).numpy()]
     else:
-        # each row is followed by one place more, as in the plan's own numbers
+        # Add one element to each row, as in the plan's own indices.
         tokens = plan.arrays[0][: len(plan.arrays[1])]
         here = np.pad(predicts, ((0, 0), (0, 1))).ravel()[tokens]
     return np.flatnonzero(here)
@@ -251,7 +250,8 @@ def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelIn
     ids = micro_batch.input_ids
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device).expand_as(ids)
-    # Rolled and not cut: logits keep their shape, and a copy of the largest tensor is spared.
+    # Roll the ids instead of slicing them: logits keep their shape, and a copy of the largest tensor is
+    # avoided.
     tokens, targets = ids, ids.roll(-1, dims=1)
     if context.size > 1:
         index = context.index((0, length), ids.device)

@@ -28,6 +28,7 @@ def open_weights(policy: PolicyConfig) -> HuggingFaceSource:
     megatron = policy["megatron_cfg"]
     ignored = megatron["ignore_config_keys"] if megatron["enabled"] else ()
     stored = as_stored(read_architecture(config, ignored), source.names())
-    # an adapter of what is never trained would be lost in exports, which copy that from the model's files
+    # Leave out layers that are never trained: exports copy those from the model's files, so that an adapter
+    # of them would be lost.
     trained = replace(stored, prediction_layers=0, vision=None)
     return AdaptedSource(source.directory, Path(adapter), trained)

@@ -154,13 +154,13 @@ def find(
                 )
             )
     everywhere: list[list[NonFiniteMicroBatch]] = [[] for _ in range(dist.get_world_size())]
-    # After a refused step alone, so the slow collective of objects costs a normal step nothing.
+    # This slow collective of objects runs only after a refused step, so that it costs a normal step nothing.
     dist.all_gather_object(everywhere, mine)
     return tuple(found for rank in everywhere for found in rank)
 
 
 def _first_fault(output: HeadOutput) -> str | None:
-    # Asked only after a step was refused: each float() waits for the device.
+    # This runs only after a refused step, because each float() waits for the device.
     if output.loss is not None and not math.isfinite(float(output.loss.detach())):
         return "loss"
     return "gradient" if any(not math.isfinite(float(peak)) for peak in output.gradient_peaks) else None
@@ -187,7 +187,7 @@ def require_finite(
             over all ranks.
     """
     named = [(name, tensor) for name, tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-    # Smallest and largest show NaN and infinity in one pass, without a bool tensor of the weight's size.
+    # Minimum and maximum show NaN and infinity in one pass, without a bool tensor of the weight's size.
     extremes = [torch.stack(torch.aminmax(tensor.detach())).float().to(device) for _, tensor in named]
     finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist() if extremes else []
     if on_all_ranks(all(finite), device):
@@ -196,7 +196,7 @@ def require_finite(
     dist.all_gather_object(
         everywhere, [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     )
-    # In order of the ranks and each once: replicas report the same names.
+    # List each name once, in order of the ranks, because replicas report the same names.
     names = list(dict.fromkeys(name for rank in everywhere for name in rank))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise kind(

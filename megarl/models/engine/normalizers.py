@@ -32,12 +32,12 @@ def global_normalizers(data: Mapping[str, Any], groups: ParallelGroups) -> Norma
     """Compute the normalisers of the global batch of which ``data`` is this data-parallel rank's share. A
     collective over the data-parallel group. The sequence length is that of the caller's data, before any
     padding by the backend, which must not change a loss."""
-    # float64, because float32 cannot count above 16.7 million tokens exactly.
+    # Count in float64, because float32 cannot count above 16.7 million tokens exactly.
     sample_mask = data["sample_mask"].to(torch.float64)
     sequences = sample_mask.sum()
     tokens = sequences * data["input_ids"].shape[1]
     if "token_mask" in data:
-        # From the second column on: nothing predicts the first token.
+        # Count from the second column on, because nothing predicts the first token.
         counts = data["token_mask"][:, 1:].to(torch.float64) * sample_mask[:, None]
         tokens = counts.sum()
         if "response_tokens" in data:

@@ -59,7 +59,8 @@ class OffloadStates:
         self._move = move
         self._has_optimizer = has_optimizer
         self.offload_state = OffloadState.TRAINING if has_optimizer else OffloadState.INFERENCE
-        # without an optimizer there are gradient buffers all the same, which nothing brings back
+        # Without an optimizer a backend still has gradient buffers. They are not counted, because no state
+        # would bring them back.
         self._there = set(_ON_DEVICE[self.offload_state])
 
     def enter(self, target: OffloadState, because: str, *, stays: bool = False) -> bool:
@@ -89,12 +90,14 @@ class OffloadStates:
         wanted = _ON_DEVICE[target]
         leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
         coming = [part for part in _PARTS if part in wanted - self._there]
-        # What leaves goes first, for what comes may need its room; noted part by part, in case one fails.
+        # Move parts away first, because the parts that come may need their memory. Record each move at once,
+        # in case a later one fails.
         for part in leaving:
             self._move(part, "host")
             self._there.remove(part)
             if part in _ON_DEVICE[self.offload_state]:
-                # At once: a failure after it must not leave a state that claims what has gone.
+                # Change the state at once, so that after a later failure it does not claim a part that has
+                # left.
                 self.offload_state = target
         for part in coming:
             self._move(part, "device")
@@ -147,13 +150,13 @@ class HostCopies:
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy all ``tensors``, and return the copies in the same order. The last call's memory is reused if
         number, shapes and dtypes are the same."""
-        # Locking pages is slow, so the memory of the last time is kept as long as it fits.
+        # Keep the last call's memory while it fits, because locking pages is slow.
         if [(copy.shape, copy.dtype) for copy in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
         ]:
             self._copies = self._made_for(tensors)
         for copy, tensor in zip(self._copies, tensors, strict=True):
-            # A second offload without a return in between: the tensors are the copies themselves.
+            # On a second offload without a return in between, the tensors are the copies themselves.
             if copy.data_ptr() != tensor.data_ptr():
                 copy.copy_(tensor, non_blocking=True)
                 self.copied += tensor.nbytes
@@ -180,9 +183,9 @@ class HostCopies:
         """Allocate memory for all ``tensors``, the largest first, each in the block with the most room
         left."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        # Filled up to a power of two, to which torch rounds page-locked memory, so that little is wasted.
+        # Size blocks to a power of two, to which torch rounds page-locked memory, so that little is wasted.
         room = 1 << (max([_BLOCK, *sizes]) - 1).bit_length()
-        free: list[tuple[int, int]] = []  # bytes taken of a block, and its number
+        free: list[tuple[int, int]] = []  # pairs of a block's used bytes and its number
         places: dict[int, tuple[int, int]] = {}
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
             if not free or free[0][0] + sizes[index] > room:
@@ -202,8 +205,8 @@ class HostCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._runtime.is_cuda)
 
 
-# Share of a device's memory that stays free for the reference policy's pass where the present weights stay on
-# the device.
+# Share of a device's memory that must stay free for the reference policy's pass if the present weights are
+# kept on the device.
 _LEFT_FOR_A_PASS = 0.25
 
 
@@ -237,7 +240,7 @@ class ReferenceWeights:
         present = self._kept(_parameters(backend))
         self._is_in = True
         try:
-            # Inside try: a failure in the middle must still bring the present weights back.
+            # Write inside the try: a failure halfway must still restore the present weights.
             _write(backend, self._weights)
             yield
         finally:

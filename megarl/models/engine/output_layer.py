@@ -71,7 +71,8 @@ class Request:
         index = self.index
         if sequence_first:
             length, count = hidden.shape[:2]
-            # Megatron's hidden states have the sequence first: the same position stands elsewhere in [t, n].
+            # Megatron's hidden states have the sequence first, so that a position has another index in [t,
+            # n].
             index = index % length * count + index // length
         return hidden.flatten(0, 1).index_select(0, index)
 
@@ -98,14 +99,15 @@ class Request:
             logits = F.linear(rows, weight, bias)
             return (logits if low_rank is None else logits + F.linear(*low_rank))[None]
         if self.largest:
-            # Filled chunk by chunk in of_chunk: the tokens are known only once a chunk has its logits.
+            # of_chunk fills this tensor chunk by chunk: the tokens are known only once a chunk has its
+            # logits.
             self.further = self.targets.new_empty(len(rows), self.largest)
         factors = low_rank or (None, None)
         answer: torch.Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
             rows, weight, bias, self, *factors
         )[None]
-        # By address: Megatron may hand the output through scaling or a gather, and log-probabilities must not
-        # be taken for logits.
+        # Recognise the result by its address: Megatron may scale or gather the output, and log-probabilities
+        # must not be taken for logits.
         self._answer = answer.data_ptr(), answer.shape
         return answer
 
@@ -121,7 +123,7 @@ class Request:
             if self.largest:
                 self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
             given = output[0], self.targets, self.shard, self.sampling
-            # overwrite: nobody else holds the selected logits, whose gradient takes their memory.
+            # Overwrite the selected logits with their gradient, because nobody else holds them.
             scores = vocab_parallel_scores(
                 *given, overwrite=True, with_entropies=self.with_entropies, further=self.further
             )
@@ -170,8 +172,8 @@ class Request:
 
 
 _ANSWERS = "answers_requests"
-# A context variable and no argument: the layer is called from inside Megatron's or transformers' forward,
-# whose signature is theirs.
+# Use a context variable, not an argument: the layer is called inside the forward method of Megatron or
+# transformers, whose signature is fixed.
 _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 
@@ -210,7 +212,8 @@ def answer_requests(
             ``Request.output``.
     """
     is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    # A layer with a forward of its own (scaled or capped logits) is left alone; all logits are then made.
+    # Leave a layer with a custom forward method (scaled or capped logits) alone; all logits are then
+    # computed.
     if not is_plain and low_rank is None:
         return
     before: Callable[[torch.Tensor], torch.Tensor] = layer.forward
@@ -223,7 +226,7 @@ def answer_requests(
         factors = None if low_rank is None else low_rank(rows)
         return request.output(rows, local(layer.weight), local(layer.bias), factors)
 
-    # setattr: mypy takes a method for something that cannot be replaced
+    # Use setattr, because mypy does not let a method be assigned to.
     setattr(layer, "forward", forward)  # noqa: B010
     setattr(layer, _ANSWERS, True)
 
@@ -255,7 +258,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, inner, up)
         ctx.request = request
-        # A few numbers a token; the logits themselves are made again in the backward pass.
+        # Keep only a few numbers per token: the backward pass computes the logits again.
         ctx.sums = []
         columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
         values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)
@@ -314,7 +317,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        # addmm wants one dtype: the product is rounded to 16 bits, and the sum over chunks is not.
+        # addmm requires one dtype. Here only the product is rounded to 16 bits, and the sum over chunks is
+        # not.
         total += left @ right
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-# queries at a time where no kernel is used: scores are [B, H, this, K]
+# Number of queries computed at a time without a kernel, which limits the scores to [B, H, BLOCK, K].
 BLOCK = 512
 
 
@@ -36,7 +36,7 @@ def partial_attention(
         wider. A query that sees no key has output 0 and log-sum-exp -inf.
     """
     if seen is None and takes_flash(query):
-        # The operators below torch's own function: that one returns no log-sum-exp.
+        # Call the operator below torch's own function, because the function does not return the log-sum-exp.
         output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
@@ -110,7 +110,7 @@ def _gradients_by_flash(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``partial_gradients`` by the kernel's backward pass, which derives probabilities from the given
     log-sum-exp, even if that covers more keys."""
-    # The operator wants a seed and an offset of dropout, whatever its share.
+    # The operator requires a seed and an offset of dropout, even if nothing is dropped.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(
@@ -156,7 +156,7 @@ def _in_blocks(
         scores = _scores(query, key, scale, causal, seen, first)
         logsumexp = scores.logsumexp(dim=-1)
         weights = _weights(scores, logsumexp)
-        # Rounded to the values' dtype for the product, as the kernels do it.
+        # Round the weights to the values' dtype before the product, as the kernels do.
         mixed = weights.to(value.dtype) @ value[:, :, None]
         outputs.append(mixed.flatten(1, 2))
         sums.append(logsumexp.flatten(1, 2))
@@ -189,7 +189,8 @@ def _gradients_in_blocks(
         )
         of_value += (weights.to(value.dtype).mT @ pulled).sum(dim=2)
         of_weights = (pulled @ value[:, :, None].mT).to(sums)
-        # Of the whole output: so the sum over all keys is known though only some are here.
+        # Compute this sum from the whole output: it then covers all keys, although only some of them are
+        # here.
         inner = (pulled.to(sums) * made.to(sums)).sum(dim=-1, keepdim=True)
         of_scores = (weights * (of_weights - inner) * scale).to(query.dtype)
         of_query.append((of_scores @ key[:, :, None]).flatten(1, 2))

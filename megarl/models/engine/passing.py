@@ -71,9 +71,9 @@ class PassingWorker(WorkerState):
         batching = self._plan_of(data) or FixedRows(
             micro_batch, self._local_batch_size(data, global_batch, micro_batch)
         )
-        # Only for a loss that declares it: others may read the log-probabilities of masked tokens.
+        # Skip masked tokens only for a loss that declares it: others may read their log-probabilities.
         skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
-        # before, not after: a call that ends in an error may have taken steps
+        # Increment the version before the call: a call that ends in an error may have taken steps.
         self._weights_version += not eval_mode
         result = train_on_batch(
             self.backend,
@@ -154,8 +154,8 @@ class PassingWorker(WorkerState):
         )
         logprobs = found.cpu()
         return BatchedDataDict(
-            # where and no product: without a request the output layer
-            # scored all tokens, some perhaps infinite.
+            # Use where, not a product: without a request the output layer scored all tokens, some perhaps
+            # infinite.
             {"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))}
         )
 
@@ -195,7 +195,8 @@ class PassingWorker(WorkerState):
         )
         columns = {name: values.cpu() for name, values in found.items()}
         if wanted is not None:
-            # Entry i of the top-k columns belongs to token i+1, so the mask moves by one to the left.
+            # Entry i of the top-k columns belongs to token i+1, so that the mask is shifted to the left by
+            # one.
             followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
             places = {
                 "logprobs": wanted,
@@ -229,7 +230,8 @@ class PassingWorker(WorkerState):
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
         wanted = under_mask(data) if skip_masked else None
-        # Two keys alone: a scoring pass reads nothing else, and the rest need not reach the device.
+        # Pass two keys only: a scoring pass reads nothing else, and the rest need not be copied to the
+        # device.
         batch = move_to(
             {key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted
         )
@@ -245,7 +247,7 @@ class PassingWorker(WorkerState):
             )
         self._require("use_reference_model")
         with self.reference.swapped_in(self.backend):
-            # The flag before, and not False: contexts of the reference may nest.
+            # Restore the earlier flag rather than False, because contexts of the reference may be nested.
             before, self._reference_is_in = self._reference_is_in, True
             try:
                 yield

@@ -95,7 +95,7 @@ class ReceivingWorker:
         """
         assert self._listener is not None, "the driver connects engines before a refit"
         arrived: dict[str, torch.Tensor] = {}
-        # on a CPU the group's buffer is host memory too, and is written again by the next group
+        # Copy each tensor: on a CPU the group's buffer is host memory too, and the next group overwrites it.
         version = self._listener.receive(
             lambda group: arrived.update((name, tensor.to("cpu", copy=True)) for name, tensor in group)
         )

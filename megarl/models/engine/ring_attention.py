@@ -75,10 +75,10 @@ def _pieces(
         if source == context.rank:
             piece = _Piece(slice(first, last), slice(first, last), causal=True)
         elif source < context.rank:
-            # its first chunk is before both of ours, its second behind both
+            # The source's first chunk precedes both of this rank's chunks, and its second one follows both.
             piece, held = _Piece(slice(first, last), slice(first, middle)), held[:1]
         else:
-            # both of its chunks are between ours
+            # Both chunks of the source are between this rank's chunks.
             piece, asked = _Piece(slice(middle, last), slice(first, last)), asked[1:]
         # A window that holds the sequence needs no mask, which would rule out the fast kernels.
         if window is None or window >= end - start:
@@ -90,7 +90,7 @@ def _pieces(
 def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
     """Return whether some position of the ranges ``asked`` sees one of the ranges ``held``, that is, equals
     it or follows it by less than ``window``."""
-    # how far positions of one range are behind those of another is every number from the least to the largest
+    # The distances between positions of two ranges are all numbers from the smallest to the largest one.
     return any(
         max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1)
         for first, last in asked
@@ -124,11 +124,11 @@ class _Round:
         )
         self._arriving = torch.empty_like(tensor)
         operations = [
-            # Both in one batch: sends and receives one by one can wait for each other around the ring.
+            # Start both in one batch: separate sends and receives could wait for each other around the ring.
             dist.P2POp(dist.isend, tensor, after, context.group),
             dist.P2POp(dist.irecv, self._arriving, before, context.group),
         ]
-        self._sent = tensor  # has to live until it has left
+        self._sent = tensor  # must live until the send has completed
         self._requests = dist.batch_isend_irecv(operations)
 
     def wait(self) -> torch.Tensor:
@@ -158,9 +158,10 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        # One tensor for both, so that a step of the ring is one send.
+        # Stack keys and values, so that a step of the ring needs one send.
         both = torch.stack([key, value])
-        # Parts are added up once a rank: in bfloat16 each addition would round the whole output.
+        # Sum in float32, because parts are added once per rank, and in bfloat16 each addition would round the
+        # whole output.
         sums = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=sums, device=query.device)
         logsumexp = torch.full(query.shape[:3], float("-inf"), dtype=sums, device=query.device)
@@ -176,7 +177,8 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _join(output[:, :, piece.queries], logsumexp[:, :, piece.queries], part, part_sum)
         output = output.to(query.dtype)
-        # Keys and values of this rank alone: those of the others come round again in the backward pass.
+        # Save this rank's keys and values only: those of other ranks pass round the ring again in the
+        # backward pass.
         ctx.save_for_backward(query, both, output, logsumexp)
         ctx.described = (starts, context, scale, window)
         return output
@@ -186,11 +188,13 @@ class _RingAttention(torch.autograd.Function):
         query, both, output, logsumexp = ctx.saved_tensors
         starts, context, scale, window = ctx.described
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
-        # travels one step behind the keys and values that it belongs to, and after a last step it is home
+        # These gradients travel one step behind their keys and values, and after one more step are back on
+        # their own rank.
         of_both = torch.zeros_like(both, dtype=logsumexp.dtype)
         on_its_way: _Round | None = None
         for source, held in _go_round(both, context):
-            # Of its own, because the gradients of this part are still on their way from the rank before.
+            # Use a separate tensor, because the earlier gradients of this part are still arriving from the
+            # previous rank.
             added = torch.zeros_like(of_both)
             for piece in _pieces(starts, context, source, window, query.device):
                 asked, pulled, made = (tensor[:, :, piece.queries] for tensor in (query, gradient, output))
@@ -220,7 +224,7 @@ def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, par
     """Add a part to the output and log-sum-exp so far, in place. A query that has seen no key in either stays
     unchanged."""
     joint = torch.logaddexp(logsumexp, part_sum)
-    # -inf minus -inf would be NaN.
+    # Replace -inf by 0, because -inf minus -inf would be NaN.
     finite = joint.masked_fill(joint == float("-inf"), 0.0)
     output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., None])
     logsumexp.copy_(joint)

@@ -47,7 +47,8 @@ class SavingWorker(WorkerState):
                 f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
                 "path out"
             )
-        # Before anything is written: a checkpoint with NaN would be found out at the next resume.
+        # Check before anything is written: otherwise NaN in a checkpoint would only be noticed at the next
+        # resume.
         self._require_finite_weights(
             f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
         )
@@ -75,16 +76,16 @@ class SavingWorker(WorkerState):
         self._refuse_reference("load_checkpoint")
         self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
         weights, optimizer = Path(weights_path), Path(optimizer_path) if optimizer_path else None
-        # Before the version goes up: where there is no checkpoint, nothing has changed.
+        # Check before the version is incremented: if there is no checkpoint, nothing has changed.
         self._require_loadable(weights, optimizer)
-        # before, not after: a load that ends in an error may have changed weights
+        # Increment the version before the load: a load that ends in an error may have changed weights.
         self._weights_version += 1
         self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
         self.backend.load(weights, optimizer)
         self._require_finite_weights(
             f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError
         )
-        self._unfinished_load = None  # every rank has come to that collective, so that no load has failed
+        self._unfinished_load = None  # Every rank has reached that collective, so that no load has failed.
 
     def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         """Raise on all ranks if one of them cannot begin the load."""
@@ -115,7 +116,7 @@ class SavingWorker(WorkerState):
         """
         self._require("export_hf")
         self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
-        # Gathered before the weights: a collective may not come in the middle of another stream.
+        # Gather the adapters before the weights: a collective must not run in the middle of another stream.
         beside, untouched = self._writer_beside(), self.backend.untouched
         stream = self.backend.export_hf()
         with on_first_rank() as first:
@@ -124,14 +125,14 @@ class SavingWorker(WorkerState):
                     weights = itertools.chain(
                         ((name, tensor.cpu()) for name, tensor in stream), untouched.tensors()
                     )
-                    # a model that scores generates nothing
+                    # A model that scores generates nothing, so that it gets no generation config.
                     generates = self.tokenizer is not None and not self.scores
                     settings = (
                         generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
                     )
                     write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
             finally:
-                # Other ranks go through the stream for its collectives, also where rank 0 failed.
+                # The other ranks consume the stream for its collectives, even if rank 0 failed.
                 drain(stream)
 
     def _writer_beside(self) -> Callable[[Path], None]:

@@ -20,8 +20,8 @@ from converters.checkpoint.source import HuggingFaceSource
 from megarl.errors import ModelError
 
 SCORE = "score.weight"
-# Names of a language model's output layer, and of the copies that layers which predict further tokens have of
-# it.
+# These are the names of a language model's output layer, and of its copies in layers that predict further
+# tokens.
 _OUTPUT_LAYERS = re.compile(r"lm_head\.weight|.*\.shared_head\.head\.weight")
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
@@ -36,7 +36,7 @@ def scoring_config(hf_config: Any) -> Any:
         ModelError: transformers has no such class for the model, or the model has another class or several
             labels.
     """
-    # A copy: the caller's config still describes the files.
+    # Copy the config, because the caller's still describes the files.
     config = copy.deepcopy(hf_config)
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
@@ -60,7 +60,7 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
     said = config.to_dict()
     keys = ("architectures", "id2label", "label2id", "pad_token_id")
     return {
-        # JSON has text keys alone, as in a config.json that transformers writes.
+        # Write labels as text: JSON has only text keys, as in a config.json that transformers writes.
         key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key]
         for key in keys
     }
@@ -69,7 +69,7 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
 def _scoring_class(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    # A model with code of its own names its class itself.
+    # A model with custom code names its own class.
     of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
     name = (
         of_remote_code.rpartition(".")[2]
@@ -112,7 +112,7 @@ class _WithNewScore(HuggingFaceSource):
     """
 
     def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:
-        # On the CPU and from its own generator, so that every backend and layout gets the same layer.
+        # Sample on the CPU from a separate generator, so that every backend and layout gets the same layer.
         self._score = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * deviation
         super().__init__(directory)
 

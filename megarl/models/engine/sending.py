@@ -30,15 +30,15 @@ class SendingWorker(WorkerState):
     _with_checksum: bool
     _new_sender: Callable[..., WeightSender]
     _sender: WeightSender
-    # of weights that go by themselves; another one where engines take slices
+    # Sends the weights that engines read on their own; differs from `_sender` if the engines take slices.
     _handing: WeightSender
-    # engines have the base, and get the factors of adapters alone
+    # True if engines have the base, and receive only the factors of adapters.
     _sends_adapter: bool
     _broadcaster: WeightBroadcaster | None
     _broadcasts: bool
     _stages: Stages | None
 
-    # to an engine that generates on the same devices
+    # The following methods serve an engine that generates on the same devices.
 
     def _factors(self) -> WeightIterator:
         """Yield the factors of all adapters under PEFT's names, for engines that compute with adapters. A
@@ -50,7 +50,8 @@ class SendingWorker(WorkerState):
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
         """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. The result
         is equal on all ranks; with ``first_rank_only`` it is empty on all ranks but the first."""
-        # Only the first time: the manifest follows from names and shapes, which never change afterwards.
+        # Check only the first time: the manifest follows from names and shapes, which never change
+        # afterwards.
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
@@ -114,10 +115,11 @@ class SendingWorker(WorkerState):
     def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
         self.prepare_refit_info()
         if self._handing is not self._sender:
-            # An earlier choice of slices, which a new engine may not share; the buffers go with it.
+            # Close the sender of an earlier choice of slices, which a new engine may not share; its buffers
+            # are freed with it.
             self._handing.close()
             self._handing = self._sender
-        # Factors of adapters are small, and go to every rank of an engine in full.
+        # Send the factors of adapters to every rank of an engine in full, because they are small.
         if wanted is None or self._sends_adapter:
             return []
         beside = self._engine_rank_beside(wanted)
@@ -127,7 +129,7 @@ class SendingWorker(WorkerState):
         manifest = self._sender.manifest.sliced(slices)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (host_identity(), beside))
-        # One rank publishes for each engine rank of a host: the first of those that serve it.
+        # Let one rank of a host publish for each engine rank: the first of those that serve it.
         here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
         self._sender.close()
         self._handing = self._new_sender(self.backend.export_slices, slices=here)
@@ -158,13 +160,14 @@ class SendingWorker(WorkerState):
         try:
             room = self._begin_together()
         except BaseException as error:
-            # Before the error goes on: ranks of engines wait in the mailbox and would hear of nothing else.
+            # Refuse before raising: engine ranks wait in the mailbox and would learn of the error in no other
+            # way.
             self._handing.refuse(session, ticket, error)
             self._handing.give_up()
             raise
         if self._handing is not self._sender:
-            # the slices of ranks may differ by an index, and so the room
-            # for the largest; only full weights are laid out alike on all ranks
+            # Slices differ by an index between ranks, and so does the room for the largest one. Only full
+            # weights are laid out alike on all ranks.
             room = max(room, self._handing.manifest.largest[1])
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
@@ -177,8 +180,8 @@ class SendingWorker(WorkerState):
             room = self._begin_with(self._handing)
         except Exception as error:
             failure = error
-        # one group is laid out alike on all ranks, whose devices
-        # may have more or less room; none begins where one cannot
+        # Take the smallest room, because all ranks lay out a group alike. If one rank cannot begin, none
+        # does.
         least = torch.tensor([room], device=self.runtime.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         if int(least) < 0:
@@ -187,7 +190,7 @@ class SendingWorker(WorkerState):
             )
         return int(least)
 
-    # to an engine elsewhere
+    # The following methods serve an engine elsewhere.
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Create the groups that weights are sent over, one per pipeline stage. Of the policy, only the first
@@ -205,12 +208,12 @@ class SendingWorker(WorkerState):
         self._require("init_collective")
         manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
-        # first of all the port: who looked for rank 0 at one that
-        # is another's could come into another run's rendezvous
+        # Bind the port first: if it belonged to another run, ranks looking for rank 0 could join that run's
+        # rendezvous.
         with on_first_rank(RefitError) as first:
             rendezvous = Rendezvous(ip, port, keeps=True) if first else None
         with on_first_rank(RefitError):
-            # factors of all stages go out from the first one
+            # The factors of all stages are sent by the first stage.
             if groups.is_first_in_stage and (groups.is_first_stage or not self._sends_adapter):
                 group = TransferGroup(
                     ip,
@@ -260,7 +263,8 @@ class SendingWorker(WorkerState):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
-            # Ranks that send nothing take part in the gathers, and a sender that broke off ends them too.
+            # Ranks that send nothing take part in the gathers, and also finish those of a sender that stopped
+            # early.
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:

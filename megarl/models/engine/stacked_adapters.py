@@ -18,7 +18,7 @@ from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from megarl.config.adapters import stack_of
 
-# PEFT wraps a module once for each of its parameters, and the wrapper of the last one is the outermost.
+# PEFT wraps a module once for each of its parameters, and the last parameter's wrapper is the outermost one.
 _WRAPPER = ".base_layer"
 
 
@@ -99,7 +99,7 @@ class StackedFactors:
         all experts."""
         stack, expert = self._experts[module]
         rows = slice(expert * self._rank, (expert + 1) * self._rank)
-        # B's columns alternate by expert: PEFT computes with B as [m, r, E] flattened.
+        # B's columns alternate by expert, because PEFT computes with B as [m, r, E], flattened.
         return self.modules[stack.name], (rows, slice(None)) if letter == "A" else (
             slice(None),
             slice(expert, None, stack.experts),
@@ -132,7 +132,8 @@ class StackedFactors:
             shape = (ranks, factor.shape[1]) if letter == "A" else (stack.rows, ranks)
             if key not in begun:
                 begun[key] = factor.new_empty(shape), stack.experts if letter == "A" else len(stack.places)
-            # Counted down, and handed out when complete: only layers in progress are in memory.
+            # Count missing parts down and yield the factor once it is complete, so that only layers in
+            # progress are in memory.
             whole, missing = begun.pop(key)
             if letter == "A":
                 whole[expert * self._rank : (expert + 1) * self._rank] = factor

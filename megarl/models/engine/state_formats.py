@@ -27,12 +27,12 @@ import torch
 
 BLOCK = 256
 _SCALE_BYTES = 4
-# Bits of a float32 mantissa (23) that a mantissa of three bits does not have.
+# Number of bits that a float32 mantissa (23) has more than a mantissa of three bits.
 _ROUNDED_OFF = 20
-# The float32 number 1 without the bits that are rounded off.
+# This is the float32 number 1 without the bits that are rounded off.
 _ONE = 127 << 3
-# Keeps all numbers of a block out of float32's subnormal range, where a product with the scale cannot be
-# undone.
+# This bound keeps all numbers of a block out of float32's subnormal range, where multiplication by the scale
+# cannot be undone.
 _LEAST_SCALE = 2.0**-90
 
 
@@ -70,7 +70,7 @@ class Float32:
         self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
     ) -> None:
         target = stored[first : first + values.numel()]
-        # read gave a view: then the step has written in place.
+        # If read returned a view, the step has already written in place.
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
@@ -88,8 +88,8 @@ class BFloat16:
         self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
     ) -> None:
         if bits is not None:
-            # carries into the upper half as often as the lower half says; sign and magnitude are stored
-            # apart, so negative numbers need nothing else
+            # Adding the bits carries into the upper half with the probability that the lower half states.
+            # Sign and magnitude are stored apart, so that negative numbers need nothing else.
             values = values.view(torch.int32).add(bits).bitwise_and_(-0x10000).view(torch.float32)
         stored[first : first + values.numel()].copy_(values)
 
@@ -108,8 +108,8 @@ class Blockwise:
         self.signed = signed
         self._largest = 127 if signed else 255
         magnitudes = torch.arange(256) & self._largest
-        # A code is the upper bits of a float32 number, moved so that the largest one is 1: conversion needs
-        # no logarithm.
+        # A code is the upper bits of a float32 number, shifted so that the largest code is 1: conversion
+        # needs no logarithm.
         table = ((magnitudes - self._largest + _ONE) << _ROUNDED_OFF).int().view(torch.float32)
         table = torch.where(torch.arange(256) > self._largest, -table, table)
         table[magnitudes == 0] = 0.0
@@ -125,7 +125,7 @@ class Blockwise:
 
     def read(self, stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
         scales, codes = _parts(stored)
-        # int32 indices: torch takes uint8 for a mask.
+        # Convert to int32, because torch takes a uint8 index for a mask.
         values = _on(self, stored.device)[codes[first:last].int()]
         return values.mul_(
             scales[first // BLOCK : -(-last // BLOCK)].repeat_interleave(BLOCK)[: last - first]
@@ -148,11 +148,11 @@ class Blockwise:
         )
         if self.signed:
             chance = bits / 2**16 if bits is not None else 0.5
-            # Below the smallest number the mantissa says nothing: 0 or that number, right on average.
+            # Below the smallest number the mantissa means nothing: round to 0 or to that number, unbiased.
             found = torch.where(sizes < self.least, (sizes > chance * self.least).int(), found)
             found.add_((values < 0).int(), alpha=128)
         else:
-            # At least code 1 where not 0: a second moment of 0 would make the step m / eps.
+            # Store at least code 1 for values above 0: with a second moment of 0 the step would be m / eps.
             found = found.clamp_(min=1).mul_(sizes > 0)
         codes[first : first + count].copy_(found)
         scales[first // BLOCK :][: largest.numel()].copy_(largest)

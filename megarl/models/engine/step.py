@@ -101,7 +101,7 @@ class _RecordingHead:
     """A head that records which micro-batch was requested last."""
 
     def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
-        # By identity: inputs hold tensors, whose comparison with == is no bool.
+        # Look inputs up by identity: they hold tensors, whose comparison with == is not a bool.
         self._head, self._places = head, {id(model_input): place for place, model_input in enumerate(inputs)}
         self.last = 0
 
@@ -142,8 +142,8 @@ def _run_micro_batches(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # The micro-batch that was asked for last is the one that ran out: a pipeline schedule is at several
-        # at once.
+        # The micro-batch requested last is the one that ran out of memory, although a pipeline schedule has
+        # several in progress.
         raise _error_of(error, kind, inputs, recording.last) from error
     return outputs, sum(each.micro_batch.positions for each in inputs)
 
@@ -270,7 +270,7 @@ def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batchin
     return _run_head(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
 
-# What a head gives of each token: by name, the dimensions behind [B, S] and the dtype.
+# What a head returns for each token: by name, the dimensions behind [B, S] and the dtype.
 _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
@@ -281,11 +281,13 @@ def _run_head(
     """Run a head over a batch without gradients. Return its tensors [B, S, ...] in the order of ``data``."""
     rows, length = data["input_ids"].shape
     device = data["input_ids"].device
-    # a collective over data-parallel ranks, so it comes before anything that depends on this rank's rows
+    # This is a collective over data-parallel ranks, so that it must precede anything that depends on this
+    # rank's rows.
     backend.sync_parameters()
-    # The keys of the model alone, so that each micro-batch cuts and pads no others.
+    # Pass only the model's keys, so that each micro-batch slices and pads no others.
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
-    # The last micro-batch is filled with copies, whose results are dropped below: a pipeline takes one shape.
+    # Fill the last micro-batch with copies, because a pipeline takes one shape. Their results are dropped
+    # below.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
@@ -297,20 +299,20 @@ def _run_head(
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _ = _run_micro_batches(backend, cut, head, LOGPROB)
-            # Dynamic micro-batches are cut to their own lengths; the caller's width comes back here.
+            # Restore the caller's width, because dynamic micro-batches were shortened to their own lengths.
             rectangles = [fit_sequences(output.tensors, length) for output in outputs]
             # Only the last pipeline stage has outputs.
             for name, found in parts.items() if rectangles else ():
                 found.append(torch.cat([rectangle[name] for rectangle in rectangles])[: chunk.rows])
     joined = {}
     for name, (shape, dtype) in columns.items():
-        # The others give memory of the same shape, into which the broadcast writes.
+        # The other stages allocate memory of the same shape, into which the broadcast writes.
         here = (
             torch.cat(parts[name])
             if backend.groups.is_last_stage
             else torch.empty(rows, length, *shape, dtype=dtype, device=device)
         )
-        # One broadcast for all micro-batches and not one each.
+        # Broadcast once for all micro-batches, not once for each.
         joined[name] = backend.groups.from_last_stage(here)
     return joined
 
@@ -374,8 +376,8 @@ def train_on_batch(
                 steps += outcome.stepped
                 if outcome.stepped:
                     limit.stepped()
-                # An overflow of float16 with a finite loss is no fault of
-                # the batch: the scale falls and training goes on.
+                # A float16 overflow with a finite loss is not a fault of the batch: the scale decreases and
+                # training continues.
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
                     seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
@@ -383,7 +385,8 @@ def train_on_batch(
                     try:
                         limit.skipped(skipped[-1])
                     except NonFiniteError as error:
-                        # The driver records skipped batches also where the last one ends the run.
+                        # Attach the skipped batches, because the driver records them even if the last one
+                        # ends the run.
                         error.skipped = [batch.as_record() for batch in skipped]
                         raise
             for measured in (*done.measured, extra):
@@ -391,10 +394,11 @@ def train_on_batch(
                     metrics[name].append(value)
     figures = _averaged_over_batches(metrics, loss_fn, len(chunks))
     if update:
-        # every replica gives the number for the whole call
+        # Report one number for the whole call, equal on every replica.
         figures["skipped_steps"] = [float(len(chunks) - steps)]
         if steps:
-            # Once a call, however many global batches it had: the schedule counts calls.
+            # Step the schedule once per call, whatever the number of global batches, because the schedule
+            # counts calls.
             backend.lr_step()
     return TrainResult(
         torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions
@@ -405,7 +409,7 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
     """Take an optimizer step if loss and gradient are finite on all ranks. Return its outcome, and whether
     the batch is finite; an overflow of float16's loss scaling counts as finite if the loss is."""
     loss_is_finite = math.isfinite(loss)
-    # A collective inside the step: the norm is known only there, and all ranks must step or none.
+    # Agree inside the step: the norm is known only there, and either all ranks must step or none.
     outcome = backend.apply_gradients(
         lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device)
     )
@@ -432,7 +436,8 @@ def _global_batch(
     update: bool,
 ) -> _GlobalBatch:
     """Run forward, and with ``update`` backward, over one global batch; gradients are left in the backend."""
-    # Before any pass: a micro-batch's share of the loss is divided by counts of the whole global batch.
+    # Compute the counts before any pass, because each micro-batch's loss is divided by counts of the whole
+    # global batch.
     normalizers = global_normalizers(chunk.data, backend.groups)
     head: Head = (
         ValueLossHead(loss_fn, reads, normalizers)
@@ -442,20 +447,20 @@ def _global_batch(
     if update:
         backend.zero_grad()
     outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
-    # In float64, so that the logged loss does not depend on how many micro-batches it was added up from.
+    # Sum in float64, so that the logged loss does not depend on the number of micro-batches.
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]
     share = (
         torch.stack(shares).sum()
         if shares
         else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     )
-    # A sum and no mean: each share is divided by counts of the whole global batch already.
+    # Use a sum, not a mean, because each share is already divided by counts of the whole global batch.
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
     figures = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
-    # All numbers of the batch in one copy: each .item() would wait for the device.
+    # Copy all numbers of the batch at once, because each .item() would wait for the device.
     values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
     loss_value, sequences, tokens = (next(values) for _ in figures)
-    # Other stages have no outputs, and every rank reports the same metrics.
+    # Only the last stage has outputs, and every rank must report the same metrics.
     measured = backend.groups.object_from_last_stage(
         [{name: next(values) for name in output.metrics} for output in outputs]
     )
@@ -466,7 +471,8 @@ def _global_batch(
 def as_floats(values: Sequence[Any]) -> list[float]:
     """Convert numbers and one-element tensors to floats. The host waits only once for all tensors of a
     device."""
-    # By dtype too, because torch.stack promotes, and int64 with float32 would lose digits before .double().
+    # Group by dtype too: torch.stack would promote int64 to float32, and digits would be lost before
+    # .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -494,7 +500,8 @@ def _averaged_over_batches(
     declared = getattr(loss_fn, "metric_reductions", {})
     return {
         name: [value / count for value in values]
-        # A sum over the call would grow with its number of global batches; means and maxima do not.
+        # Divide sums by the number of global batches, with which they would grow. Means and maxima do not
+        # grow.
         if declared.get(name, default_reduction(name)) is Reduction.SUM
         else list(values)
         for name, values in metrics.items()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megarl.models.engine.logprobs import VocabularyShard, scaled_chunks, working_dtype
 
-# Key of a column that is not there: less than that of any logit.
+# The key of a missing column is less than that of any logit.
 _NO_COLUMN = -(2**63)
 _IDS = 2**32 - 1
 
@@ -32,7 +32,7 @@ def largest_tokens(logits: torch.Tensor, shard: VocabularyShard, count: int) -> 
         shard: the vocabulary range of these columns.
         count: at most ``shard.size``.
     """
-    # A float32 and a token id fit into one int64, so one topk sorts by both.
+    # A float32 and a token id fit into one int64, so that one topk sorts by both.
     if working_dtype(logits) == torch.float32:
         keys = _gathered(_largest_keys(logits, shard, count), shard)
         return _IDS - (keys.topk(count, dim=1).values & _IDS)
@@ -48,11 +48,11 @@ def _largest_keys(logits: torch.Tensor, shard: VocabularyShard, count: int) -> t
     keys = torch.full((len(logits), count), _NO_COLUMN, dtype=torch.int64, device=logits.device)
     if here == 0:
         return keys
-    # Reversed, so that of equal logits the lower id is the larger key.
+    # Reverse the ids, so that of two equal logits the one with the lower id has the larger key.
     ids = _IDS - torch.arange(shard.start, shard.start + own, device=logits.device)
     for rows, values in scaled_chunks(logits, own, 1.0):
-        # minus zero becomes zero; the bits of floats order as
-        # integers do, those of negative ones the other way round
+        # Adding 0.0 turns minus zero into zero. The bits of floats sort like integers, but those of negative
+        # floats in reverse.
         bits = (values + 0.0).view(torch.int32).long()
         ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits)
         keys[rows, :here] = (ordered * 2**32 + ids).topk(here, dim=1).values
@@ -76,7 +76,8 @@ def _largest_pairs(
 def _first_pairs(values: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first ``count`` pairs of each row, sorted by falling values and, among equal values, by
     rising indices."""
-    # Two stable sorts, the minor key first: torch's topk promises no order among equal values.
+    # Sort twice, stably and by the minor key first, because torch's topk promises no order among equal
+    # values.
     by_token = tokens.argsort(dim=1, stable=True)
     values, tokens = values.gather(1, by_token), tokens.gather(1, by_token)
     by_value = values.argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -85,11 +85,11 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
     """
     here = runtime()
     here.activate()
-    # Before the process group: NCCL reads its variables when it connects.
+    # Set this before the process group exists, because NCCL reads its variables when it connects.
     here.set_arithmetic(deterministic=deterministic)
     if check_collectives:
         compare_collectives()
-    # The caller may have joined it already, as tests do.
+    # The caller may already have joined the process group, as tests do.
     if not dist.is_initialized():
         init_process_group(here.backend, device=here.device)
     seed_everything(seed)
@@ -146,20 +146,21 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         runtime = begin(seed, deterministic=config["deterministic"], check_collectives=check_collectives)
         backend = self.make_backend(config, runtime, seed, init_optimizer)
         if collective_timeout_s is not None:
-            # After the backend, whose groups Megatron-Core and device meshes make with bounds of their own.
+            # Set timeouts after the backend is built, whose groups Megatron-Core and device meshes create
+            # with their own timeouts.
             set_group_timeouts(collective_timeout_s)
         self.cfg = config
         self.tokenizer = tokenizer
         self.backend = backend
         self.scores = scores(config)
         if self.scores and tokenizer is not None:
-            # where an exported model that scores looks for the last token that is no padding
+            # An exported model that scores finds the last token that is not padding by this id.
             backend.hf_config.pad_token_id = tokenizer.pad_token_id
         self.runtime = runtime
         self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference: ReferenceWeights | BaseAsReference | None = None
         if init_reference_model:
-            # With adapters the base is the reference, and no copy of it is kept.
+            # With adapters the base model is the reference, and no copy of it is kept.
             self.reference = (
                 ReferenceWeights(backend, runtime)
                 if backend.without_adapters() is None
@@ -179,13 +180,13 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         )
         self._sends_adapter = adapter_alone(config) is not None
         self._sender = self._new_sender(self._factors if self._sends_adapter else backend.export_hf)
-        # of weights that go by themselves; another one where engines take slices
+        # Sends the weights that engines read on their own. Another sender replaces it if engines take slices.
         self._handing = self._sender
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
         self._trace: StepTrace | None = None
-        # Before a checkpoint is read: a model with NaN in it should be blamed, and not the checkpoint.
+        # Check before a checkpoint is read, so that NaN in the model is not blamed on the checkpoint.
         self._require_finite_weights(
             f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError
         )
@@ -204,7 +205,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
             f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
         )
 
-    # small methods of the NeMo-RL policy API
+    # The following small methods belong to the NeMo-RL policy API.
 
     def is_alive(self) -> bool:
         """Return True, which any worker does that still responds."""
@@ -248,7 +249,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         get the same noise."""
         self._require("_add_noise_to_weights")
         self.backend.sync_parameters()
-        # One seed of rank 0 for all: copies of a weight on other ranks must stay equal.
+        # Use the seed of rank 0 on all ranks, because copies of a weight on other ranks must stay equal.
         seed = torch.randint(2**62, (1,)).tolist()
         dist.broadcast_object_list(seed, src=0)
         generator = torch.Generator().manual_seed(seed[0])
@@ -263,7 +264,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self._handing.close()
         self._leave_collective()
         self._leave_policy()
-        # Before the default group goes: a backend destroys groups of its own.
+        # Close the backend before the default group is destroyed, because it destroys groups of its own.
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()

@@ -18,7 +18,8 @@ from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
-# Methods that a model which scores has no answer to; engines that weights are sent to generate.
+# Methods that are refused for a model that scores. Refits are among them, because the engines that receive
+# weights generate.
 _OF_LANGUAGE_MODELS = frozenset(
     {
         "get_logprobs",
@@ -49,11 +50,11 @@ class WorkerState:
     runtime: DeviceRuntime
     offload_states: OffloadStates
     scores: bool
-    # the weights on the device are those of the reference policy
+    # True while the weights on the device are those of the reference policy.
     _reference_is_in: bool
-    # counts changes that no step of training made
+    # Counts the changes of the weights.
     _weights_version: int
-    # a checkpoint that was read in part
+    # Names a checkpoint that was loaded only in part.
     _unfinished_load: str | None
 
     @property

@@ -52,8 +52,9 @@ class _FromLast(torch.nn.ModuleList):
 class GroupedExperts(SequentialMLP):
     """Megatron's experts of a rank, with grouped products.
 
-    The experts run one after another if no token arrived, the rank has one expert, or one of their widths is
-    not a multiple of 16 bytes.
+    The experts run one after another if no token arrived, torch has no grouped product, the rank has one
+    expert, ``moe_apply_probs_on_input`` is set, or one of their widths (an adapter's rank among them) is not
+    a multiple of 16 bytes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -103,8 +104,8 @@ def linears_of(experts: SequentialMLP) -> Linears:
 
 
 def can_group(linears: Linears) -> bool:
-    """Return whether torch can group the products of these layers: it needs several experts and aligned
-    widths."""
+    """Return whether torch can group the products of these layers: it needs a grouped product, several
+    experts and widths that are multiples of 16 bytes."""
     first, last = (of_layer[0].weight for of_layer in linears)
     # An adapter's products have its rank as a width, which the kernel wants aligned as well.
     ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
