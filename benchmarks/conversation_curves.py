@@ -37,7 +37,8 @@ def right(prompt: str, response: str, record: Mapping[str, Any]) -> dict[str, fl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, write the figures to ``--out``, and return 0."""
+    """Run the command line, and write the figures to ``--out``. Return 0, or the quickstart's exit code if it
+    failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.conversation_curves", description=__doc__.splitlines()[0]
     )

@@ -163,7 +163,7 @@ def _title(points: Points, ratio: str) -> str:
 
 
 def _finish(panel: Any, title: str, set_scale: Any, rule: Any) -> None:
-    """Add a line at the ratio 1, a scale that includes this line, and the panel's title."""
+    """Add a line at the ratio 1, a logarithmic scale if the values need one, and the panel's title."""
     low, high = panel.dataLim.intervaly if set_scale == panel.set_yscale else panel.dataLim.intervalx
     if low > 0 and high / low > 20:
         set_scale("log")

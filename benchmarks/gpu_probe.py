@@ -1,10 +1,10 @@
-"""A first look at megarl on one GPU, in some five minutes: what a training step, log-probabilities, moves, a
-refit and a checkpoint cost, and where the device waits.
+"""Measure on one GPU in about five minutes what training steps, moves, refits and checkpoints cost.
 
-``python -m benchmarks.gpu_probe --out probe.json`` measures Qwen2.5 1.5B with random weights and packed
-bfloat16 micro-batches of 8,192 tokens. Times are held against what the same device does with a product of
-matrices, moves against bytes. A part that fails is reported and the others still run; the exit code is then
-1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program itself.
+It also finds where the device waits. ``python -m benchmarks.gpu_probe --out probe.json`` measures Qwen2.5
+1.5B with random weights and packed bfloat16 micro-batches of 8,192 tokens. Times are compared with a matrix
+product on the same device, moves with their bytes. A part that fails is reported and the others still run;
+the exit code is then 1. Neither Ray nor a network is needed. ``--device cpu --size tiny`` tries the program
+itself.
 
 Figures of an H200 are in ``benchmarks/results/gpu/``.
 """
@@ -54,7 +54,7 @@ SIZES = {
     },
 }
 SHOWN = 25
-"""Places of syncs, and kernels, that are listed."""
+"""Number of sync locations, and of kernels, that are listed."""
 REFITS = 20
 ANSWERS = 256
 Figures = Iterator[tuple[str, Any]]
@@ -79,7 +79,7 @@ class Probe:
         return bool(self.options.device == "cuda")
 
     def seconds(self, action: Callable[[], Any], repeats: int = 1) -> float:
-        """Least seconds of some calls, all work of the device done."""
+        """Return the shortest time of ``repeats`` calls, each until the device has done its work."""
         clock, taken = clock_of(self.options.device), []
         for _ in range(repeats):
             clock.start()
@@ -88,18 +88,18 @@ class Probe:
         return min(taken)
 
     def allocated(self) -> int:
-        """Return bytes that torch has on the device; on a CPU nobody counts them."""
+        """Return the bytes that torch has allocated on the device; 0 on a CPU."""
         return torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def train(self) -> Any:
-        """Return one training step."""
+        """Run one training step and return its result."""
         from megarl.algorithms.loss_functions import NLLLoss
 
         return self.worker.train(data=self.train_shard, loss_fn=NLLLoss())
 
 
 def facts(probe: Probe) -> Figures:
-    """Return the hardware, the versions, and which of the fast paths are taken."""
+    """Yield the versions of the packages and, on a GPU, its name, memory and NCCL version."""
     from megarl.env import installed_version
 
     yield (
@@ -116,13 +116,13 @@ def facts(probe: Probe) -> Figures:
 
 
 def gemm(probe: Probe) -> Figures:
-    """Return the rate that everything else is held against."""
+    """Measure the rate of a matrix product, which all other rates are compared with."""
     probe.gemm = gemm_rate(probe.options.device)
     yield "product of matrices, TFLOP/s", round(probe.gemm / 1e12, 2)
 
 
 def build(probe: Probe) -> Figures:
-    """Return a worker on a model of random weights, and a batch that its bins are packed from."""
+    """Build a worker on a model of random weights, and a batch to pack its micro-batches from."""
     from benchmarks.tiny import policy_config
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.models.policy.batch_plan import shard_batch
@@ -169,7 +169,7 @@ def build(probe: Probe) -> Figures:
 
 
 def save_model(directory: Path, options: argparse.Namespace) -> Path:
-    """Return a Qwen2 of random bfloat16 weights in Hugging Face form."""
+    """Save a Qwen2 of random bfloat16 weights in Hugging Face format, and return its directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {**SIZES[options.size], **({"num_hidden_layers": options.layers} if options.layers else {})}
@@ -189,7 +189,7 @@ def save_model(directory: Path, options: argparse.Namespace) -> Path:
 
 
 def train(probe: Probe) -> Figures:
-    """Return a training step, after one that compiles and takes memory."""
+    """Measure a training step, after a first one that compiles and allocates memory."""
     from transformers import AutoConfig
 
     first = probe.train()
@@ -207,8 +207,8 @@ def train(probe: Probe) -> Figures:
 
 
 def logprobs(probe: Probe) -> Figures:
-    """Return the log-probability phase, and what the reference policy's costs beyond it: its weights come and
-    go."""
+    """Measure the log-probability phase, and the same with the reference policy, whose weights are loaded and
+    offloaded again."""
     from transformers import AutoConfig
 
     def present() -> Any:
@@ -231,7 +231,7 @@ def logprobs(probe: Probe) -> Figures:
 
 
 def generation(probe: Probe) -> Figures:
-    """Return answers by the policy itself, to ragged prompts: the first call compiles."""
+    """Measure generation by the policy itself on ragged prompts; the first call compiles."""
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     rows, new, longest = min(ANSWERS, probe.options.rows * 4), probe.options.new_tokens, 64
@@ -256,8 +256,8 @@ def generation(probe: Probe) -> Figures:
 
 
 def syncs(probe: Probe) -> Figures:
-    """Find where the host waits for the device, by torch's own debug mode: each such place lets the device
-    run dry."""
+    """Find where the host waits for the device, by torch's sync debug mode. Each such sync lets the device
+    run out of work."""
     if not probe.on_gpu:
         return
     for name, action in (
@@ -286,7 +286,7 @@ def syncs(probe: Probe) -> Figures:
 
 
 def kernels(probe: Probe) -> Figures:
-    """Return kernels of a training step, and the share of its time in which one runs."""
+    """Report the kernels of a training step, and the share of its time in which a kernel runs."""
     yield from _kernels_of(probe, "a training step", probe.train)
 
 
@@ -312,7 +312,8 @@ def _kernels_of(probe: Probe, what: str, action: Callable[[], Any]) -> Figures:
 
 
 def moves(probe: Probe) -> Figures:
-    """Return all state to the host and back, twice: the first time page-locked memory is taken."""
+    """Measure offloading all state to the host and loading it back, twice, because the first time allocates
+    page-locked memory."""
     for turn in ("first", "second"):
         before = probe.allocated()
         out = probe.seconds(probe.worker.offload_after_refit)
@@ -327,7 +328,8 @@ def moves(probe: Probe) -> Figures:
 
 
 def export(probe: Probe) -> Figures:
-    """Return all weights as Hugging Face tensors on the device, the input of a refit."""
+    """Measure the export of all weights as Hugging Face tensors on the device, which is the input of
+    a refit."""
 
     def all_weights() -> int:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in probe.worker.backend.export_hf())
@@ -338,8 +340,8 @@ def export(probe: Probe) -> Figures:
 
 
 def ipc(probe: Probe) -> Figures:
-    """Refits to a second process on the same device: are all weights right, how fast, and does memory come
-    back."""
+    """Measure refits to a second process on the same device: the number of wrong weights, the speed, and the
+    memory that stays allocated."""
     probe.worker.prepare_for_lp_inference()
     description = probe.worker.prepare_refit_info()
     expected = {name: _fingerprint(tensor) for name, tensor in probe.worker.backend.export_hf()}
@@ -376,7 +378,7 @@ def ipc(probe: Probe) -> Figures:
 
 
 def _refit(worker: Any, engine: Connection) -> dict[str, float]:
-    """Return one refit; fingerprints of what the engine read, by name."""
+    """Run one refit, and return fingerprints of the weights that the engine read, by name."""
     from megarl.weight_sync.manifest import Manifest
 
     _, room = worker.prepare_weights_for_ipc()
@@ -388,7 +390,7 @@ def _refit(worker: Any, engine: Connection) -> dict[str, float]:
 
 
 def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> None:
-    """The second process: reads what it is told to until the pipe ends."""
+    """Serve as the engine in a second process: read the weights of each message until the pipe ends."""
     os.environ.update({"MEGARL_DEVICE": device, "LOCAL_RANK": "0"})
     from megarl.distributed.device import runtime
     from megarl.weight_sync.manifest import Manifest
@@ -408,7 +410,7 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
 
 
 def _fingerprint(tensor: torch.Tensor) -> float:
-    """Return a number that depends on every element and its place."""
+    """Return a number that depends on the value and position of every element."""
     flat = tensor.flatten().double()
     places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
     # From 1 on: an element with the factor 0 would not count.
@@ -416,7 +418,7 @@ def _fingerprint(tensor: torch.Tensor) -> float:
 
 
 def checkpoint(probe: Probe) -> Figures:
-    """Return a checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of
+    """Measure a checkpoint of weights and optimizer: seconds, bytes on disk, and device memory above that of
     training."""
     target = probe.directory / "saved"
 
@@ -450,8 +452,8 @@ PARTS: Mapping[str, Callable[[Probe], Figures]] = {
 
 
 def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, Any]:
-    """Run parts; all figures so far are in ``out`` after each one, so that a probe that is interrupted leaves
-    what it had."""
+    """Run the chosen parts, and return their figures. All figures so far are written to ``out`` after each
+    part, so that an interrupted probe keeps them."""
     found: dict[str, Any] = {
         "environment": environment.describe(probe.options.device),
         "commit": environment.commit(),
@@ -476,7 +478,7 @@ def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; 1 when a part failed."""
+    """Run the command line; return 1 if a part failed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_probe", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=list(SIZES), default="1.5b")

@@ -1,8 +1,8 @@
 """The sides of a GRPO step: megarl's worker with the collector and the loss of a run, TRL's GRPOTrainer, and
 a loop by hand.
 
-All have the same model, the same prompts, answers of a fixed number of tokens, the same reward and one
-optimizer step on all of them.
+All sides have the same model, prompts and reward, responses of a fixed number of tokens, and one optimizer
+step on all responses.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LEARNING_RATE, BETAS, EPSILON, CLIP = 1e-3, (0.9, 0.95), 1e-8, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that every side does.
+    """The work that every side does.
 
     Attributes:
         model: Hugging Face directory with its tokenizer.
-        prompts: texts.
-        answers: to each prompt.
-        new_tokens: of each answer.
+        prompts: texts of the prompts.
+        answers: responses per prompt.
+        new_tokens: tokens per response.
     """
 
     model: Path
@@ -42,28 +42,28 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Number of rows of a step."""
         return len(self.prompts) * self.answers
 
 
 def prompts_of(path: Path, count: int) -> tuple[str, ...]:
-    """Return the texts of the first problems of a file of the quickstart."""
+    """Return the texts of the first ``count`` problems of a quickstart file."""
     return tuple(json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()[:count])
 
 
 def reward(text: str) -> float:
-    """Return a share of digits: some number that differs within a group."""
+    """Return the share of digits in a text, a reward that differs within a group."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
 class Ours:
-    """A step as ``megarl.algorithms.grpo`` makes it, with the worker in this process, on this data-parallel
+    """A step as ``megarl.algorithms.grpo`` runs it, with the worker in this process, on this data-parallel
     rank's share of the prompts.
 
     Args:
-        config: of the policy.
-        task: what every side does; its prompts divide among the ranks.
-        on_policy: the ratio is exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no
+        config: configuration of the policy.
+        task: the work of every side; its prompts are divided among the ranks.
+        on_policy: use a ratio of exactly 1 (``loss_fn.force_on_policy_ratio``), which needs no
             log-probabilities before training.
     """
 
@@ -100,7 +100,7 @@ class Ours:
         self.steps = 0
 
     def step(self, counts: bool = True) -> Any:
-        """Return one step; the batch that was trained on and what training answered."""
+        """Run one step, and return the batch that was trained on and the result of training."""
         from megarl.rollout.samples import sampling_seeds
 
         with self.phases.step(counts):
@@ -136,28 +136,28 @@ class Ours:
 
 
 class _OneRank:
-    """The part of a policy that the collector needs, of one worker."""
+    """The part of a policy that the collector needs, backed by one worker."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
     def prepare_for_generation(self) -> None:
-        """Weights on the device, evaluation behaviour."""
+        """Put the weights on the device, and switch to evaluation mode."""
         self._worker.prepare_for_generation()
 
     def generate(self, data: Any, greedy: bool) -> Any:
-        """Return answers of the worker."""
+        """Return the responses of the worker."""
         return self._worker.generate(data=data, greedy=greedy)
 
     def finish_generation(self) -> None:
-        """Nothing is left over."""
+        """Do nothing: generation leaves no state."""
 
 
 class _Digits:
-    """The environment of ``reward``."""
+    """An environment that scores with ``reward``."""
 
     def step(self, turn: Any) -> Any:
-        """Rewards; every conversation ends."""
+        """Return the rewards, and end every conversation."""
         from megarl.rollout.environment import EnvironmentReturn
 
         rewards = [reward(text) for text in turn.responses]
@@ -165,7 +165,7 @@ class _Digits:
 
 
 class ByHand:
-    """The loop that a person writes on transformers: generate, log-probabilities, one step of fused Adam."""
+    """A loop as a person writes it on transformers: generate, log-probabilities, one step of fused Adam."""
 
     def __init__(self, task: Task) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -180,11 +180,11 @@ class ByHand:
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """By phase."""
+        """Seconds by phase."""
         return self.phases.spent
 
     def run(self, steps: int, warm_up: int, between: Callable[[bool], Any]) -> None:
-        """Steps of this side and of ``between`` in turn; the first ones do not count."""
+        """Alternate steps of this side and calls of ``between``; the first ``warm_up`` ones do not count."""
         for turn in range(steps + warm_up):
             with self.phases.step(turn >= warm_up):
                 self._step()
@@ -217,7 +217,7 @@ class ByHand:
 
 
 def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
-    """[rows, new] of the last tokens of rows that are padded on the left."""
+    """Return the log-probabilities [rows, new] of the last tokens of left-padded rows."""
     # Positions do not count the padding on the left.
     places = (mask.cumsum(1) - 1).clamp(min=0)
     # The last token's logits predict one that is not there.
@@ -228,20 +228,20 @@ def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
 
 
 def policy_loss(now: Tensor, before: Tensor, advantages: Tensor) -> Tensor:
-    """Return the clipped policy gradient of answers that all have as many tokens."""
+    """Return the clipped policy-gradient loss of responses of equal length."""
     ratio = (now - before).exp()
     return torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
 
 
 class TRL:
-    """TRL's GRPOTrainer; its own loop runs, and gives the turn to others at the end of each step."""
+    """TRL's GRPOTrainer. Its own training loop runs, and lets the other side run after each step."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.phases = task, Phases("generation", "batch")
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """Return seconds by phase. Making a batch includes generation, and the rest of a step is training; no
+        """Seconds by phase. Creating a batch includes generation, and the rest of a step is training; no
         log-probabilities are computed."""
         found = self.phases.spent
         step, generation, batch = found[STEP], found["generation"], found["batch"]
@@ -253,7 +253,7 @@ class TRL:
         }
 
     def run(self, steps: int, warm_up: int, between: Callable[[bool], Any]) -> None:
-        """Steps of this side and of ``between`` in turn; the first ones do not count."""
+        """Alternate steps of this side and calls of ``between``; the first ``warm_up`` ones do not count."""
         with tempfile.TemporaryDirectory() as directory:
             trainer = self._trainer(directory, steps + warm_up)
             self._watch(trainer)
@@ -307,7 +307,7 @@ class TRL:
         )
 
     def _watch(self, trainer: Any) -> None:
-        """Time what its steps call: generation, and what makes a batch with it."""
+        """Time the trainer's calls to generate, and those to create a batch, which include generation."""
         # Private methods of TRL: none of its callbacks goes around them.
         generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
 
@@ -334,7 +334,7 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
     from transformers import TrainerCallback
 
     class Turns(TrainerCallback):
-        """Times each step of the trainer, and lets the other side have its turn after it."""
+        """A callback that times each step of the trainer, and runs a step of the other side after it."""
 
         def __init__(self) -> None:
             self.open: Any = None
@@ -353,8 +353,8 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
 
 
 def assert_same(ours: Ours, model: Any) -> dict[str, float]:
-    """Return the largest differences between megarl's and a plain model of the same weights, on a batch of
-    megarl's, which trains on it once.
+    """Train megarl once on one of its batches, and return the largest differences between its numbers and
+    those of a plain model with the same weights.
 
     Raises:
         AssertionError: log-probabilities or the gradient's norm differ by more than rounding.

@@ -1,4 +1,4 @@
-"""Sequence lengths like those of published runs: log-normal, truncated at the longest sequence allowed."""
+"""Sequence lengths like those of published runs: log-normal, truncated at the longest allowed sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PROFILES = {
 
 
 def draw_lengths(profile: Profile, count: int, seed: int) -> list[int]:
-    """``count`` lengths in [1, longest] whose mean is about ``profile.mean`` (the cut-off is allowed for)."""
+    """Return ``count`` random lengths in [1, longest] whose mean after truncation is about
+    ``profile.mean``."""
     generator = random.Random(seed)
     normal = [generator.gauss(0.0, SPREAD) for _ in range(count)]
     low, high = 0.0, math.log(profile.longest) + 4 * SPREAD

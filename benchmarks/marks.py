@@ -1,4 +1,4 @@
-"""Why a result must not be quoted, read from the facts that it states."""
+"""Reasons why a result must not be quoted, derived from the facts in the result."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ ROOM = 0.5
 
 
 def marks_of(result: Mapping[str, Any]) -> list[str]:
-    """Reasons, in words; none for a result that can be quoted."""
+    """Return the reasons why a result must not be quoted; empty if it may be."""
     return [*disturbances_of(result), *(["quick sizes"] if result.get("quick") else [])]
 
 
 def disturbances_of(result: Mapping[str, Any]) -> list[str]:
-    """Reasons why its numbers are not those of a commit on an idle machine, whatever the sizes."""
+    """Return the reasons why a result's numbers are not those of a commit on an idle machine, whatever its
+    sizes."""
     failed = [] if result.get("success", True) else ["failed"]
     load = _of_the_load(result)
     return [*failed, *of_no_commit(result), *([load] if load else [])]
 
 
 def is_loaded(result: Mapping[str, Any]) -> bool:
-    """Return whether other programs ran beside it, so that CPU seconds say more than wall seconds."""
+    """Return whether other programs ran at the same time, so that CPU seconds are more reliable than wall
+    seconds."""
     return bool(_of_the_load(result))
 
 
 def of_no_commit(result: Mapping[str, Any]) -> list[str]:
-    """The reason why no commit says which code ran, if there is one."""
+    """Return the reason why no commit identifies the code that ran; empty if one does."""
     commit = str(result.get("commit", "unknown"))
     if commit == "unknown":
         return ["commit unknown"]

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of code, as the kernel counts this process's resident pages."""
+"""Peak memory of a piece of code, by the kernel's count of this process's resident pages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 def peak_of(action: Callable[[], Any]) -> float:
-    """Return MiB that ``action`` needed at its worst moment, its result included, beyond what was resident
-    when it began."""
+    """Return the peak memory of ``action``, including its result, beyond the resident memory at its
+    beginning, in MiB."""
     gc.collect()
     # memory that was freed but stayed in the allocator's lists would be used again without the kernel seeing
     # it
@@ -31,10 +31,10 @@ def peak_of(action: Callable[[], Any]) -> float:
 
 
 def use_pages(mebibytes: int = 1024) -> None:
-    """Leave so much free memory in the allocator of this process, which has been written to.
+    """Leave ``mebibytes`` of free memory, which has been written to, in this process's allocator.
 
-    Whether a large block takes pages again, which costs more than a copy of it, otherwise depends on where
-    small blocks happen to lie: with this it takes none, as in a process that has worked for a while. The
-    runner's cases keep what they free.
+    Taking new pages for a large block costs more than copying the block, and otherwise depends on where small
+    blocks happen to be. With this call a block takes no new pages, as in a process that has worked for a
+    while. The runner's cases keep the memory that they free.
     """
     torch.empty(mebibytes * MEBIBYTE, dtype=torch.uint8).fill_(1)

@@ -1,4 +1,4 @@
-"""Choices for cases that can be measured in more than one size: device, model, layouts, tokens, rows."""
+"""Options of cases that can be measured in more than one size: device, model, layout, tokens, rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks of each parallel axis."""
+    """Number of ranks on each parallel axis."""
 
     tp: int = 1
     pp: int = 1
@@ -20,11 +20,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the whole job."""
         return prod(getattr(self, axis) for axis in AXES)
 
     def __str__(self) -> str:
-        """Return the axes with more than one rank, as the command line has them."""
+        """Return the axes that have more than one rank, in the notation of the command line."""
         return (
             ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
             or "one rank"
@@ -35,10 +35,10 @@ ONE_RANK = Layout()
 
 
 def layout_of(text: str) -> Layout:
-    """``tp=2,pp=2``; axes that are not named have one rank.
+    """Parse a layout such as ``tp=2,pp=2``; axes that are not named have one rank.
 
     Raises:
-        ValueError: an axis or a number makes no sense.
+        ValueError: an axis or a number is invalid.
     """
     parts = [part.strip() for part in text.split(",")]
     found: dict[str, int] = {}
@@ -54,10 +54,10 @@ def layout_of(text: str) -> Layout:
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """``128,512``: sizes, one after another.
+    """Parse sizes that are separated by commas, such as ``128,512``.
 
     Raises:
-        ValueError: one of them is no number above 0.
+        ValueError: one of them is not a number above 0.
     """
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError(
@@ -68,15 +68,15 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a run of cases; None leaves the choice to the case.
+    """Options of a run of cases. The case decides on options that are None.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        model: a recipe, or a Hugging Face ``config.json`` or its directory, of which a model with random
-            weights is made.
-        layout: the one layout to measure.
+        model: a recipe, or a Hugging Face ``config.json`` or its directory; the case creates a model with
+            random weights from it.
+        layout: the only layout to measure.
         tokens: lengths of sequences.
-        rows: of data.
+        rows: numbers of rows of data.
     """
 
     device: str = "cpu"
@@ -87,7 +87,7 @@ class Options:
 
     @property
     def chosen(self) -> list[str]:
-        """Names of the options that are not left to the case."""
+        """Names of the options that are set."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 

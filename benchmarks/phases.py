@@ -1,4 +1,4 @@
-"""Phases of a step in wall and CPU seconds; what no phase covers is the rest."""
+"""Phases of a step in wall and CPU seconds; time outside of all phases is the rest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ STEP, REST = "step", "rest"
 
 
 class Phases:
-    """Phases of many steps. Phases of one step that have the same name are added up; they do not contain one
-    another.
+    """Phases of many steps. Phases of one step that have the same name are added up; phases must not be
+    nested.
 
     Args:
-        names: of all phases; those that a step does not have take no time.
+        names: names of all phases; a phase that a step does not have takes no time.
     """
 
     def __init__(self, *names: str) -> None:
@@ -25,16 +25,16 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block; names that are no phase count as rest."""
+        """Time the block as a phase; unknown names count as rest."""
         with self._open.setdefault(name, Spent()).repeat():
             yield
 
     def passed(self, sequences: object) -> None:
-        """A driver's timer counts the sequences of a phase here; a benchmark knows them."""
+        """Do nothing. A driver's timer counts the sequences of a phase here, but a benchmark knows them."""
 
     @contextlib.contextmanager
     def step(self, counts: bool = True) -> Iterator[None]:
-        """Time a whole step, and give its phases out to their lists."""
+        """Time a whole step, and if it ``counts``, add its phases to ``spent``."""
         self._open = {}
         whole = Spent()
         with whole.repeat():

@@ -16,8 +16,8 @@ class Metric:
     """One measured quantity.
 
     Attributes:
-        unit: what the numbers are, and of what: ``ratio to the bare step``, ``s``.
-        samples: one number a repeat, after warm-up.
+        unit: unit of the samples and, for a ratio, what it is divided by: ``ratio to the bare step``, ``s``.
+        samples: one number per repeat, after warm-up.
     """
 
     unit: str
@@ -32,14 +32,14 @@ class Metric:
 
     @staticmethod
     def ratio(baseline: str, measured: Sequence[float], against: Sequence[float]) -> Metric:
-        """Repeat by repeat, so that what slows the machine for a while slows both sides."""
+        """Return the ratio of each repeat, so that a temporary slowdown of the machine affects both sides."""
         return Metric.of(
             f"ratio to {baseline}", [one / other for one, other in zip(measured, against, strict=True)]
         )
 
     def summary(self) -> dict[str, Any]:
-        """Median, smallest, largest and number of the samples, and the distance of their quartiles over the
-        median, ready for JSON."""
+        """Return the median, smallest, largest and number of the samples, and the distance of their quartiles
+        divided by the median, ready for JSON."""
         middle = statistics.median(self.samples)
         # Quartiles need two samples. Inclusive ones stay among the samples, however few there are.
         lower, _, upper = (
@@ -56,13 +56,14 @@ class Metric:
 
 
 def sides(name: str, ours: Spent, other: str, theirs: Spent) -> dict[str, Metric]:
-    """Return the ratios of wall and of CPU seconds of two things that took turns, and both things' seconds.
+    """Return the ratios of wall and of CPU seconds of two things that were measured alternately, and the
+    seconds of both.
 
     Args:
-        name: of the ratio of wall seconds; the others are made from it.
-        ours: what is measured.
-        other: what it is measured against, with its article: ``the bare step``.
-        theirs: its seconds.
+        name: name of the ratio of wall seconds; the other names are derived from it.
+        ours: seconds of the thing that is measured.
+        other: name of the baseline, with its article: ``the bare step``.
+        theirs: seconds of the baseline.
     """
     return {
         name: Metric.ratio(other, ours.wall, theirs.wall),
@@ -76,13 +77,12 @@ def sides(name: str, ours: Spent, other: str, theirs: Spent) -> dict[str, Metric
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One setting of a case and what was measured there.
+    """One setting of a case, and its measurements.
 
     Attributes:
-        parameters: numbers and names that tell this point from the others of its case.
-        metrics: by name.
-        run: where it is a whole run, what the field publishes of one: the columns of
-            ``benchmarks.whole_runs``.
+        parameters: numbers and names that distinguish this point from the others of its case.
+        metrics: metrics by name.
+        run: for a whole run, the columns of ``benchmarks.whole_runs`` that the field publishes.
     """
 
     parameters: Mapping[str, int | float | str]
@@ -90,7 +90,7 @@ class Point:
     run: Mapping[str, int | float | str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the point as a dictionary, ready for JSON."""
         record: dict[str, Any] = {"parameters": dict(self.parameters)}
         record["metrics"] = {name: metric.summary() for name, metric in self.metrics.items()}
         return {**record, "run": dict(self.run)} if self.run else record

@@ -1,5 +1,4 @@
-"""Ranks that run a function together: the pool of gloo workers on a CPU, a process for each CUDA device on a
-GPU."""
+"""Ranks that run a function together: the pool of gloo workers on a CPU, or one process per CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ CPU_RANKS = 64
 
 
 class Ranks:
-    """Ranks of one machine; used as a context, at whose end all of them are gone.
+    """Ranks of one machine, used as a context manager that ends all of them.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -30,16 +29,16 @@ class Ranks:
 
     @property
     def most(self) -> int:
-        """Ranks that there can be: one a CUDA device; on a CPU they may share cores."""
+        """The largest possible number of ranks: one per CUDA device; on a CPU, ranks may share cores."""
         import torch
 
         return torch.cuda.device_count() if self._device == "cuda" else CPU_RANKS
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what ``function(*arguments)`` returned on each rank.
+        """Return the result of ``function(*arguments)`` on each rank.
 
         Raises:
-            AssertionError: it failed on a rank; the message holds that rank's traceback.
+            AssertionError: the function failed on a rank; the message holds that rank's traceback.
         """
         if self._pool is not None:
             return self._pool.run(world, function, *arguments)
@@ -54,8 +53,8 @@ class Ranks:
 
 
 def in_processes(world: int, device: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` in a new process for each rank, with the variables of torchrun; a worker joins
-    its group by itself."""
+    """Run ``function(*arguments)`` in a new process per rank, with torchrun's environment variables and a
+    process group, and return the results of all ranks."""
     # CUDA cannot be used in a fork of a process that has used it already.
     context = multiprocessing.get_context("spawn")
     # The port is free again when this is closed, and rank 0 binds it shortly after.

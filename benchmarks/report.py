@@ -1,4 +1,4 @@
-"""The page of a run's results: complete in itself, tables and plots, with whole runs first and marked results
+"""The report of a run: a self-contained page of tables and plots, with whole runs first and marked results
 named."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pre { white-space: pre-wrap }
 
 
 def page(results: Sequence[Result]) -> str:
-    """HTML that needs nothing from elsewhere."""
+    """Return the self-contained HTML page."""
     sections = [_section(result, svg) for result, svg in all_drawn(results)]
     body = ["<h1>Benchmarks</h1>", _where(results), _marked(results), _whole_runs(results), *sections]
     head = f'<meta charset="utf-8"><title>Benchmarks of megarl</title><style>{STYLE}</style>'
@@ -42,7 +42,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _where(results: Sequence[Result]) -> str:
-    """Machines, versions and commits, each set once."""
+    """Return a table of machines, versions and commits without duplicates."""
     # Not a set: the rows keep the order of the results.
     rows = dict.fromkeys(_surroundings(result) for result in results)
     head = (
@@ -103,7 +103,7 @@ def _section(result: Result, svg: str) -> str:
 
 
 def _facts(result: Result) -> str:
-    """Return the time and memory of the case itself."""
+    """Return the time, load and options of a case as text."""
     known = result.get("environment", {})
     others = known.get("others")
     facts = [
@@ -117,7 +117,7 @@ def _facts(result: Result) -> str:
 
 
 def _tables(points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the ratios of every point, and everything else for who asks."""
+    """Return the table of every point's ratios, and a collapsed table of all other metrics."""
     ratios = ratios_of(points)
     others = list(dict.fromkeys(name for point in points for name in point["metrics"] if name not in ratios))
     tables = [_of_points(points, ratios)] if ratios else []

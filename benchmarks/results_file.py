@@ -1,4 +1,4 @@
-"""Results on disk: a file holds a list of them, a directory a file for each case."""
+"""Results on disk: a file holds a list of results, a directory holds one file per case."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from converters.files.atomic import whole_file
 
 
 class ResultsError(ValueError):
-    """There are no results where a person said there were; the message says what to do."""
+    """A path holds no results where some are required; the message contains the fix."""
 
 
 def write(results: Sequence[dict[str, Any]], out: Path, earlier: Sequence[dict[str, Any]] = ()) -> None:
-    """All results into ``FILE.json``, or each into a file of its case's name in a directory. No file is ever
-    half written.
+    """Write all results to ``FILE.json``, or each to a file of its case's name in a directory. No file is
+    ever half written.
 
     Args:
-        results: of this run.
-        out: where they go.
-        earlier: results of other runs that stay there, before them.
+        results: results of this run.
+        out: the file or directory.
+        earlier: results of other runs, which are kept before the new ones.
     """
     if out.suffix == ".json":
         _write_file([*earlier, *results], out)
@@ -38,11 +38,11 @@ def _write_file(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return all results of a file or of the files of a directory, in the order of their names; files of
-    another kind there are passed over.
+    """Return all results of a file, or of a directory's files in the order of their names; other files there
+    are ignored.
 
     Raises:
-        ResultsError: there are none.
+        ResultsError: there are no results.
     """
     if not path.exists():
         raise ResultsError(
@@ -59,11 +59,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_earlier(path: Path) -> list[dict[str, Any]]:
-    """Read the results of earlier runs; empty if there is no such path, or a directory without results: the
-    next run is the first.
+    """Return the results of earlier runs; empty if there is no such path, or if it is a directory without
+    results, because the next run is then the first.
 
     Raises:
-        ResultsError: it is a file, and holds no results.
+        ResultsError: the path is a file without results.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Runs cases, each in a fresh process of its own, and turns what they measured into results."""
+"""The runner of cases: it runs each case in its own fresh process and turns the measurements into results."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ OUTPUT_SHOWN = 2000  # characters
 def run_case(
     name: str, quick: bool, case: Case | None = None, options: Options = AS_EACH_CASE_HAS_IT
 ) -> dict[str, Any]:
-    """Return one result, ready for JSON: case, commit, environment, parameters, metrics of every point, and
-    whether it went well.
+    """Run a case and return its result, ready for JSON: case, commit, environment, parameters, metrics of
+    every point, and whether it succeeded.
 
-    A case that raises, dies or takes longer than ``CASE_SECONDS`` gives a result with ``success`` false and
-    the reason in ``error``; points that it had finished by then are kept.
+    If a case raises, dies or takes longer than ``CASE_SECONDS``, the result has ``success`` false, the reason
+    in ``error``, and the points that were finished by then.
     """
     case = case or CASES[name]
     stated = circumstances(quick, options)
@@ -63,7 +63,7 @@ def run_case(
 
 
 def circumstances(quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> dict[str, Any]:
-    """Return the code, the machine and the choices of a result, before anything is measured."""
+    """Return the code, the machine and the options of a result, before anything is measured."""
     return {
         "commit": environment.commit(),
         "environment": environment.describe(options.device),
@@ -75,13 +75,13 @@ def circumstances(quick: bool, options: Options = AS_EACH_CASE_HAS_IT) -> dict[s
 def run_cases(
     names: Iterable[str], quick: bool, options: Options = AS_EACH_CASE_HAS_IT
 ) -> Iterator[dict[str, Any]]:
-    """Results in the order of ``names``."""
+    """Yield the result of each case in the order of ``names``."""
     for name in names:
         yield run_case(name, quick, options=options)
 
 
 def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], str | None]:
-    """Return points of a case and, where it failed, why."""
+    """Return the points of a case and, if it failed, the reason."""
     # A new interpreter: no case finds what another has imported, allocated or set.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -106,7 +106,7 @@ def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], st
 
 
 def _receive(results: Connection, points: list[Point]) -> str | None:
-    """Add points as they come; at the end what went wrong, if anything did."""
+    """Append points as they arrive. Return the reason if the case failed, otherwise None."""
     # One limit for the whole case, not one for each point.
     deadline = time.monotonic() + CASE_SECONDS
     while results.poll(max(0.0, deadline - time.monotonic())):
@@ -118,8 +118,8 @@ def _receive(results: Connection, points: list[Point]) -> str | None:
 
 
 def _serve(case: Case, quick: bool, options: Options, results: Connection, output: str) -> None:
-    """In the case's process: send every point as it comes, then None, or what went wrong. What libraries
-    print goes to a file."""
+    """Run in the case's process: send every point once it is measured, then None, or the reason of a failure.
+    Output of libraries goes to a file."""
     # Descriptors and not sys.stdout: libraries in C write to them as well.
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
@@ -138,7 +138,7 @@ def _serve(case: Case, quick: bool, options: Options, results: Connection, outpu
 
 
 def _end(process: Any) -> None:
-    """End the case's process, and what it started if it does not end by itself."""
+    """End the case's process, and if it does not end by itself, also what it started."""
     process.join(timeout=LAST_WORDS_SECONDS)
     if not process.is_alive():
         return

@@ -1,5 +1,5 @@
-"""A training step of a worker, taking turns with what a person would write instead, on all ranks of a
-layout."""
+"""A training step of a worker, measured alternately with the code that a person would write instead, on all
+ranks of a layout."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WARM_UP = 2
 
 @dataclass(slots=True)
 class Measured:
-    """Measured on one rank.
+    """Measurements of one rank.
 
     Attributes:
-        spent: by side: ``worker``, and those of ``bare`` (on the first rank) and ``fsdp2`` (on all) that were
-            asked for.
-        losses: of every step of each side, warm-up included; of ``fsdp2`` this rank's share.
-        gemm: operations a second of a product of matrices on this rank.
+        spent: seconds by side: ``worker`` and the requested ones of ``bare`` (on the first rank) and
+            ``fsdp2`` (on all ranks).
+        losses: losses of every step of each side, including warm-up; for ``fsdp2``, this rank's share.
+        gemm: rate of a matrix product on this rank, in operations per second.
     """
 
     spent: dict[str, Spent] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class Measured:
 def compare_steps(
     config: PolicyConfig, work: Work, layout: Layout, rivals: Sequence[str], repeats: int, device: str = "cpu"
 ) -> Measured:
-    """On every rank: steps of the worker and of its rivals in turn, from the same weights on the same
-    batch."""
+    """Measure, on every rank, alternating steps of the worker and of its rivals, from the same weights on the
+    same batch."""
     import gc
 
     import torch.distributed as dist
@@ -74,7 +74,8 @@ def compare_steps(
 
 
 def step_of(worker: Any, batch: Mapping[str, Any], rows: int) -> Callable[[], float]:
-    """Return a training step of a worker on its share of a batch, which returns the loss before it."""
+    """Return a function that trains a worker for one step on its share of a batch, and returns the loss
+    before the step."""
     from megarl.algorithms.loss_functions import NLLLoss
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
@@ -87,8 +88,8 @@ def step_of(worker: Any, batch: Mapping[str, Any], rows: int) -> Callable[[], fl
 def _rivals(
     names: Sequence[str], model: Path, batch: Mapping[str, Any], work: Work, layout: Layout, device: str
 ) -> dict[str, Callable[[], float]]:
-    """Return steps of the other sides. The bare loop has one process: on other ranks it does nothing, and
-    takes no time there."""
+    """Return the step functions of the other sides. The bare loop runs in one process; on other ranks its
+    step does nothing."""
     import torch.distributed as dist
 
     from benchmarks.bare_loop import BareLoop, FSDP2Loop
@@ -107,8 +108,8 @@ def _rivals(
 def metrics_of(
     ranks: Sequence[Measured], config: Any, lengths: list[int], device: str = "cpu"
 ) -> dict[str, Metric]:
-    """Ratios to the rivals, tokens a second, and the share of what products of matrices reach here; equal
-    losses are asserted."""
+    """Return the ratios to the rivals, the tokens per second, and the share of the rate of matrix products.
+    Equal losses are asserted."""
     from benchmarks.flops import training_flops
 
     worker = over_ranks([rank.spent["worker"] for rank in ranks])
@@ -139,10 +140,10 @@ def metrics_of(
 
 
 def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
-    """Return the largest relative difference of the losses of a step between the sides.
+    """Return the largest relative difference between the sides in the loss of a step.
 
     Raises:
-        AssertionError: they differ by more than rounding, or training on one batch did not lower the loss.
+        AssertionError: losses differ by more than rounding, or training on one batch did not lower the loss.
     """
     losses = dict(ranks[0].losses)
     if "fsdp2" in losses:

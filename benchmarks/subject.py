@@ -1,5 +1,5 @@
-"""Subjects of measurement: a model with random weights, a batch for it, and the policy that has it in a
-layout."""
+"""Subjects of measurement: a model with random weights, a batch for it, and the policy configuration that
+trains it in a layout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NARROW = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one step.
+    """The work of one step.
 
     Attributes:
-        rows: sequences.
-        length: tokens of the longest.
-        micro_batches: that each data-parallel rank passes its rows in.
+        rows: number of sequences.
+        length: tokens of the longest sequence.
+        micro_batches: micro-batches of each data-parallel rank.
     """
 
     rows: int
@@ -40,10 +40,11 @@ class Work:
 
 
 def model_of(options: Options, directory: Path, longest: int, **sizes: int) -> Path:
-    """Return the model that was chosen, with random weights, or else a Qwen2 of these sizes.
+    """Save the chosen model with random weights, or by default a Qwen2 of these sizes, and return its
+    directory.
 
     Raises:
-        ValueError: what was chosen is no model.
+        ValueError: the chosen option is not a model.
     """
     if options.model is None:
         return tiny.save_model(directory, longest, **sizes)
@@ -63,7 +64,7 @@ def model_of(options: Options, directory: Path, longest: int, **sizes: int) -> P
 
 
 def model_path(chosen: str) -> Path:
-    """Return the path of a chosen model's config; of a recipe, that of its ``policy.model_name``."""
+    """Return the path of a chosen model's config; for a recipe, that of its ``policy.model_name``."""
     path = Path(chosen)
     if path.suffix not in (".yaml", ".yml"):
         return path
@@ -73,14 +74,15 @@ def model_path(chosen: str) -> Path:
 
 
 def config_of(model: Path) -> Any:
-    """Return the config of transformers of a model on disk."""
+    """Return the transformers config of a model on disk."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model)
 
 
 def batch_of(model: Path, work: Work, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Sequences of half to all of the length, every token after the first a target."""
+    """Return a batch of sequences between half and the full length; every token after the first is a
+    target."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(max(2, work.length // 2), work.length + 1, (work.rows,), generator=generator)
     # The longest is always there, so that padded batches have one shape.
@@ -101,10 +103,10 @@ def batch_of(model: Path, work: Work, seed: int = 1) -> dict[str, torch.Tensor]:
 def policy_of(
     model: Path, backend: str, work: Work, layout: Layout = ONE_RANK, device: str = "cpu", **changes: Any
 ) -> dict[str, Any]:
-    """Return the policy that trains on ``work`` in a layout.
+    """Return the configuration of a policy that trains on ``work`` in a layout.
 
     Raises:
-        ValueError: the backend has no such axis.
+        ValueError: the backend does not have an axis of the layout.
     """
     names = {
         "megatron": {
@@ -142,10 +144,10 @@ def policy_of(
 
 
 def rows_at_once(work: Work, layout: Layout = ONE_RANK) -> int:
-    """Return rows of a micro-batch on a rank.
+    """Return the rows per micro-batch on a rank.
 
     Raises:
-        ValueError: they cannot be divided so.
+        ValueError: the rows are not divisible by ranks and micro-batches.
     """
     rows, rest = divmod(work.rows, layout.dp * work.micro_batches)
     if rest or not rows:
@@ -157,7 +159,7 @@ def rows_at_once(work: Work, layout: Layout = ONE_RANK) -> int:
 
 
 def fits(backend: str, work: Work, layout: Layout) -> bool:
-    """Return whether a backend has the axes of a layout, and rows for each of its ranks."""
+    """Return whether a backend has the axes of a layout, and the work has rows for each of its ranks."""
     axes = {"megatron": ("tp", "pp", "cp", "dp"), "dtensor": ("tp", "cp", "dp"), "fsdp1": ("dp",)}[backend]
     needed = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
     return set(needed) <= set(axes) and work.rows % (layout.dp * work.micro_batches) == 0

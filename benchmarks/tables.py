@@ -1,4 +1,4 @@
-"""Plain text tables, and numbers as a person reads them."""
+"""Plain text tables, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; a head, a line, the rows."""
+    """Return a table with a header, a line and the rows, whose columns are as wide as their widest cell."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -16,10 +16,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, without an exponent where that can be."""
+    """Return a number with four digits, without an exponent if possible."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def share(value: float) -> str:
-    """Return a share as per cent with its sign."""
+    """Return a share as a signed percentage."""
     return f"{100 * value:+.1f} %"

@@ -1,4 +1,4 @@
-"""Timing of several things in turn, in one process: wall seconds and CPU seconds."""
+"""Alternating measurement of several things in one process, in wall and CPU seconds."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class HostClock:
-    """The clock of this process: right for a device that has done its work when a call returns."""
+    """The clock of this process, for devices whose work is done when a call returns."""
 
     def __init__(self) -> None:
         self._begun = 0.0
 
     def start(self) -> None:
-        """Begin."""
+        """Start the clock."""
         self._begun = time.perf_counter()
 
     def seconds(self) -> float:
-        """Return seconds since then."""
+        """Return the seconds since ``start``."""
         return time.perf_counter() - self._begun
 
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection inside, so that no repeat pays for the garbage of another."""
+    """Disable garbage collection inside the block, so that no repeat pays for the garbage of another."""
     enabled = gc.isenabled()
     # Garbage from before belongs to no repeat.
     gc.collect()
@@ -43,7 +43,7 @@ def collector_off() -> Iterator[None]:
 
 
 def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
-    """Return seconds a call, over ``calls`` calls."""
+    """Return the seconds per call, over ``calls`` calls."""
     start = time.perf_counter()
     for _ in range(calls):
         action()
@@ -52,12 +52,12 @@ def seconds_of(action: Callable[[], Any], calls: int = 1) -> float:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds and CPU seconds of the repeats of one thing.
+    """Wall and CPU seconds of the repeats of one thing.
 
     Attributes:
-        wall: seconds of each repeat.
-        cpu: CPU seconds of the process in each repeat, over all of its threads. On a busy machine they say
-            more.
+        wall: wall seconds of each repeat.
+        cpu: CPU seconds of the process in each repeat, over all of its threads. They are more reliable on a
+            busy machine.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Spent:
 
     @contextlib.contextmanager
     def repeat(self, counts: bool = True, clock: Clock | None = None) -> Iterator[None]:
-        """Add what happens inside, unless it does not count.
+        """Add the seconds of the block, if it counts.
 
         Args:
             counts: False for warm-up.
-            clock: of the device that does the work; by default that of this process.
+            clock: clock of the device that does the work; by default that of this process.
         """
         clock = clock or HostClock()
         clock.start()
@@ -83,7 +83,7 @@ class Spent:
 
 
 def over_ranks(ranks: Sequence[Spent]) -> Spent:
-    """Return the wall seconds of the rank that took longest, and the core-seconds of all ranks together."""
+    """Return the wall seconds of the slowest rank, and the core-seconds of all ranks together."""
     wall = [max(repeat) for repeat in zip(*(spent.wall for spent in ranks), strict=True)]
     return Spent(wall, [sum(repeat) for repeat in zip(*(spent.cpu for spent in ranks), strict=True)])
 
@@ -91,8 +91,8 @@ def over_ranks(ranks: Sequence[Spent]) -> Spent:
 def spent_in_turn(
     actions: Mapping[str, Callable[[], Any]], *, repeats: int, warm_up: int = 1, clock: Clock | None = None
 ) -> dict[str, Spent]:
-    """Measure each action. Every repeat runs all actions one after another, so that a passing load on the
-    machine meets all of them."""
+    """Measure each action. Every repeat runs all actions one after another, so that temporary load on the
+    machine affects all of them."""
     spent = {name: Spent() for name in actions}
     with collector_off():
         for turn in range(warm_up + repeats):
@@ -112,16 +112,17 @@ def in_turn(
     calls: int = 1,
     collect: bool = False,
 ) -> dict[str, list[float]]:
-    """Return seconds a call of each action, one number a repeat.
+    """Return the seconds per call of each action, one number per repeat.
 
-    Every repeat runs all actions one after another, so a passing load on the machine meets all of them.
+    Every repeat runs all actions one after another, so that temporary load on the machine affects all of
+    them.
 
     Args:
-        actions: what to time, by name.
+        actions: the actions to time, by name.
         repeats: rounds that are counted.
-        warm_up: rounds before them that are not.
-        calls: calls in a row that make one number; for actions too short for the clock.
-        collect: collect garbage between repeats, for actions that leave much behind.
+        warm_up: earlier rounds that are not counted.
+        calls: consecutive calls per number; more than 1 for actions that are too short for the clock.
+        collect: collect garbage between repeats, for actions that leave much garbage.
     """
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     with collector_off():

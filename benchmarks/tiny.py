@@ -31,15 +31,16 @@ CLIPPED_LOSS = {
     "use_importance_sampling_correction": False,
     "token_level_loss": True,
 }
-"""The clipped policy gradient of GRPO and PPO, without a divergence: a ``ClippedPGLossConfig``."""
+"""The clipped policy gradient of GRPO and PPO, without a divergence penalty: a ``ClippedPGLossConfig``."""
 
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": [], "pad_token_id": 0}
-"""Generation by the model's own distribution, which only the number of tokens ends."""
+"""Generation settings that sample from the model's own distribution; only the number of tokens ends a
+response."""
 
 
 def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
-    """Return a random Qwen2 of 256 x 4, or of other sizes, in Hugging Face form, for sequences of at most
-    ``longest`` tokens."""
+    """Save a random Qwen2 of hidden size 256 and 4 layers, or of other sizes, for sequences of at most
+    ``longest`` tokens. Return its Hugging Face directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     # Equal weights in every run, so that results of two commits compare.
@@ -73,15 +74,15 @@ def policy_config(
     ranks: int | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a whole policy configuration: float32, Adam, constant learning rate.
+    """Return a complete policy configuration: float32, Adam, constant learning rate.
 
     Args:
         model: Hugging Face directory.
-        micro_batch: rows.
+        micro_batch: rows of a micro-batch.
         backend: one of ``BACKENDS``.
-        tensor_parallel: ranks that share a layer; FSDP1 has no such thing.
-        ranks: of the whole job; ``tensor_parallel`` when None.
-        changes: replace keys of the policy; those that are dictionaries, as ``megatron_cfg``, are merged.
+        tensor_parallel: tensor-parallel ranks; FSDP1 has no tensor parallelism.
+        ranks: ranks of the whole job; ``tensor_parallel`` if None.
+        changes: replacements of policy keys; dictionaries such as ``megatron_cfg`` are merged.
     """
     policy: dict[str, Any] = {
         "model_name": str(model),
@@ -99,7 +100,7 @@ def policy_config(
 
 
 def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
-    """Return the section that enables a backend, with the same optimizer for each."""
+    """Return the section that enables a backend, with the same optimizer settings for each backend."""
     if backend == "megatron":
         # The smallest learning rate is the largest: without it Megatron-Core's schedule would decay it.
         optimizer = {
@@ -134,7 +135,7 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
 
 
 def worker_of(config: Mapping[str, Any]) -> Any:
-    """Return the worker of a configuration's backend on this rank, with an optimizer and without a reference
+    """Build the worker of a configuration's backend on this rank, with an optimizer and without a reference
     policy."""
     from megarl.parity.jobs import WORKERS
 

@@ -1,8 +1,8 @@
-"""CPU seconds that a case and everything it started used, and what other programs of the machine used
-meanwhile.
+"""CPU seconds used by a case and everything that it started, and by other programs of the machine meanwhile.
 
-The kernel adds up those of processes that somebody waited for. Ray's raylet waits for none of its workers: it
-ignores their end, and what they used is then told to nobody. So they are looked at while they run.
+The kernel adds up the CPU seconds of processes that their parents waited for. Ray's raylet waits for none of
+its workers, so the kernel reports their CPU seconds to nobody. Such processes are therefore sampled while
+they run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Usage:
-    """Usage of the machine over some time; filled in at its end.
+    """CPU usage of the machine over some time, filled in at the end of that time.
 
     Attributes:
-        wall: seconds.
-        cpu: CPU seconds of this process and of all that it started, wherever those went; of processes that
-            nobody waits for, those until up to a second before their end.
-        others: cores that other programs kept busy, on average; None where the kernel does not say.
+        wall: wall seconds.
+        cpu: CPU seconds of this process and of all its descendants, including orphans; of processes that
+            nobody waits for, those until at most a second before their end.
+        others: mean number of cores that other programs kept busy; None if the kernel does not report it.
     """
 
     wall: float = 0.0
@@ -46,8 +46,8 @@ class Usage:
 
 @contextlib.contextmanager
 def measured_usage() -> Iterator[Usage]:
-    """Measure what happens inside the block. Processes that outlive their parents inside become this
-    process's own, so that their seconds count too."""
+    """Measure the usage inside the block. Processes that outlive their parents become children of this
+    process, so that their seconds count too."""
     # it lives as long as this process: nobody waits for it below
     multiprocessing.resource_tracker.ensure_running()
     before = {child.pid for child in psutil.Process().children()}
@@ -72,7 +72,8 @@ def _own_cpu() -> float:
 
 
 def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
-    """Return busy seconds of the cores of this process since the machine started, of all processes."""
+    """Return the busy seconds, over all processes, of the cores of this process since the machine started;
+    None if the kernel does not report them."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]
@@ -85,8 +86,8 @@ def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
 
 
 class _Unreported:
-    """CPU seconds, since the beginning, of the processes below this one whose parents ignore their end;
-    looked at every ``LOOK_SECONDS`` by a thread."""
+    """CPU seconds, since the start of the block, of descendants whose parents ignore their end. A thread
+    samples them every ``LOOK_SECONDS``."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, float], float] = {}
@@ -106,7 +107,7 @@ class _Unreported:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all processes that were seen."""
+        """The CPU seconds of all processes that were seen."""
         return sum(seconds - self._before.get(process, 0.0) for process, seconds in self._found.items())
 
     def _look_on(self) -> None:
@@ -115,8 +116,8 @@ class _Unreported:
 
 
 def _unreported() -> dict[tuple[int, float], float]:
-    """CPU seconds so far of the processes below this one whose parents ignore their end, by number and time
-    of birth."""
+    """Return the CPU seconds so far of descendants whose parents ignore their end, by process id and creation
+    time."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
@@ -128,7 +129,7 @@ def _unreported() -> dict[tuple[int, float], float]:
 
 
 def _ignores_children(pid: int) -> bool:
-    """Return whether a process does not want to know when its children end."""
+    """Return whether a process ignores the end of its children."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
     # The mask's lowest bit is signal 1.
@@ -140,8 +141,7 @@ def _adopt_orphans(adopt: bool) -> None:
 
 
 def _end_orphans(before: set[int]) -> None:
-    """Wait for new children, then end those that stay: nobody else will, and the next case wants a quiet
-    machine."""
+    """Wait for new children, then end those that remain, because the next case needs an idle machine."""
     new = [child for child in psutil.Process().children() if child.pid not in before]
     _, alive = psutil.wait_procs(new, timeout=ORPHAN_SECONDS)
     for process in alive:

@@ -1,4 +1,5 @@
-"""Whole runs in the columns by which the field publishes them; what was not measured stays blank."""
+"""Table of whole runs, with the columns that the field publishes; values that were not measured stay
+blank."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ HEAD = ("backend", *FACTS.values(), *MEASURED.values(), "not to be quoted")
 
 
 def whole_runs(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each point that is a whole run."""
+    """Return one row for each point that is a whole run."""
     return [_row(result, point) for result in results for point in result["points"] if point.get("run")]
 
 

@@ -1,8 +1,7 @@
 """Cost of a start in CPU and wall seconds: of a command that only prints, of a dry run, and of a tiny GRPO
 run until its first step is done. The baselines are an empty interpreter, ``import torch``, and TRL's trainer
-if it is installed. The limits of a run are programs that start Ray with one worker while importing what
-driver and worker need, and do nothing else. They import torch and transformers, or megarl's own modules with
-Megatron-Core.
+if it is installed. The limit of a run is a program that starts Ray with one worker, imports at the same time
+megarl's own modules that driver and worker need, with Megatron-Core, and does nothing else.
 
 CPU seconds are those of a program and of everything that it starts, including Ray's processes.
 """

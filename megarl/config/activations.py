@@ -2,8 +2,7 @@
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such
 tensors. The counts here are for grouped-query attention and a gated MLP, without dropout, as the operations
-of
-each backend save them. A test compares the sums with the bytes that hooks on saved tensors count on a CPU.
+of each backend save them. A test compares the sums with the bytes that hooks on saved tensors count on a CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Operations:
         norm: bytes that a norm keeps for each number that it normalises.
         gated: numbers that an MLP keeps per intermediate channel.
         weighed: numbers that an expert keeps per intermediate channel; its product is multiplied by the
-            router's
-            weight.
+            router's weight.
         joined: true if queries, keys and values are views of one tensor, which exists as long as the values
             do.
     """
@@ -50,13 +48,10 @@ def operations(backend: str, device: str, element: int) -> Operations:
     """Return the sizes of the activations that a backend's operations keep on a device.
 
     transformers' norms keep a float32 copy of their input, and the tensor that is multiplied by the weight.
-    On a
-    CPU, Megatron-Core's layers keep two float32 tensors per norm. Its MLPs keep the gate, the up projection
-    and the
-    activated gate, and the up projection a second time because an offset of 0 is added to it. On a GPU, where
-    torch.compile or Transformer Engine fuses the operations, only inputs are kept: those of a norm, of a
-    gated MLP
-    (gate and up) and of its second product.
+    On a CPU, Megatron-Core's layers keep two float32 tensors per norm. Its MLPs keep the gate, the up
+    projection and the activated gate, and the up projection a second time because an offset of 0 is added to
+    it. On a GPU, where torch.compile or Transformer Engine fuses the operations, only inputs are kept: those
+    of a norm, of a gated MLP (gate and up) and of its second product.
     """
     if backend != "megatron":
         return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
@@ -77,8 +72,7 @@ def layer_activation_bytes(
     """Return the bytes that one layer keeps of one micro-batch, without the parts that are ``recomputed``.
 
     The tensor-parallel ranks divide the two norms, and the inputs of the products behind them, only with
-    sequence
-    parallelism.
+    sequence parallelism.
     """
     outside, inside = 0, 0
     if mixer == "gated_delta":
@@ -95,10 +89,8 @@ def layer_activation_bytes(
 
 def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
     """Return the bytes that attention keeps per token besides its input, as a pair: the bytes that every
-    tensor rank
-    holds in full, and the bytes that the tensor ranks divide. The inputs and the output of core attention are
-    kept
-    even if core attention is recomputed."""
+    tensor rank holds in full, and the bytes that the tensor ranks divide. The inputs and the output of core
+    attention are kept even if core attention is recomputed."""
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
         latent, vectors = (
@@ -124,10 +116,9 @@ def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
     """Return the bytes that a gated delta net keeps per token, before they are divided over the tensor ranks.
 
     These are, for queries, keys and values, the tensors of the projection, the convolution and the norms, in
-    the
-    layers' dtype and in float32. For each value head they are, in float32, five times its keys, six times a
-    token's
-    row of numbers over its chunk, and two states per chunk. The element-wise part was counted and rounded up.
+    the layers' dtype and in float32. For each value head they are, in float32, five times its keys, six times
+    a token's row of numbers over its chunk, and two states per chunk. The element-wise part was counted and
+    rounded up.
     """
     net = facts.gated_delta
     assert net is not None, facts.family
@@ -157,13 +148,10 @@ def sparse_layer_activation_bytes(
     evenly.
 
     These are the bytes of a dense layer, with the shared expert in place of its MLP. For each token of this
-    rank
-    (tensor ranks divide the tokens with sequence parallelism) the router adds its float32 scores, whether
-    each
-    expert was chosen, and its weights and their indices; a gated shared expert adds its output and its
-    weight. Each
-    chosen expert adds its input (in full on each of the expert's tensor ranks), its weight and what its MLP
-    keeps.
+    rank (tensor ranks divide the tokens with sequence parallelism) the router adds its float32 scores,
+    whether each expert was chosen, and its weights and their indices; a gated shared expert adds its output
+    and its weight. Each chosen expert adds its input (in full on each of the expert's tensor ranks), its
+    weight and what its MLP keeps.
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
@@ -198,6 +186,5 @@ def head_activation_bytes(
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
     """Return the number of micro-batches whose activations a stage holds at once in the 1F1B schedule
-    (Narayanan et
-    al. 2021, section 2.2.1)."""
+    (Narayanan et al. 2021, section 2.2.1)."""
     return min(stages - stage, micro_batches)

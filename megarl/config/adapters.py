@@ -26,8 +26,7 @@ CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
     """Return the ``peft`` section of a policy section, or None if it is absent or disabled. A policy section
-    without
-    its defaults may lack it."""
+    without its defaults may lack it."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
@@ -91,8 +90,7 @@ def adapter_parameters(
 
 def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor: int = 1) -> tuple[int, int]:
     """Return the numbers of adapter parameters of the embedding and of the output layer on one of the
-    ``tensor`` ranks
-    that share each."""
+    ``tensor`` ranks that share each."""
     targets, excluded = section["target_modules"], section["exclude_modules"]
     found = {"embed": 0, "lm": 0}
     for rule in vocabulary_rules(facts):
@@ -129,8 +127,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
     """Return the name of the stacked parameter in which transformers' model holds this matrix for all
-    experts. None
-    for a tensor that is not part of a stack."""
+    experts. None for a tensor that is not part of a stack."""
     # of a family that is published in other names the last place is that of transformers' model
     places = [
         place.name

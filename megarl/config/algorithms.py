@@ -155,8 +155,7 @@ def generates(config: RunConfig) -> bool:
 
 def rows_of_record(config: RunConfig) -> int:
     """Return the number of batch rows that a record of a checked run makes in training: 2 for a pair of
-    answers,
-    otherwise 1. Batch sizes count records."""
+    answers, otherwise 1. Batch sizes count records."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
@@ -210,8 +209,7 @@ def built_in_sections() -> Mapping[str, Any]:
 
 def run_type(name: object) -> Any:
     """Return the TypedDict of a whole run: the sections of every run, those of the built-in algorithms and
-    those of
-    the named algorithm.
+    those of the named algorithm.
 
     Sections for models other than the policy are plain mappings here, because they inherit absent keys from
     ``policy`` (``megarl.config.models``).

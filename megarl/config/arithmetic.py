@@ -75,8 +75,7 @@ def divisors_near(number: int, value: int) -> list[int]:
 
 def multiples_near(number: int, value: int, count: int = 8) -> list[int]:
     """Return ``count`` multiples of ``number``: the first one at or above ``value``, then alternately larger
-    and
-    smaller ones."""
+    and smaller ones."""
     first = max(-(-value // number), 1)
     factors = [factor for away in range(count) for factor in (first + away, first - away) if factor >= 1]
     return [factor * number for factor in dict.fromkeys(factors)][:count]

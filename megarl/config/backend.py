@@ -33,8 +33,7 @@ def generation_of(policy: PolicyConfig) -> GenerationConfig:
 
 def scores(policy: PolicyConfig) -> bool:
     """Return whether a policy section requests a scoring model, which has one output in place of a language
-    model's
-    output layer."""
+    model's output layer."""
     section = policy.get("reward_model_cfg")
     return section is not None and bool(section.get("enabled"))
 

@@ -1,6 +1,5 @@
 """Data sources in the configuration: one source or a list, data sets known by name, and field keys that reach
-into
-objects and lists."""
+into objects and lists."""
 
 from __future__ import annotations
 
@@ -274,8 +273,7 @@ class DataConfig(TypedDict):
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
     """Yield the dotted path and the section of each source in ``train`` or ``validation`` of a ``data``
-    section; none
-    for null."""
+    section; none for null."""
     value = data.get(key)
     places = (
         {f"data.{key}.{place}": source for place, source in enumerate(value)}
@@ -291,8 +289,7 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
 
 def set_module(source: DataSource) -> str | None:
     """Return the module of the named set that a source uses, or None. A source with its own field keys does
-    not use a
-    named set."""
+    not use a named set."""
     own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
@@ -307,8 +304,7 @@ def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
     keys.
 
     A source with another path or name has other fields. A conversation replaces a prompt with its answer, and
-    a
-    prompt replaces a conversation.
+    a prompt replaces a conversation.
     """
     replaced = set[str]()
     if any(written.get(key) is not None for key in PLACE_KEYS):
@@ -327,8 +323,7 @@ def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
     """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: field names
-    and list
-    indices. None if the text is not such a key."""
+    and list indices. None if the text is not such a key."""
     steps: list[str | int] = []
     place = 0
     while place < len(path):

@@ -174,8 +174,7 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
     """Return the generation section with the values that its engine fills in. If there is no such engine,
-    return the
-    section without them; a rule reports the fault.
+    return the section without them; a rule reports the fault.
 
     Raises:
         ConfigError: the code of a user-defined engine fails on the section.

@@ -17,8 +17,7 @@ OF_SOURCE = f"{SECTION}.teacher_of_source"
 
 def source_key(source: DataSource) -> str:
     """Return the name of a source in ``distillation.teacher_of_source``: its environment if it has one,
-    otherwise the
-    name of its set."""
+    otherwise the name of its set."""
     return str(source.get("env_name") or set_name(source))
 
 
@@ -30,8 +29,7 @@ def train_sources(data: DataConfig) -> Sequence[DataSource]:
 
 def teachers_of_sources(config: RunConfig) -> list[str]:
     """Return the name of the teacher of each training source of a checked run; ``teacher`` if there is a
-    single
-    teacher without a name."""
+    single teacher without a name."""
     names = list(at(config, TEACHERS) or {})
     if not names:
         return [TEACHER] * len(train_sources(config["data"]))

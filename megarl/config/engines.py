@@ -27,8 +27,7 @@ APART = "megarl.models.policy.policy_engines:KIND"
 
 def is_engine(generation: GenerationConfig | None) -> bool:
     """Return whether a ``policy.generation`` section with defaults selects an engine, so that the policy does
-    not
-    generate itself. Values in the section may have the wrong types."""
+    not generate itself. Values in the section may have the wrong types."""
     if generation is None:
         return False
     backend = at(generation, "backend")

@@ -206,13 +206,11 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 class EnvConfig(RewardOptions):
     """The environment that scores responses. Any other section inside it, ``env.math: {...}``, is an
-    environment
-    with that name and the same keys.
+    environment with that name and the same keys.
 
     A named environment inherits absent keys that come after ``rewards`` from here, except ``options``. A
-    record's
-    ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every record
-    uses it. If a built-in reward has the environment's name, it is the environment's default reward.
+    record's ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every
+    record uses it. If a built-in reward has the environment's name, it is the environment's default reward.
     """
 
     environment: NotRequired[
@@ -545,8 +543,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
     Raises:
         ConfigError: the reward is not built in, and the import path has no function whose parameters can all
-            be
-            filled in for a response.
+            be filled in for a response.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
@@ -581,8 +578,7 @@ def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
     """Return the dotted key and section of each environment: the named ones if there are any, otherwise the
-    ``env``
-    section itself."""
+    ``env`` section itself."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 

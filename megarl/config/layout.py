@@ -24,8 +24,7 @@ class Coordinates:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Sizes of the parallel axes, in ranks. Tensor-parallel ranks are adjacent, followed by context and data
-    ranks;
-    pipeline ranks are farthest apart."""
+    ranks; pipeline ranks are farthest apart."""
 
     pipeline: int
     data: int
@@ -58,8 +57,7 @@ def layers_per_stage(
     num_layers: int, stages: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
     """Return the number of layers of each pipeline stage: ``first`` and ``last`` as given, with the rest
-    divided evenly
-    over the other stages.
+    divided evenly over the other stages.
 
     Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
     ``num_layers_in_last_pipeline_stage``).

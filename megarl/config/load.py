@@ -54,8 +54,7 @@ def load_config(
     allow_env: bool = False,
 ) -> Config:
     """Return the configuration of ``path``, with inheritance, overrides and interpolations applied, as plain
-    containers.
-    It is not checked yet.
+    containers. It is not checked yet.
 
     Args:
         path: the YAML file.
@@ -63,13 +62,11 @@ def load_config(
         layers: YAML files merged over ``path`` in order, each with everything it inherits; a backend, for
             example.
         allow_env: ``${oc.env:NAME}`` may take values from the environment. These become ``FromEnvironment``
-            texts,
-            and are never written to a file.
+            texts, and are never written to a file.
 
     Raises:
         ConfigError: a file is missing, empty or invalid, or inherits from itself. Or it has an interpolation
-            that
-            cannot be resolved or is not allowed, or a value that was hidden when the file was written.
+            that cannot be resolved or is not allowed, or a value that was hidden when the file was written.
         OverridesError: an override cannot be parsed or applied.
     """
     # OmegaConf refuses to register a name twice.
@@ -208,8 +205,7 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
     """Return a YAML file merged over the files in its ``defaults`` key, depth first. Later files take
-    precedence, and
-    the file itself takes precedence over all.
+    precedence, and the file itself takes precedence over all.
 
     Args:
         path: the file.
@@ -326,10 +322,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     """Apply overrides in order to a copy of a configuration, and return the copy.
 
     ``a.b=value`` and ``++a.b=value`` set a key, ``+a.b=value`` adds a key that must be absent, and ``~a.b``
-    removes
-    one that must be present (``~a.b=value`` only with that value). Values are YAML. Keys of a data source
-    that the
-    overrides replace are dropped (``replaced_keys``).
+    removes one that must be present (``~a.b=value`` only with that value). Values are YAML. Keys of a data
+    source that the overrides replace are dropped (``replaced_keys``).
 
     Raises:
         OverridesError: an override cannot be parsed or applied.
@@ -377,8 +371,7 @@ def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
     """Drop the inherited keys of data sources that the overrides replace. This comes last, so that ``~key``
-    may name
-    one of them."""
+    may name one of them."""
     written: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
@@ -493,8 +486,7 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 def with_environment(config: Mapping[str, Any]) -> Config:
     """Return a run's configuration with absent keys of ``profiler`` set from
-    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and
-    ``MEGARL_NSYS_WORKER_PATTERNS``. It is not checked yet.
+    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS``. It is not checked yet.
 
     Raises:
         ConfigError: the variable with the steps is not ``first:stop``.

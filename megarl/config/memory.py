@@ -1,6 +1,5 @@
 """Memory that a rank needs: exact parameter counts, and estimates of the additional memory of training. All
-sizes
-are in bytes.
+sizes are in bytes.
 
 The torch backends shard parameters, gradients and optimizer state over all ranks that share a tensor-parallel
 part.
@@ -57,9 +56,8 @@ class RankMemory:
         activations: activations of the layers that all micro-batches in flight keep for the backward pass.
         recomputed: activations of one layer that the backward pass recomputes.
         logits: the last stage's activations of the last norm and the output layer, its logits, whose memory
-            their
-            gradient reuses, and the output layer's gradient. The backward pass frees all of these before it
-            reaches the layers.
+            their gradient reuses, and the output layer's gradient. The backward pass frees all of these
+            before it reaches the layers.
         scoring: memory of a log-probability pass, which never coexists with training activations.
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
@@ -83,8 +81,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Peak memory: weights and optimizer state stay, while passes and generation alternate. Host memory
-        is not
-        counted."""
+        is not counted."""
         return self.state + max(
             self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache
         )
@@ -105,10 +102,9 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
     """Return the bytes of optimizer state per parameter, before division over data-parallel ranks.
 
     These are float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and
-    gradients
-    unless they are float32 already. Source: the table "theoretical memory footprint" in Megatron-Core's guide
-    to the distributed optimizer. If states are below float32 or in host memory, gradients are read as they
-    were reduced, without a copy.
+    gradients unless they are float32 already. Source: the table "theoretical memory footprint" in
+    Megatron-Core's guide to the distributed optimizer. If states are below float32 or in host memory,
+    gradients are read as they were reduced, without a copy.
     """
     if has_own_states(optimizer):
         copy = 4 * (weight_bytes < 4 and optimizer["master_dtype"] == "float32")
@@ -120,8 +116,7 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 
 def has_own_states(optimizer: MegatronOptimizerConfig) -> bool:
     """Return whether any states are below float32 or in host memory, in which case megarl keeps them instead
-    of
-    Megatron-Core."""
+    of Megatron-Core."""
     below = any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
     return below or optimizer.get("optimizer_offload_fraction", 0.0) > 0
 
@@ -317,12 +312,9 @@ def logit_bytes(
     """Return the memory of the output layer for logits of ``element`` bytes.
 
     The log-probability kernel, and the PyTorch code that handles few rows at a time, do not copy the logits.
-    Their
-    gradient is copied for the matrix products only if the logits are wider than the layers' dtype. With
-    chunks, only
-    one chunk's logits exist at a time, and the weight's gradient is accumulated in float32, next to one
-    chunk's part.
-    The few outputs of a scoring model are not counted.
+    Their gradient is copied for the matrix products only if the logits are wider than the layers' dtype. With
+    chunks, only one chunk's logits exist at a time, and the weight's gradient is accumulated in float32, next
+    to one chunk's part. The few outputs of a scoring model are not counted.
     """
     if facts.head is not None:
         return _Logits()
@@ -355,8 +347,7 @@ def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
 
 def _scoring(layers: _Layers, logits: _Logits) -> int:
     """Return the bytes of a log-probability pass, which keeps no activations: those of one whole layer or of
-    the
-    logits, whichever is larger."""
+    the logits, whichever is larger."""
     return max(*layers.each(), logits.scoring)
 
 
@@ -364,8 +355,7 @@ def generation_cache_bytes(
     kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int
 ) -> int:
     """Return the bytes of the keys and values of the sequences that are generated at a time, and of the
-    states of
-    gated delta nets; 0 if an engine or nothing generates."""
+    states of gated delta nets; 0 if an engine or nothing generates."""
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
@@ -393,10 +383,8 @@ def estimate_sharded(
     """Return the memory of a rank on a torch backend.
 
     Weights and optimizer state are shards in their storage dtypes, and gradients are float32 shards. In
-    addition,
-    the full parameters of the layers being computed are held in the compute dtype. So are the parameters
-    outside
-    the layers (embedding, last norm, output layer), which stay gathered during a pass.
+    addition, the full parameters of the layers being computed are held in the compute dtype. So are the
+    parameters outside the layers (embedding, last norm, output layer), which stay gathered during a pass.
 
     Args:
         policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.

@@ -1,6 +1,5 @@
 """Memory of a run outside the training devices (generation engine, host memory of a node, disk), and the
-memory
-ledger: the use of a device that policy and engine share, at each moment. All sizes are in bytes."""
+memory ledger: the use of a device that policy and engine share, at each moment. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ NCCL_CHANNELS = 24
 """Channels of a communicator: the maximum that NCCL 2.28 uses on one node of H100. Assumed, not measured."""
 NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
 """Bytes of one channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, values
-per
-thread, steps, 8 bytes) and LL (threads, lines per thread, steps, 16 bytes), as in NCCL's ``device.h``."""
+per thread, steps, 8 bytes) and LL (threads, lines per thread, steps, 16 bytes), as in NCCL's ``device.h``."""
 ENGINE_REST = 2 * GIB
 """Device memory of a sleeping engine's process: context, communicators, CUDA graphs. Assumed, not
 measured."""
@@ -44,8 +42,7 @@ GRAPHS = GIB
 """Bytes of an engine's CUDA graphs, which are part of vLLM's share. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
 """Minimum bytes of half a refit buffer, and of the weights gathered for it, unless a configured size or a
-larger
-weight needs more."""
+larger weight needs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ def device_ledger(
     trained step.
 
     vLLM starts only if its whole budget is free, so the policy is offloaded first. A checkpoint restores the
-    policy
-    with the optimizer's moments; in a run without a checkpoint, the first step creates them.
+    policy with the optimizer's moments; in a run without a checkpoint, the first step creates them.
 
     Args:
         policy: a checked ``policy`` section with its defaults.
@@ -92,8 +88,7 @@ def device_ledger(
         engine: the engine's part of the device.
         facts: sizes of the model.
         beside: ranks of the other models in their fullest stages, by the names of their sections. They
-            time-share
-            the device with the policy.
+            time-share the device with the policy.
         rest: memory that an offloaded training process still takes (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
@@ -129,12 +124,10 @@ def moments_apart(
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
     """Return the moments of a run whose engines have separate devices: those of a training device, and those
-    of an
-    engine's device, which holds nothing of the policy.
+    of an engine's device, which holds nothing of the policy.
 
     Both sides keep the transfer buffers of their group as long as the group exists. During a refit, the whole
-    policy
-    is still on its device after training, and the engine keeps its cache.
+    policy is still on its device after training, and the engine keeps its cache.
 
     Args:
         policy, rank, engine, facts, beside, rest: as in ``device_ledger``.
@@ -170,15 +163,13 @@ def device_gib(cluster: ClusterConfig) -> float:
 
 def process_rest(groups: int) -> int:
     """Return the bytes that a process with this number of NCCL communicators takes on a device besides its
-    tensors,
-    even after these are offloaded."""
+    tensors, even after these are offloaded."""
     return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
     """Return the bytes of optimizer state on the device that the first step creates: the moments, and also
-    the copies
-    of weights if megarl keeps the state."""
+    the copies of weights if megarl keeps the state."""
     if enabled_backend(policy) != "megatron" or has_own_states(policy["megatron_cfg"]["optimizer"]):
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
@@ -199,21 +190,17 @@ def host_memory(
     """Return the bytes of host memory of a node that trains.
 
     Each training rank counts the reference policy, and a copy of the weights that it swaps with. It also
-    counts
-    optimizer state that stays in host memory. Other optimizer state and the weights are counted if an engine
-    on the
-    same device or another model offloads them, and optimizer state also if ``offload_optimizer_for_logprob``
-    is set.
-    Ranks on a CPU count everything. Each rank of a separate engine on the same node counts the host memory of
-    a
-    refit. A checkpoint that is written during training is not counted.
+    counts optimizer state that stays in host memory. Other optimizer state and the weights are counted if an
+    engine on the same device or another model offloads them, and optimizer state also if
+    ``offload_optimizer_for_logprob`` is set. Ranks on a CPU count everything. Each rank of a separate engine
+    on the same node counts the host memory of a refit. A checkpoint that is written during training is not
+    counted.
 
     Args:
         config: a checked run with its defaults.
         ranks: ranks of the policy.
         beside: ranks of each other model. Each model, and then the policy too, is offloaded while another one
-            uses
-            the device.
+            uses the device.
         engine: memory of an engine rank; None if there are no engines, or it is unknown.
     """
     generation = config["policy"]["generation"]
@@ -241,12 +228,10 @@ def host_memory(
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
     """Return the bytes of one checkpoint as the backend writes it: weights, float32 copies of them and the
-    optimizer's
-    moments. With adapters, only these are counted.
+    optimizer's moments. With adapters, only these are counted.
 
     Megatron writes the weights in ``policy.precision``, and float32 copies of them with the distributed
-    optimizer
-    or in 16 bit. The torch backends write the weights that they update.
+    optimizer or in 16 bit. The torch backends write the weights that they update.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
     parameters = model_parameters(facts)
@@ -271,8 +256,7 @@ def checkpoint_bytes_beside(config: RunConfig) -> int:
 
 def checkpoints_kept(config: RunConfig) -> int:
     """Return the maximum number of checkpoints on disk at once: those that are kept, the newest one, and the
-    one being
-    written."""
+    one being written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]
     written = -(-steps // section["save_period"])

@@ -35,8 +35,7 @@ _SIZES = (
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
     """Return the sizes of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has
-    been
-    downloaded before), or of a shipped known model.
+    been downloaded before), or of a shipped known model.
 
     Returns:
         None for any other id, which is not an error; the network is never accessed.
@@ -79,8 +78,7 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 
 def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
     """Return the sizes of the model that a checked ``policy`` section describes, including its score layer if
-    it has
-    one. None and errors are as in ``read_model_facts``."""
+    it has one. None and errors are as in ``read_model_facts``."""
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):
         return facts
@@ -89,8 +87,7 @@ def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
 
 def published_config(model_name: str) -> dict[str, Any] | None:
     """Return the shipped ``config.json`` of a known model that is not on this disk; None for a model that is
-    on this
-    disk or is unknown.
+    on this disk or is unknown.
 
     Raises:
         ConfigError: ``model_name`` is not a Hugging Face id.
@@ -219,8 +216,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Return each layer's attention window. A family that ``converters`` does not know has windows by layer
-    only if its
-    ``layer_types`` give them."""
+    only if its ``layer_types`` give them."""
     by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
     return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 

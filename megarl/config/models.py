@@ -1,10 +1,8 @@
 """Models of a run other than the policy: their sections have the keys of ``policy``, and inherit absent keys
-from
-``policy``.
+from ``policy``.
 
 To check such a model or to estimate its memory, its section replaces ``policy`` in the configuration. Faults
-are
-then reported under the section's own name.
+are then reported under the section's own name.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "pe
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
     """Return the sections of models other than the policy, by dotted path, of a run's configuration that need
-    not be
-    valid."""
+    not be valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)
@@ -52,8 +49,7 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
     """Return a model's section in full: its own keys merged over those of ``policy``, subsections key by key.
 
     A scoring model has no ``generation`` section. A language model inherits the policy's, because it
-    determines the
-    distribution that tokens are sampled from, and so the log-probabilities.
+    determines the distribution that tokens are sampled from, and so the log-probabilities.
     """
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:
@@ -66,8 +62,7 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 
 def renamed(violation: Violation, path: str) -> Violation:
     """Return a violation that was found while the section at ``path`` replaced ``policy``, with its keys
-    renamed to that
-    path."""
+    renamed to that path."""
     key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
     candidates = tuple(
         {renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates
@@ -82,8 +77,7 @@ def renamed_text(text: str, path: str) -> str:
 
 def as_of_policy(key: str, paths: Iterable[str]) -> str:
     """Return the key of ``policy`` that corresponds to a dotted key in one of the sections at ``paths``; any
-    other key
-    is returned unchanged."""
+    other key is returned unchanged."""
     for path in paths:
         if key == path or key.startswith(f"{path}."):
             return f"{POLICY}{key.removeprefix(path)}"

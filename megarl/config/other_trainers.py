@@ -36,8 +36,7 @@ SECTIONS = {
     ),
 }
 """Top-level sections of each trainer that megarl does not have. Their unlisted keys are reported as that
-trainer's
-too."""
+trainer's too."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
 # Keys of the Megatron backend, as the torch backends have them.
@@ -57,8 +56,7 @@ _IS_KEY = re.compile(r"[\w.{}]+")
 
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
     """Split a configuration into megarl's and unknown keys on one side, and violations for keys of other
-    trainers on
-    the other."""
+    trainers on the other."""
     found: list[Violation] = []
     config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
@@ -87,8 +85,7 @@ _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with the enabled backend's NeMo-RL adapter section moved to ``policy.peft`` if
-    that is
-    absent. The adapter sections of disabled backends are dropped."""
+    that is absent. The adapter sections of disabled backends are dropped."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config

@@ -1,6 +1,5 @@
 """Parameter counts of a model and of its ranks. They are sums over the converters' mapping rules, so that
-there is a
-single description of a model."""
+there is a single description of a model."""
 
 from __future__ import annotations
 
@@ -45,10 +44,9 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
     experts.
 
     The first stage holds the embedding, and the last one the final norm and the output layer. If embedding
-    and output
-    layer are tied and there are several stages, the last one holds a copy of the embedding. A scoring model
-    has one
-    row in place of the output layer. The vocabulary is padded to a multiple of ``tensor``.
+    and output layer are tied and there are several stages, the last one holds a copy of the embedding. A
+    scoring model has one row in place of the output layer. The vocabulary is padded to a multiple of
+    ``tensor``.
     """
     first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
     rules = [
@@ -110,10 +108,8 @@ def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:
 
 def multiplied(facts: ModelFacts, layer: int) -> Counter[str]:
     """Return the number of elements of the matrices that a token is multiplied with in a layer, by part:
-    ``attention``
-    (or another mixer, with its convolution), ``dense`` MLP, ``experts`` (the chosen ones and the shared one)
-    and
-    ``router``."""
+    ``attention`` (or another mixer, with its convolution), ``dense`` MLP, ``experts`` (the chosen ones and
+    the shared one) and ``router``."""
     found: Counter[str] = Counter()
     for rule in _layer_rules(facts, layer):
         elements = sum(math.prod(part.shape) for part in rule.parts if len(part.shape) > 1)

@@ -1,6 +1,6 @@
 """Check that the paths in a configuration respond. Access to a mount whose server is gone hangs forever, so
-each path
-is checked once, with a deadline, before anything else accesses it. Later reads can be given up too."""
+each path is checked once, with a deadline, before anything else accesses it. Later reads can be given up too.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +62,13 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
     """Return what ``read`` returns, however long it takes, unless it hangs.
 
     A path that responds may lead to others that do not, and a client of a network file system may answer from
-    its
-    cache although the server does not.
+    its cache although the server does not.
 
     Args:
         read: function without side effects; it runs in its own thread, which is abandoned if it hangs.
         place: path that is read, for the message.
-        patience_s: seconds without processor time of this process, after which the read is given up; None
-            for ``PATIENCE_S``.
+        patience_s: seconds without processor time of this process, after which the read is given up; None for
+            ``PATIENCE_S``.
 
     Raises:
         DataError: the read hangs. Any error of ``read`` is raised as well.
@@ -121,8 +120,7 @@ class _Reading:
 
 class _Look:
     """A check of a path in its own thread, because a thread that waits for a mount can be neither interrupted
-    nor
-    joined."""
+    nor joined."""
 
     def __init__(self, path: str) -> None:
         self.done = threading.Event()
@@ -141,8 +139,7 @@ _stat: Callable[[Path], object] = os.stat
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the dotted keys with paths in a configuration, valid or not, and the paths. Hugging Face ids are
-    included
-    like any other name."""
+    included like any other name."""
     of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
     for key in ("run_dir", *of_models, *_PLACES):
         value = at(config, key)

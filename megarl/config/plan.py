@@ -1,6 +1,5 @@
 """The memory plan of a whole run, and the check that it fits the devices. A run that certainly does not fit
-is
-refused; one that probably does not is reported."""
+is refused; one that probably does not is reported."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def has_reference_policy(config: RunConfig) -> bool:
 
 def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
     """Return the rank layout of a checked run, and the memory of one rank of each pipeline stage; empty if
-    the model's
-    sizes are unknown."""
+    the model's sizes are unknown."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(
@@ -66,8 +64,7 @@ def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
     """Return the memory of one rank of each pipeline stage, for each model of a checked run other than the
-    policy. Keys
-    are the dotted paths of the models' sections; models of unknown size are left out."""
+    policy. Keys are the dotted paths of the models' sections; models of unknown size are left out."""
     found = {}
     for path, section in model_sections(config).items():
         facts = facts_of_policy(at(config, path))
@@ -86,8 +83,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
 
 def memory_of_reader(config: RunConfig, facts: ModelFacts, layout: Layout) -> list[RankMemory]:
     """Return the memory of one rank of each pipeline stage of a model that is not trained. Its section is
-    ``policy`` of
-    ``config``. Megatron allocates gradient buffers even for such a model."""
+    ``policy`` of ``config``. Megatron allocates gradient buffers even for such a model."""
     ranks = _memory(config, facts, layout, reference=False)
     is_megatron = enabled_backend(config["policy"]) == "megatron"
     return [
@@ -112,9 +108,8 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
     """Return the memory of the fullest device at each moment of a start, if an engine shares it. If engines
-    have separate
-    devices, return that of the fullest training device and of an engine's device. Empty if the policy itself
-    generates, or if the engine's size is unknown.
+    have separate devices, return that of the fullest training device and of an engine's device. Empty if the
+    policy itself generates, or if the engine's size is unknown.
 
     Args:
         config: a checked run with its defaults.
@@ -178,8 +173,7 @@ def size_text(size: int) -> str:
 
 def fullest_moment(config: RunConfig) -> Moment | None:
     """Return the moment of a checked run at which a training device has the least free memory; None if the
-    model's sizes
-    are unknown."""
+    model's sizes are unknown."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
         return None
@@ -197,16 +191,14 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 
 def state_bytes(config: RunConfig) -> int:
     """Return the bytes of weights, gradients and optimizer state on a rank of a checked run, for the model
-    and stage
-    that have the most."""
+    and stage that have the most."""
     of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for ranks in of_models for rank in ranks), default=0)
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
     """Yield a violation if weights, gradients and optimizer state alone exceed a device's memory, so that
-    training would
-    fail in its first step."""
+    training would fail in its first step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
     gib = cluster.get("device_memory_gib")
     if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
@@ -227,8 +219,7 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
 
 def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
     """Return a warning that a checked run probably does not fit its devices, with changes that would make it
-    fit. None if
-    the run fits, or if the sizes are unknown.
+    fit. None if the run fits, or if the sizes are unknown.
 
     Args:
         config: the run, with its defaults.
@@ -266,8 +257,7 @@ _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
     """Yield changes with which the plan fits: changes of one key first, then of two; for the same keys, the
-    smallest
-    change first. They may break rules.
+    smallest change first. They may break rules.
 
     Args:
         config: a run with its defaults.
@@ -310,8 +300,7 @@ def _fits(config: RunConfig, *, whole: bool) -> bool:
 
 def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
     """Return, by key, the values that take less memory, the closest to the present value first. Keys that
-    cost speed
-    come before keys that cost devices."""
+    cost speed come before keys that cost devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next(
         (key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None

@@ -23,8 +23,7 @@ class Role:
     Attributes:
         name: name of the role.
         directory: subdirectory of a checkpoint for its weights, optimizer state and tokenizer; None for a
-            model
-            that is not trained.
+            model that is not trained.
         has_workers: the model has its own workers, trained or not; otherwise another role's workers hold its
             weights.
         section: dotted path of the configuration section that the model is built from.
@@ -58,8 +57,7 @@ REWARD_MODEL = Role("reward_model", None, section="reward_model")
 @dataclass(frozen=True, slots=True)
 class ModelSection:
     """Configuration section of a model other than the policy. It has the keys of ``policy``, and inherits
-    absent keys
-    from it.
+    absent keys from it.
 
     Attributes:
         meaning: description in words, without a full stop.
@@ -69,8 +67,7 @@ class ModelSection:
         has_backbone_of_policy: the model has the policy's family and sizes.
         by_name: the section holds several models under user-chosen names.
         is_optional: the model exists only if the section does. Otherwise the model can be built from
-            ``policy``
-            alone.
+            ``policy`` alone.
     """
 
     meaning: str
@@ -86,19 +83,15 @@ class AlgorithmSpec:
 
     Attributes:
         SECTIONS: configuration sections that the algorithm needs, TypedDicts by name. Its own section comes
-            first
-            and has ``max_num_steps``. A run also uses ``max_num_epochs``, ``val_period``, ``val_at_start``
-            and
-            ``val_at_end`` of that section if it has them.
+            first and has ``max_num_steps``. A run also uses ``max_num_epochs``, ``val_period``,
+            ``val_at_start`` and ``val_at_end`` of that section if it has them.
         OPTIONAL: sections of ``SECTIONS`` that a run may lack; rules decide when.
         MODELS: sections of models other than the policy, by name. A role gives its section as ``section``:
-            ``NAME``,
-            or ``NAME.NAME_OF_THE_USER``.
+            ``NAME``, or ``NAME.NAME_OF_THE_USER``.
         GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed;
             otherwise the data contain the answers.
         PAIRS: the data are pairs of a better and a worse answer, which become two consecutive rows of a
-            batch;
-            ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
+            batch; ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
         SCORES: the actor is a scoring model (``policy.reward_model_cfg``).
         PROMPTS: dotted key of the number of prompts per step; None for ``policy.train_global_batch_size``.
         GENERATIONS: dotted key of the number of responses per prompt; None for one.
@@ -161,16 +154,13 @@ class EngineKind:
     Attributes:
         title: name of the engine for people.
         start: starts a run's engines and returns a ``RolloutEngine``; called with the ``RayVirtualCluster``
-            and the
-            whole configuration.
+            and the whole configuration.
         complete: fills in the ``generation`` section; called with it and the ``policy`` section.
         section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, the engine's own
-            keys; None
-            if it has none.
+            keys; None if it has none.
         rules: rules on the engine's part of the configuration.
         memory: returns the engine's memory on one device; called with a checked run's configuration and the
-            model's
-            sizes. None if the memory is unknown.
+            model's sizes. None if the memory is unknown.
         distributions: names of Python distributions, one of which must be installed; empty for none.
         extra: megarl's extra that installs one of them, in words.
     """

@@ -790,8 +790,7 @@ SchedulerMilestones: TypeAlias = dict[str, list[int]]
 
 class PolicyConfig(TypedDict):
     """A policy: its model, its batches and its backend. At most one backend may be enabled; with none
-    enabled, FSDP1 is
-    used."""
+    enabled, FSDP1 is used."""
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]

@@ -60,8 +60,7 @@ def with_proposals(
     violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
 ) -> list[Violation]:
     """Return violations whose fixes are compatible: with all of them applied, none of their keys breaks a
-    rule, and
-    no other key newly breaks one.
+    rule, and no other key newly breaks one.
 
     A violation keeps its rule's advice if it has no candidates, or if none of its candidates passes.
 
@@ -128,8 +127,7 @@ class _Search:
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
         """Return ``changes`` plus further ones, after which neither ``key`` nor a changed key nor a
-        previously valid key
-        breaks a rule; None if none are found."""
+        previously valid key breaks a rule; None if none are found."""
         if len(self._known) > _MOST_TRIALS:
             return None
         # Other keys that break rules of their own are mended later.

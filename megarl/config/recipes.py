@@ -74,8 +74,7 @@ def inherited(name: str, start: Path) -> Path:
 
 def find(text: str) -> Path:
     """Return the file that a command-line word refers to: a path, or the name of a recipe or of a file in
-    ``base`` or
-    ``quickstart``.
+    ``base`` or ``quickstart``.
 
     Raises:
         ConfigError: the word looks like a name, and there is no such recipe.
@@ -134,8 +133,7 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
 def name_of(path: Path) -> str:
     """Return the name of a configuration: a recipe's name with its directory, or the file name without its
-    suffix. Names
-    may contain dots."""
+    suffix. Names may contain dots."""
     shipped = path.resolve()
     if shipped.is_relative_to(directory()):
         shipped = shipped.relative_to(directory())

@@ -1,8 +1,7 @@
 """Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
 
 ``README.md`` has tables of recipes, from their dry runs. ``KEYS.md`` has a table of keys for every section:
-keys
-from the TypedDicts that configurations are checked against, meanings and defaults from their fields.
+keys from the TypedDicts that configurations are checked against, meanings and defaults from their fields.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def updated(page: str, name: str, configs: Path) -> str:
 
 def recipe_table(configs: Path) -> Iterator[str]:
     """Yield the table's header and one row per recipe: its ranks, the size of its micro-batches, and the
-    memory of the
-    fullest rank."""
+    memory of the fullest rank."""
     yield (
         "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | "
         "fullest rank |"
@@ -111,8 +109,7 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 def ledger_table(configs: Path) -> Iterator[str]:
     """Yield the table's header and one row per recipe whose engine shares the policy's devices: the total GiB
-    on the
-    fullest device at each moment of a start."""
+    on the fullest device at each moment of a start."""
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -160,8 +157,7 @@ def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
 
 def search_keys(words: Sequence[str]) -> Iterator[str]:
     """Yield a paragraph for every key whose name, kind or meaning contains all of the words, ignoring case.
-    Keys of other
-    trainers follow.
+    Keys of other trainers follow.
 
     Args:
         words: words to search for; without any, all of megarl's keys are given.
@@ -244,8 +240,7 @@ def _value(config: Any, path: str) -> Any:
 
 def _example(size: int) -> dict[str, Any]:
     """Return a configuration with required keys only. Two examples of different sizes differ in every default
-    that
-    follows from another key."""
+    that follows from another key."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}

@@ -90,8 +90,7 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 
 def layout_table(layout: Layout) -> Table:
     """Return a table with each rank's pipeline, data, context and tensor index and its node. If there are
-    many ranks, it
-    shows the first and last ones."""
+    many ranks, it shows the first and last ones."""
     sizes = (
         f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
     )
@@ -125,8 +124,7 @@ def _shown(ranks: int) -> Iterable[int | None]:
 
 def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
     """Return a table of the batch arithmetic of a step, one quantity per line. ``answers_to`` names the
-    records that have
-    several responses or answers; None if they have one."""
+    records that have several responses or answers; None if they have one."""
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
@@ -187,8 +185,7 @@ def validation_table(config: RunConfig) -> Table:
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     """Return a table of a rank's memory, one column per pipeline stage. If there are many stages, it shows
-    the first,
-    second and last one. ``model`` is the section of a model other than the policy."""
+    the first, second and last one. ``model`` is the section of a model other than the policy."""
     # The embedding is in the first stage, the output layer in the last; those between are much alike.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
@@ -241,8 +238,7 @@ def surroundings_table(
 
 def ledger_table(moments: list[Moment], device_gib: float, *, shares: bool = True) -> Table:
     """Return a table of a run's moments and the free device memory at each, on a device that the engine
-    shares, or on
-    a training device and an engine's device."""
+    shares, or on a training device and an engine's device."""
     which = "a device that policy and engine share" if shares else "a device of training, or of an engine"
     table = Table(title=f"{which}, {device_gib:g} GiB (estimated)")
     for heading in ("moment", "policy", "engine", "transfer", "together", "free"):

@@ -91,8 +91,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
     """Turn two equally long lists of sections into mappings by index, so that a difference inside a section
-    can be named.
-    Other values are returned unchanged."""
+    can be named. Other values are returned unchanged."""
     both = (old, new)
     if all(
         isinstance(value, list)

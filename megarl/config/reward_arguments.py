@@ -1,8 +1,8 @@
 """Arguments of a user's reward function, which are determined by the names of its parameters.
 
 A function may be written for megarl, for verl's ``compute_score``, for TRL's ``reward_funcs`` or for
-verifiers' rubrics: the names of its parameters decide which values they get. Parameters for values of
-several responses (``completions``) get lists with one item, and the function returns a list with one item.
+verifiers' rubrics: the names of its parameters decide which values they get. Parameters for values of several
+responses (``completions``) get lists with one item, and the function returns a list with one item.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class Arguments:
     Attributes:
         positional, keywords: names of the parameters that get values, in order.
         takes_rest: the function has ``**kwargs``, which get the values that no parameter names: columns of
-            the
-            record, and the other arguments of the library that the function was written for.
+            the record, and the other arguments of the library that the function was written for.
         is_of_several: the function takes lists of responses and returns a list of numbers.
         takes_messages: in a conversation, the response is passed as a list of messages, as TRL and verifiers
             do.

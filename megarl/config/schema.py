@@ -1,6 +1,5 @@
 """Check a configuration against the TypedDicts: types, missing keys, unknown keys. The rules between keys are
-in
-``megarl.config.rules``."""
+in ``megarl.config.rules``."""
 
 from __future__ import annotations
 
@@ -163,8 +162,7 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
 
 def _steps(config: Any, fault: Any) -> Steps:
     """Return the parts of a validator's location, each with whether it is a step inside ``config``. Other
-    parts name a
-    member of a union."""
+    parts name a member of a union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
     for position, part in enumerate(fault["loc"]):
@@ -182,8 +180,7 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
     """Keep, for each union, only the faults of the member that was most likely meant: the one whose faults
-    are deepest,
-    and then the one with the fewest."""
+    are deepest, and then the one with the fewest."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
@@ -264,8 +261,7 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
     """Return the allowed dotted path that was most likely meant: a key with a similar name in the same
-    section, or else
-    one with the same name elsewhere."""
+    section, or else one with the same name elsewhere."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

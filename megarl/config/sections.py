@@ -163,8 +163,7 @@ class TensorboardConfig(TypedDict):
 
 class SamplesConfig(TypedDict):
     """Prompts and responses that a run writes for people to read, if its algorithm generates responses. They
-    are in
-    ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run directory."""
+    are in ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run directory."""
 
     enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
     num_train_samples: NotRequired[

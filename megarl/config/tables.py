@@ -17,9 +17,7 @@ def _read(name: str) -> Mapping[str, dict[str, Any]]:
 
 KNOWN_MODELS = _read("known_models.json")
 """Published sizes of popular models: the content of ``config.json`` by Hugging Face id, reduced to what the
-rules, the
-memory plan and the converters read. A dry run uses them before anything is downloaded."""
+rules, the memory plan and the converters read. A dry run uses them before anything is downloaded."""
 FOREIGN_KEYS: Mapping[str, Mapping[str, str]] = _read("other_trainers.json")
 """Dotted keys of each other trainer, or earlier megarl. Each maps to a megarl key with the same value, or to
-a
-sentence. ``{value}`` stands for the key's value, ``{algorithm}`` for the section of the run's algorithm."""
+a sentence. ``{value}`` stands for the key's value, ``{algorithm}`` for the section of the run's algorithm."""

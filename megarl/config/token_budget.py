@@ -22,8 +22,7 @@ AUTO = "auto"
 SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
 """Share of a device that a chosen budget may fill. The rest is for memory that the plan does not count, such
-as
-fragmentation. Assumed, not measured."""
+as fragmentation. Assumed, not measured."""
 # The first breaks no rule, as rules ask for a least budget alone.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
@@ -106,8 +105,7 @@ def _unknown(config: RunConfig) -> tuple[str, str] | None:
 
 def _tokens_of_step(config: RunConfig, layout: Layout) -> int:
     """Return the tokens of a rank in a step, divided by the number of pipeline stages. With fewer
-    micro-batches than
-    stages, stages would be idle."""
+    micro-batches than stages, stages would be idle."""
     plan = batch_plan(config, layout)
     stages = layout.pipeline if enabled_backend(config["policy"]) == "megatron" else 1
     return plan.global_batch_size * plan.sequence_length // (plan.data_parallel * stages)
@@ -115,8 +113,7 @@ def _tokens_of_step(config: RunConfig, layout: Layout) -> int:
 
 def _descending(least: int, most: int) -> Iterator[int]:
     """Yield budgets from the most tokens to the least, each a few percent below the previous one. A bisection
-    would
-    not work, because larger micro-batches may mean that fewer are in flight."""
+    would not work, because larger micro-batches may mean that fewer are in flight."""
     ratio = (most / least) ** (1 / _STEPS)
     found = {least + int(least * ratio**step - least) // _MULTIPLE * _MULTIPLE for step in range(_STEPS + 1)}
     yield from sorted(found, reverse=True)

@@ -1,6 +1,5 @@
 """All checks of a configuration in one call: schema, rules between keys, and the model on disk. Every
-violation is
-reported at once."""
+violation is reported at once."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
 
 def doubt_of_memory(config: RunConfig) -> str | None:
     """Return a warning that a checked run probably does not fit its devices, with changes that would make it
-    fit, or
-    None."""
+    fit, or None."""
 
     def is_valid(changed: RunConfig) -> bool:
         try:
@@ -119,8 +117,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         completed: the configuration with its defaults.
         found: schema violations of the configuration as given; they are reported.
         after: schema violations of the configuration with defaults: a value that follows from one of the
-            wrong type
-            has the wrong type too.
+            wrong type has the wrong type too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed[POLICY], faulty)
@@ -138,8 +135,7 @@ def facts_or_violations(
     policy: Any, faulty: set[str], path: str = POLICY
 ) -> tuple[ModelFacts | None, list[Violation]]:
     """Return the sizes of the model in a section, as far as they are known on this disk, and the violations
-    that the
-    model causes.
+    that the model causes.
 
     Args:
         policy: the section; may be any value.

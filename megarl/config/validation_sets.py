@@ -20,8 +20,7 @@ TOP_P: Final = "val_top_p"
 TOP_K: Final = "val_top_k"
 SAMPLING_KEYS: Final = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
 """Keys of a validation source that apply to its whole set. They default to those of the algorithm's section
-and of
-the generation section."""
+and of the generation section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ class _Members:
 
 def set_name(source: DataSource) -> str:
     """Return the name of a validation source's set: ``val_set``, or else the end of the source's name or
-    path, changed to
-    be valid in metric names."""
+    path, changed to be valid in metric names."""
     given = source.get("val_set")
     if given is not None:
         return str(given)

@@ -1,2 +1,2 @@
-"""The parity fuzzer: random models, layouts, batches and losses on real backends against one process of plain
-transformers."""
+"""The parity fuzzer: it compares random models, layouts, batches and losses on real backends with one process
+of plain transformers."""

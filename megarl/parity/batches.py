@@ -1,5 +1,5 @@
-"""The batch of a case: ragged lengths, masked tokens and samples, log-probabilities near the model's own; and
-how it is cut into calls."""
+"""The batch of a case, and its division into calls. A batch has ragged lengths, masked tokens and samples,
+and log-probabilities near the model's own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Batch = dict[str, Tensor]
 
 
 def token_batch(case: Case) -> Batch:
-    """``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S], ``sample_mask`` [B] of
-    all global batches."""
+    """Return ``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S] and
+    ``sample_mask`` [B] of all global batches."""
     # Each kind of random number has a seed of its own, so that a further kind changes no other.
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
@@ -41,9 +41,9 @@ def token_batch(case: Case) -> Batch:
 
 
 def responses_of_rows(case: Case) -> Tensor:
-    """[B] int64, the number of the response that each row is a segment of: consecutive rows of a global
-    batch, in each of which there is
-    one of several rows at least."""
+    """Return, for each row, the number of the response that it is a segment of, [B] int64. A response
+    consists of consecutive rows of one global batch. Each global batch of several rows has at least one
+    response of several rows."""
     generator = torch.Generator().manual_seed(case.seed + 6)
     found: list[int] = []
     for _ in range(case.steps):
@@ -76,14 +76,14 @@ def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
-    """Return the batch with what the case's loss reads.
+    """Return the batch with the columns that the case's loss reads.
 
     Args:
         case: names the loss.
-        batch: of ``token_batch``.
-        logprobs: [B, S] of the model as it is before training, column 0 and padding 0; of one that scores its
-            values. Previous, generation and reference log-probabilities are sampled around them, so that some
-            ratios are clipped and others are not.
+        batch: result of ``token_batch``.
+        logprobs: the model's log-probabilities [B, S] before training, 0 in column 0 and in padding; its
+            values if the model scores. Previous, generation and reference log-probabilities are sampled near
+            them, so that some ratios are clipped and others are not.
     """
     if case.loss_kind in ("nll", "rm"):
         return batch
@@ -131,8 +131,8 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
 
 
 def _teacher(case: Case, generator: torch.Generator) -> Tensor:
-    """[B, S, V] the log-probabilities of a teacher: at half of the positions flat, at the others 0.99 to
-    0.9999 of one token, as those of large models mostly are."""
+    """Return a teacher's log-probabilities [B, S, V]. Half of the positions are flat; at the others one token
+    has a probability of 0.99 to 0.9999, as is common for large models."""
     flat = torch.randn(case.total_rows, case.length, case.vocab, generator=generator)
     others = 10 ** -(2 + 2 * torch.rand(case.total_rows, case.length, 1, generator=generator))
     is_sharp = torch.rand(others.shape, generator=generator) < 0.5
@@ -153,14 +153,15 @@ REWARDS = (
     "values",
     "teacher_logprobs",
 )
-"""Columns of which advantages are made: [B] the reward, its parts, whether an answer has one (some that are
-not trained on do), the number of the prompt, and whether an answer was truncated; [B, S] what a critic says
-at each token, and the log-probabilities of a teacher."""
+"""Columns that advantages are computed from. Of shape [B]: the reward, its parts, whether a response has one
+(also true of some that are not trained on), the number of the prompt, and whether the response was truncated.
+Of shape [B, S]: a critic's values, and the log-probabilities of a teacher."""
 ANSWERS_A_PROMPT = 3
 
 
 def _with_rewards(case: Case, signals: Batch) -> Batch:
-    """Return rewards of answers to prompts, and the advantages that the reference makes of them."""
+    """Return the batch with rewards of responses to prompts, and with the advantages that the reference
+    computes from them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
     # Parts of different sizes: to normalise each of them is not to normalise their sum.
@@ -184,7 +185,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
 
 
 def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]) -> ShardedBatch:
-    """Return the rows whose log-probabilities are asked for, dealt to the data-parallel ranks."""
+    """Return the rows whose log-probabilities are requested, sharded over the data-parallel ranks."""
     keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
     asked: BatchedDataDict[Any] = BatchedDataDict({key: batch[key][: case.logprob_rows] for key in keys})
     return shard_batch(asked, config, case.dp, phase="logprob")

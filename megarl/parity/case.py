@@ -1,8 +1,8 @@
-"""A case: one comparison, and the line of text that stands for it.
+"""A case: one comparison, and the line of text that represents it.
 
-A case is flat: every field is a number, a name or a yes-or-no, and its default is the simplest value there
-is. Sizes that have to divide others are stored as factors (heads = ``kv`` x ``group``), so that most fields
-can be changed one at a time.
+A case is flat: every field is a number, a name or a boolean, and its default is the simplest possible value.
+Sizes that have to divide others are stored as factors (heads = ``kv`` x ``group``), so that most fields can
+be changed one at a time.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from megarl.parity.options import Numbers, numbers_of, split
 BACKENDS = ("megatron", "dtensor", "fsdp1")
 DENSE = ("llama", "qwen2", "qwen3", "mistral")
 OF_MEGATRON = ("ministral", "seed_oss", "qwen3_5_text")
-"""Dense families that the Megatron backend alone is compared with."""
+"""Dense families that only the Megatron backend is compared on."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 CLASS_IN_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
-"""Families that transformers knows by another name alone."""
+"""Name that transformers uses for a family, if it does not know the family by its own name."""
 GROUPED = (*LATENT, "glm4_moe", "dots1")
-"""Families with DeepSeek's mixture: groups of experts, shared experts, a dense first layer where there are
-several; routers compute in
-float32."""
+"""Families with DeepSeek's mixture: groups of experts, shared experts, and a dense first layer if there are
+several layers. Their routers compute in float32."""
 SPARSE = ("mixtral", "qwen3_moe", "qwen2_moe", *GROUPED, "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families with gated delta nets in the place of attention, in the first layer and every second one after
-it."""
+"""Families with gated delta nets instead of attention in the first layer and every second one after it."""
 HEAD_NORMS = ("qwen3", "qwen3_moe", "dots1", *HYBRID)
 """Families that normalise queries and keys by head."""
 WINDOWED = ("mistral", "mixtral", "ministral", "dots1", "gpt_oss")
-"""Families with a sliding window; the last three have it in some layers."""
+"""Families with a sliding window; the last three have it only in some layers."""
 ROPES = ("default", "linear", "llama3", "yarn")
 BATCHINGS = ("fixed", "dynamic", "packed")
 MASKS = ("none", "some", "rank", "all")
@@ -54,8 +52,9 @@ MODEL_CLASSES = ("gpt", "hybrid")
 # 1e-7; a larger factor shows in the next gradient.
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
-"""With it, a number whose gradient is nothing but rounding errors moves by the learning rate, this way or
-that: what such a case may be apart is measured (``megarl.parity.noise``)."""
+"""Adam's epsilon in recipes. With it, a weight whose gradient consists only of rounding errors moves by the
+learning rate in either direction, so the allowed errors of such a case are measured
+(``megarl.parity.noise``)."""
 SCORING = ("rm", "value")
 """Losses of models that score: Bradley-Terry, and the value loss."""
 PAIRED = ("dpo", "rm")
@@ -67,83 +66,82 @@ class Case:
     """One comparison.
 
     Attributes:
-        backend: which worker.
-        seed: of weights and batches.
+        backend: backend of the worker.
+        seed: seed of weights and batches.
         family: ``model_type`` of the model.
-        tied: the output layer is the embedding.
+        tied: whether the output layer shares the embedding's weight.
         rope: kind of rotary position scaling.
         layers: transformer layers.
         kv: key-value heads.
-        group: query heads a key-value head.
-        head: width of a head, even; with latent attention of the part of it that is not rotated.
-        width: hidden size is ``width`` a query head.
+        group: query heads per key-value head.
+        head: width of a head, even; with latent attention, of the part of it that is not rotated.
+        width: hidden size per query head.
         ffn: width of the gated MLP.
-        vocab: vocabulary, tokens.
-        window: sliding window of the attention, tokens; 0 for none.
-        experts: experts a layer, sparse families only.
-        topk: experts a token.
-        expert: width of an expert, where the family has one of its own; shared experts are as wide, or twice.
-        dispatcher: how tokens get to their experts.
+        vocab: vocabulary size, in tokens.
+        window: sliding window of the attention, in tokens; 0 for none.
+        experts: experts per layer, sparse families only.
+        topk: experts per token.
+        expert: width of an expert, if the family has a separate one; shared experts are as wide, or twice.
+        dispatcher: how tokens are sent to their experts.
         balance: load-balancing loss of the routers: ``none``, ``aux`` over the global batch, ``seq`` over
             each sequence.
-        zloss: z-loss of the routers.
-        freeze: routers are not trained.
-        router: type that routers compute in; ``model`` for that of the model.
+        zloss: whether routers have a z-loss.
+        freeze: whether routers are frozen.
+        router: dtype that routers compute in; ``model`` for that of the model.
         tp, pp, cp, dp: ranks that share a layer, the layers, a sequence, the batch.
         sp: sequence parallel.
         first, last: layers of the first and the last pipeline stage; 0 divides evenly.
-        vpp: model chunks a pipeline stage.
-        layout: which layers each model chunk holds, in Megatron-Core's notation; empty for what the other
-            fields say.
-        comm: how context-parallel ranks get at the keys and values of the others.
-        plan: which tensor-parallel plan DTensor gets: its own, or one of ``megarl.parity.settings``.
+        vpp: model chunks per pipeline stage.
+        layout: the layers of each model chunk, in Megatron-Core's notation; empty if the other fields decide.
+        comm: how context-parallel ranks exchange keys and values.
+        plan: tensor-parallel plan of DTensor: its built-in one, or one of ``megarl.parity.settings``.
         ep, etp: ranks that share the experts, and one expert.
         batching: how rows become micro-batches.
-        mbs: rows a micro-batch.
-        micro: ``mbs`` x ``micro`` rows of a global batch are one data-parallel rank's.
+        mbs: rows per micro-batch.
+        micro: each data-parallel rank has ``mbs`` x ``micro`` rows of a global batch.
         room: tokens that a micro-batch may hold beyond one longest sequence (dynamic, packed).
         round: lengths are rounded up to a multiple of it (dynamic).
         packer: the packing algorithm; empty for the default.
-        length: S, columns of the batch.
-        pad: rows are padded to this multiple of what the layout needs.
-        rows: rows whose log-probabilities are asked for; 0 for all.
-        lpbs: rows a micro-batch for log-probabilities.
+        length: S, the columns of the batch.
+        pad: rows are padded to this multiple of the length that the layout needs.
+        rows: rows whose log-probabilities are requested; 0 for all.
+        lpbs: rows per micro-batch for log-probabilities.
         masked: which samples are masked out: none, some, all of one data-parallel rank, all.
-        segments: rows of one response at most, which share its advantage; 1 for a response a row.
-        together: all global batches in one ``train()`` call.
-        evaluate: evaluate first; it must report the loss of the first step and change nothing.
-        reference: keep a reference policy; afterwards its log-probabilities must be those from before
-            training.
+        segments: largest number of rows per response, which share its advantage; 1 if each row is a response.
+        together: pass all global batches to one ``train()`` call.
+        evaluate: evaluate first; this must report the loss of the first step and change nothing.
+        reference: keep a reference policy; after training its log-probabilities must equal those from before.
         loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value`` with options
-            (``megarl.parity.options``), as ``pg+kl:0.02``; with the last two the model scores, and values are
-            compared where otherwise log-probabilities are.
-        advantages: of a policy gradient: ``given``, or made by that estimator, with options likewise; returns
-            of a value loss alike.
+            (``megarl.parity.options``), such as ``pg+kl:0.02``. With the last two the model scores, and
+            values are compared instead of log-probabilities.
+        advantages: advantages of a policy gradient, and returns of a value loss: ``given``, or the name of an
+            estimator with options.
         temperature: the sampling temperature.
         keep: tokens that top-k keeps; 0 for all.
         nucleus: top-p; 1 for all.
         optimizer: ``adam`` or ``sgd``.
-        eps: what Adam adds to the root of the second moment. Recipes have 1e-8; what a larger one does to
-            rounding errors is said at ``MILD_EPSILON``.
+        eps: Adam's epsilon, added to the root of the second moment. Recipes have 1e-8; ``MILD_EPSILON``
+            documents the effect of a larger one on rounding errors.
         lr: the largest learning rate.
         clip: largest gradient norm; 0 for no clipping.
-        warmup: the learning rate grows over the first calls.
-        schedule: how it falls after that.
+        warmup: whether the learning rate grows over the first calls.
+        schedule: how the learning rate falls after warm-up.
         decay: how the weight decay grows (Megatron).
         steps: optimizer steps.
-        precision: type of the weights and activations in the model.
-        wide: gradients are summed up in float32 (Megatron); the torch backends always do.
+        precision: dtype of the weights and activations in the model.
+        wide: accumulate gradients in float32 (Megatron); the torch backends always do.
         recompute: recompute activations in the backward pass.
         distopt: the distributed optimizer (Megatron).
-        overlap: reductions overlap with the backward pass (Megatron).
-        bucket: parameters a reduction, with overlap (Megatron); 0 for Megatron's choice.
-        offload: parameters in host memory between uses (torch backends).
+        overlap: overlap reductions with the backward pass (Megatron).
+        bucket: parameters per reduction, with overlap (Megatron); 0 for Megatron's choice.
+        offload: keep parameters in host memory between uses (torch backends).
         lora: rank of adapters that are trained instead of the weights; 0 for none.
-        stacks: the stacks of experts have adapters too (sparse families).
-        outer: embedding and output layer have adapters too, where they are two matrices.
-        paths: ``fast``, or ``plain`` without what ``megarl.parity.paths`` lists.
-        chunk: positions whose logits are there at a time; 0 for all of a micro-batch.
-        model_class: ``hybrid`` for Megatron-Core's HybridModel, of whose layers two are one layer.
+        stacks: whether the stacks of experts have adapters too (sparse families).
+        outer: whether embedding and output layer have adapters too; they must be two matrices.
+        paths: ``fast``, or ``plain`` without the fast paths that ``megarl.parity.paths`` lists.
+        chunk: positions whose logits are computed at a time; 0 for all of a micro-batch.
+        model_class: ``hybrid`` for Megatron-Core's HybridModel, which counts each layer of the case as two
+            layers.
     """
 
     backend: str = "megatron"
@@ -224,20 +222,20 @@ class Case:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Distribution that the tokens count as sampled from."""
+        """Settings of the distribution that the tokens count as sampled from."""
         return SamplingSettings(temperature=self.temperature, top_k=self.keep or None, top_p=self.nucleus)
 
     @property
     def filters(self) -> bool:
-        """True if top-k or top-p leave tokens out."""
+        """True if top-k or top-p filters out tokens."""
         return not self.sampling.keeps_all(self.vocab)
 
     @property
     def has_measured_bounds(self) -> bool:
-        """True if bounds of errors have to be measured, because nobody can predict how far rounding leads: in
-        16 bit; where Adam divides by gradients that are all rounding; in IPO's square, whose gradient has a
-        margin as a factor from which a constant of its size is taken away; and in distillation, whose
-        gradient sums up differences between two distributions that cancel."""
+        """True if error bounds must be measured, because the effect of rounding cannot be predicted. This
+        holds in 16 bit; where Adam divides by gradients that consist of rounding errors; in IPO's square,
+        whose gradient has as a factor the margin less a constant of similar size; and in distillation, whose
+        gradient sums differences between two distributions that cancel."""
         divides_by_rounding = self.optimizer == "adam" and self.eps < MILD_EPSILON
         return (
             self.precision != "float32"
@@ -248,12 +246,12 @@ class Case:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv * self.group
 
     @property
@@ -263,7 +261,7 @@ class Case:
 
     @property
     def global_batch(self) -> int:
-        """Rows of an optimizer step over all data-parallel ranks."""
+        """Rows of an optimizer step, over all data-parallel ranks."""
         return self.mbs * self.micro * self.dp
 
     @property
@@ -273,12 +271,12 @@ class Case:
 
     @property
     def logprob_rows(self) -> int:
-        """Rows whose log-probabilities are asked for."""
+        """Number of rows whose log-probabilities are requested."""
         return min(self.rows or self.total_rows, self.total_rows)
 
     @property
     def share(self) -> int:
-        """Number that sequence lengths have to be a multiple of in this layout."""
+        """Number that sequence lengths must be a multiple of in this layout."""
         return sequence_share(self.tp, self.cp, self.sp)
 
     @property
@@ -289,68 +287,69 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """True if the fast paths are taken."""
+        """True if the fast paths are used."""
         return self.paths == "fast"
 
     @property
     def half(self) -> bool:
-        """The model computes in 16 bit."""
+        """True if the model computes in 16 bit."""
         return self.precision != "float32"
 
     @property
     def loss_kind(self) -> str:
-        """``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value``."""
+        """Kind of the loss: ``nll``, ``pg``, ``dpo``, ``distill``, ``rm`` or ``value``."""
         return self.loss.split("+")[0]
 
     @property
     def scores(self) -> bool:
-        """True if the model scores."""
+        """True if the model scores instead of predicting tokens."""
         return self.loss_kind in SCORING
 
     @property
     def likeliest(self) -> int:
-        """Most likely tokens that a policy is asked for, and that a teacher gives; 0 where there is no
+        """Number of most likely tokens that a policy is asked for, and that a teacher gives; 0 without a
         teacher."""
         return min(int(self.loss_number("topk") or 0), self.vocab) if self.loss_kind == "distill" else 0
 
     @property
     def loss_options(self) -> frozenset[str]:
-        """Return what stands behind the kind of loss, without numbers."""
+        """Names of the loss's options, without their numbers."""
         return frozenset(split(self.loss)[1])
 
     def loss_numbers(self, option: str) -> Numbers:
-        """Return the numbers of an option of the loss, also where the loss does not have the option: those
-        that it then has."""
+        """Return the numbers of an option of the loss, or the option's default numbers if the loss does not
+        name any."""
         return numbers_of(self.loss, option)
 
     def loss_number(self, option: str) -> float | None:
-        """Return the only one of these; None is no bound."""
+        """Return the number of an option of the loss that has a single one; None is no bound."""
         (number,) = self.loss_numbers(option)
         return number
 
     @property
     def advantages_kind(self) -> str:
-        """``given``, or the estimator that makes the advantages."""
+        """Kind of advantages: ``given``, or the name of the estimator that computes them."""
         return self.advantages.split("+")[0]
 
     @property
     def advantages_options(self) -> frozenset[str]:
-        """Return what stands behind the estimator, without numbers."""
+        """Names of the estimator's options, without their numbers."""
         return frozenset(split(self.advantages)[1])
 
     @property
     def compares_answers(self) -> bool:
-        """True if an advantage depends on the rewards of other answers to the same prompt."""
+        """True if an advantage depends on the rewards of other responses to the same prompt."""
         return self.advantages_kind in ("grpo", "rloo", "gdpo", "reinforce-baseline")
 
     @property
     def takes_divergence_from_rewards(self) -> bool:
-        """True if the rewards that advantages are made of have lost the divergence from the reference
-        policy."""
+        """True if the divergence from the reference policy is subtracted from the rewards before advantages
+        are computed."""
         return self.loss_kind == "pg" and "in-reward" in self.loss_options
 
     def __str__(self) -> str:
-        """Return the line that ``parse`` reads: ``key=value`` of every field that is not at its default."""
+        """Return the line that ``parse`` reads: backend, seed, and ``key=value`` of every other field that is
+        not at its default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
         # The first two, backend and seed, are always written.
         for field in dataclasses.fields(self)[2:]:
@@ -430,14 +429,14 @@ _FOREIGN: dict[str, tuple[str, ...]] = {
 
 
 def fields_without_use(owner: str) -> tuple[str, ...]:
-    """Return the fields that a backend, a family, a way of batching, an optimizer, paths or a kind of loss,
-    given by its name, has no use for."""
+    """Return the fields that have no effect with ``owner``, the name of a backend, family, kind of batching,
+    optimizer, kind of paths or loss."""
     return _FOREIGN.get(owner, ())
 
 
 def idle_fields(case: Case) -> dict[str, str]:
-    """Return fields that stand away from their defaults although the case has no use for them, and what has
-    none."""
+    """Return the fields that differ from their defaults although they have no effect in this case, each with
+    the setting that has no use for it."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
     owners = {name: getattr(case, name) for name in ("backend", "family", "batching", "optimizer", "paths")}
     owners["loss"] = case.loss_kind

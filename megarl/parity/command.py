@@ -1,5 +1,5 @@
-"""The command ``megarl parity``: many random cases, one given case, or the proof that planted faults are
-caught."""
+"""The command ``megarl parity``: it runs many random cases or one given case, or proves that planted faults
+are caught."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Options:
     """The command line of ``megarl parity``.
 
     Attributes:
-        cases: random cases to run.
-        seed: of the random cases.
-        backends: which workers; empty for all that the rules accept.
-        max_world: most ranks.
-        case: a line that stands for one case; it alone is run.
-        mutate: name of a fault to plant in the workers; with ``prove`` also a kind of quantity or a module,
-            for all faults of it.
-        prove: plant every fault, or those that ``mutate`` names, and fail when one is not caught.
+        cases: number of random cases to run.
+        seed: seed of the random cases.
+        backends: backends of the workers; empty for all that the rules accept.
+        max_world: largest number of ranks.
+        case: a line that represents one case, which is then the only one that runs.
+        mutate: name of a fault to plant in the workers; with ``prove``, also a kind of quantity or a module,
+            which selects all of its faults.
+        prove: plant every fault, or those that ``mutate`` selects, and fail if one is not caught.
         json: file for the results.
         only: words that every random case has, and every case of a proof in addition to its own.
-        job_seconds: how long the workers of a case may take.
+        job_seconds: time limit for the workers of a case.
     """
 
     cases: int = 100
@@ -66,10 +66,10 @@ class Results:
 
     Attributes:
         failures: a dictionary for each failing case: ``case``, ``smallest``, ``mismatches``.
-        late: lines of the cases whose workers gave no answer in time.
-        worst: the largest error of each kind of quantity, in float32, in float32 with a small epsilon and in
-            16 bit, and the case that had it.
-        coverage: of the cases that passed.
+        late: lines of the cases whose workers did not reply in time.
+        worst: the largest error of each kind of quantity, with its case: in float32, in float32 with a small
+            epsilon, and in 16 bit.
+        coverage: coverage of the cases that passed.
     """
 
     passed: int = 0
@@ -95,8 +95,8 @@ def _with_measured_bounds(case: Case) -> str:
 
 
 def run(options: Options, console: Console | None = None) -> int:
-    """Do what the command line asks. Returns the exit code: 0 when all agrees (or, proving, all is caught), 1
-    otherwise.
+    """Run the command line, and return the exit code: 0 if everything agrees (with ``prove``, if every fault
+    is caught), otherwise 1.
 
     Raises:
         ConfigError: the case or the mutation cannot be used.
@@ -128,10 +128,10 @@ def run(options: Options, console: Console | None = None) -> int:
 
 
 def _faults(options: Options) -> Mapping[str, Fault]:
-    """Return the faults that a command line asks for.
+    """Return the faults that the command line selects.
 
     Raises:
-        ConfigError: there is no such fault, or several are asked for where one case can have one.
+        ConfigError: there is no such fault, or several are selected although a case can have only one.
     """
     if options.mutate is None:
         return known_faults(options.seed) if options.prove else {}
@@ -190,7 +190,8 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
 def _failure(
     runner: CaseRunner, outcome: CaseOutcome, fault: Fault | None, options: Options, progress: ProgressConsole
 ) -> dict[str, Any]:
-    """Say what failed, find the smallest case that fails as well, and say how to see it."""
+    """Print what failed, shrink the case to the smallest one that still fails, and print how to reproduce it.
+    Return the record of the failure."""
     progress.say(f"FAILED {outcome.case}", "bold red")
     for line in outcome.summary():
         progress.say(f"  {line}", "")

@@ -1,10 +1,10 @@
-"""Comparison of what ranks measured with the reference.
+"""Comparison of the ranks' measurements with the reference.
 
-Bounds are relative: one number in float32, in 16 bit those that ``megarl.parity.noise`` measures. What a
-number is relative to: a log-probability to itself or 1; a loss or a metric to what its rows contribute,
-because terms that cancel leave no better sum, or to what such an error of the log-probabilities makes of it
-(``Expected.scales``); a weight to the norm of its tensor; a gradient norm to itself, or to the size of terms
-that cancel in it (``Expected.norm_scales``).
+Bounds are relative: one number in float32; in 16 bit, numbers that ``megarl.parity.noise`` measures. Each
+error is relative to a scale. For a log-probability this is its own size or 1. For a loss or a metric it is
+the sum of its rows' contributions, because terms that cancel leave no better sum, or the effect of such an
+error of the log-probabilities (``Expected.scales``). For a weight it is the norm of its tensor. For a
+gradient norm it is the norm itself, or the size of terms that cancel in it (``Expected.norm_scales``).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megarl.parity.reference import Expected
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The distance of one quantity from what it should be.
+    """The difference of one quantity from its expected value.
 
     Attributes:
         what: the quantity, for example ``step 1 grad_norm``.
         kind: its class, for summaries: ``logprobs``, ``loss``, ``metric``, ``grad_norm``, ``weights``.
-        error: relative error; infinite where a number is missing or not one.
+        error: relative error; infinite if a number is missing or NaN.
         bound: the largest error that passes.
-        found, expected: the numbers, in words.
+        found, expected: the numbers, as text.
     """
 
     what: str
@@ -70,15 +70,15 @@ def compare(
     expected: Expected,
     bounds: Bounds,
 ) -> list[Difference]:
-    """Return every quantity of a case, measured against the reference.
+    """Return the differences of all quantities of a case from the reference.
 
     Args:
         case: the case.
         config: its policy configuration.
         batch: its whole batch.
-        shares: of all ranks.
-        logprobs: [B, S] of the reference before training.
-        expected: what the reference got by training.
+        shares: measurements of all ranks.
+        logprobs: log-probabilities [B, S] of the reference before training.
+        expected: results of training the reference.
         bounds: the largest errors that pass.
     """
     by_data_rank = [next(share for share in shares if share.data_rank == rank) for rank in range(case.dp)]
@@ -124,7 +124,7 @@ def _number(
 
 
 def _repeated(rank: int, share: Share) -> Difference:
-    """The reference policy's turn leaves the policy as it was."""
+    """Check that computing the reference policy's log-probabilities leaves the policy unchanged."""
     told = "the same" if share.repeated else "others"
     what = f"rank {rank} log-probabilities after those of the reference policy"
     return Difference(
@@ -141,9 +141,9 @@ def _likeliest(
     distributions: Tensor,
     bounds: Bounds,
 ) -> Iterator[Difference]:
-    """Yield the most likely tokens: their log-probabilities are the largest there are, and those of the
-    tokens that are reported with them. Of two that are equal to rounding either may come first, but neither
-    twice."""
+    """Yield the differences of the most likely tokens. Their log-probabilities must be the largest, and must
+    be those of the tokens that are reported with them. Tokens that are equal within rounding may be in either
+    order, but no token may be reported twice."""
     logits, tokens = (
         dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices")
     )
@@ -177,8 +177,8 @@ def _likeliest(
 def _restored(
     what: str, dealt: ShardedBatch, parts: Sequence[Tensor], expected: Tensor, bounds: Bounds, note: str = ""
 ) -> list[Difference]:
-    """Return what the data-parallel ranks gave for their rows, in the order of the batch: the worst token,
-    and all of them."""
+    """Return the differences of the log-probabilities of all data-parallel ranks, in the order of the batch:
+    that of the worst token, and the root mean square."""
     given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
     if given != asked:
         return [
@@ -201,7 +201,7 @@ def _restored(
 
 
 def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Difference:
-    """Return the worst of all tokens."""
+    """Return the difference of the worst token."""
     if found.shape != expected.shape:
         return Difference(
             what, "logprobs", math.inf, bound, f"shape {list(found.shape)}", f"shape {list(expected.shape)}"
@@ -242,8 +242,8 @@ def _losses(answer: Mapping[str, object]) -> list[float]:
 def _call(
     case: Case, call: int, answers: Sequence[Mapping[str, object]], expected: Expected, bounds: Bounds
 ) -> list[Difference]:
-    """Return one ``train()`` call: its losses and gradient norms, and all metrics reduced as the driver
-    reduces them."""
+    """Return the differences of one ``train()`` call: its losses, its gradient norms, and all metrics,
+    reduced as the driver reduces them."""
     metrics: dict[str, list[float]] = {}
     for answer in answers:
         reported = answer["all_mb_metrics"]
@@ -296,14 +296,14 @@ def _call(
 
 
 def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> list[float]:
-    """Return the gradient norms that the first replica reported; one for each global batch."""
+    """Return the gradient norms that the first replica reported, one per global batch."""
     reported = metrics.get("grad_norm", [])[: len(norms)]
     return [*reported, *[math.nan] * (len(norms) - len(reported))]
 
 
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
-    """Check that ranks that hold the same rows reply the same, and all report the same loss, in whatever
-    precision the model computes."""
+    """Check, in every precision, that ranks with the same rows reply the same, and that all ranks report the
+    same loss."""
     # Reversed, so that the first rank of each data rank is the one that stays.
     first = {share.data_rank: share for share in reversed(shares)}
     found = []

@@ -20,7 +20,7 @@ from megarl.parity.pool import WorkerPool
 
 @contextmanager
 def megatron_logprobs(family_files: Sequence[Path]) -> Iterator[Callable[[Path, Tensor], Tensor]]:
-    """A function that computes with one worker process on a CPU; see ``logprobs_by``."""
+    """Yield the function of ``logprobs_by``, with one worker process on a CPU."""
     with WorkerPool() as pool:
         yield logprobs_by(pool, family_files)
 
@@ -33,7 +33,7 @@ def logprobs_by(
 
     Args:
         pool: runs the worker.
-        family_files: the last one defines the family (``converters.family_file``).
+        family_files: family files; the last one defines the family (``converters.family_file``).
         **megatron: further keys of ``megatron_cfg``.
     """
 

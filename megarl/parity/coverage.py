@@ -1,4 +1,4 @@
-"""Coverage: the features of a run's cases, and how often each passed on each backend."""
+"""Coverage: the features of a run's cases, and how often each feature passed on each backend."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _ADVANTAGE_OPTION_NAMES = {
 
 
 def _table(case: Case) -> dict[str, bool]:
-    """Return every feature in the order of the table, and whether a case has it."""
+    """Return every feature in the order of the table, with whether the case has it."""
     loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
     # where a token goes to all experts, all are in balance whatever the routers do
     balanced = case.balance if case.topk < case.experts else "none"
@@ -177,12 +177,12 @@ def _column(backend: str, half: bool) -> str:
 
 
 COLUMNS = tuple(_column(backend, half) for half in (False, True) for backend in BACKENDS)
-"""The columns of the table: every backend in float32, then every backend in bfloat16 and float16."""
+"""The columns of the table: every backend in float32, then every backend in 16 bit."""
 
 
 class Coverage:
-    """Counts features, and pairs of features, of cases that passed, by backend, and of each backend those in
-    16 bit apart."""
+    """Counts of features, and of pairs of features, in cases that passed, by backend and by float32 or 16
+    bit."""
 
     def __init__(self) -> None:
         self._single: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
@@ -197,8 +197,8 @@ class Coverage:
         self._pairs[column].update(f"{one} + {other}" for one, other in combinations(found, 2))
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
-        """``features`` and ``pairs``, each by column of the table, with counts; the feature ``all`` is that
-        of every case."""
+        """Return ``features`` and ``pairs``, each with counts by column of the table. The feature ``all``
+        counts every case."""
         features: dict[str, dict[str, int]] = {}
         pairs: dict[str, dict[str, int]] = {}
         for column in self._used():
@@ -213,7 +213,7 @@ class Coverage:
         return [column for column in COLUMNS if self._cases[column]]
 
     def show(self, console: Console) -> None:
-        """A table of features by backend and precision; a dash where no case had one."""
+        """Print a table of features by backend and precision, with a dash if no case had the feature."""
         used = self._used()
         table = Table(title="passed cases that had a feature")
         table.add_column("feature")

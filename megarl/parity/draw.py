@@ -1,5 +1,5 @@
-"""Random cases. Everything is sampled freely; the rules of configurations say what is possible, so a feature
-joins in when they let it."""
+"""Random cases. Every field is sampled freely and the rules of configurations decide what is possible, so a
+new feature is included as soon as the rules allow it."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ PACKERS = (
 )
 ATTEMPTS = 2000
 PATIENCE = 100
-"""Attempts at a case of one backend and kind of model; many layouts are refused for a mixture, and it should
-not be the rarer for that."""
+"""Attempts at a case with one backend and kind of model. Many layouts are refused for mixtures, and this
+keeps mixtures from becoming rarer."""
 SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE, STACKED_SHARE = 0.45, 0.3, 0.25, 0.5, 0.6
 OUTER_SHARE = 0.4
 # small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
-"""Learning rates in 16 bit: smaller steps would vanish in the rounding of the weights."""
+"""Learning rates in 16 bit; smaller steps would vanish in the rounding of the weights."""
 AXES: Mapping[str, Sequence[str]] = {
     "megatron": ("tp", "pp", "cp", "dp"),
     "dtensor": ("tp", "cp", "dp"),
@@ -90,17 +90,16 @@ AXES: Mapping[str, Sequence[str]] = {
 
 
 class Drawer:
-    """Draws cases that the rules of configurations accept.
+    """A sampler of cases that the rules of configurations accept.
 
     Args:
-        shelf: where the configs of sampled models are written, for the rules to read.
-        backends: which workers.
-        max_world: most ranks.
-        fixed: fields that every case has; of ``loss`` and ``advantages`` the kind, and options that it has at
-            least.
+        shelf: stores the configs of sampled models, which the rules read.
+        backends: backends of the workers.
+        max_world: largest number of ranks.
+        fixed: fields that every case has; for ``loss`` and ``advantages``, the kind and the least options.
 
     Attributes:
-        refusals: how often each configuration key was the reason to draw again, with the last reason.
+        refusals: how often each configuration key was the reason to sample again.
     """
 
     def __init__(
@@ -118,10 +117,10 @@ class Drawer:
         self._reasons: dict[str, str] = {}
 
     def draw(self, seed: int, number: int) -> Case:
-        """Return the ``number``-th case of ``seed``; the same whatever was sampled before.
+        """Return the ``number``-th case of ``seed``, which does not depend on earlier calls.
 
         Raises:
-            ConfigError: the rules refuse everything that is asked for.
+            ConfigError: the rules refuse every sampled case.
         """
         generator = random.Random(f"{seed}/{number}")
         for attempt in range(ATTEMPTS):
@@ -168,7 +167,7 @@ class Drawer:
 
 
 def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str, Any]:
-    """Return ranks by prime factors, each factor on a random axis."""
+    """Return a random layout: each prime factor of the number of ranks goes to a random axis."""
     world = generator.choice([world for world in WORLDS if world <= max_world])
     sizes = dict.fromkeys(AXES[backend], 1)
     for prime in (2, 3):
@@ -186,7 +185,7 @@ def _layout(generator: random.Random, backend: str, max_world: int) -> dict[str,
 
 
 def _model(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes that tensor parallelism divides and that are all different."""
+    """Return the model's sizes: tensor parallelism divides them, and they differ from one another."""
     family, tensor = fields["family"], fields.get("tp", 1)
     kv = tensor * generator.choice((1, 1, 2))
     group = generator.choice([group for group in (1, 2, 3, 3, 5) if kv * group <= max(12, kv)])
@@ -239,8 +238,8 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
 
 
 def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers, and how pipeline stages share them: evenly, in chunks, with more or fewer in the first and the
-    last, or as written."""
+    """Return the number of layers and their division among pipeline stages: evenly, in chunks, with more or
+    fewer in the first and the last stage, or as a written layout."""
     pipeline = fields.get("pp", 1)
     if pipeline == 1:
         return {"layers": generator.choice((1, 3, 3, 5))}
@@ -263,8 +262,8 @@ def _stages(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
-    """Return a written layout of one or two chunks a stage, each with any number of layers, none perhaps next
-    to the embedding or the output."""
+    """Return a written layout of one or two chunks per stage. Each chunk has one or two layers; the chunks
+    with the embedding and the output may have none."""
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
@@ -346,12 +345,12 @@ def _batch(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapters where the rules let them be, by a generator of its own and after all else, so that no case is
-    sampled again for their sake.
+    """Return adapters if the rules allow them. They have their own generator and are sampled after everything
+    else, so that they never cause a case to be sampled again.
 
-    A written layout may have a stage without a layer, of which nothing would be trained. With Adam's small
-    epsilon, a gradient that cancels to rounding errors (of a key that is the only one seen) moves a number of
-    a factor, and that a whole row of the weight.
+    A written layout may have a stage without layers, where nothing would be trained. With Adam's small
+    epsilon, a gradient that cancels to rounding errors (that of a key that is the only one seen) moves a
+    number of a factor, and thereby a whole row of the weight.
     """
     possible = (
         fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON
@@ -368,8 +367,8 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Segments where advantages are given and a global batch has several rows, by a generator of its own,
-    like adapters."""
+    """Return the number of segments, above 1 only if advantages are given and a global batch has several
+    rows. It has its own generator, like adapters."""
     rows = fields["mbs"] * fields["micro"] * fields.get("dp", 1)
     possible = (
         fields["loss"].split("+")[0] == "pg" and fields["advantages"].split("+")[0] == "given" and rows > 1
@@ -378,13 +377,15 @@ def _segments(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _model_class(generator: random.Random, backend: str) -> dict[str, Any]:
-    """Either class of Megatron-Core's where it has both, by a generator of its own, like adapters."""
+    """Return one of Megatron-Core's model classes, if both are available. It has its own generator, like
+    adapters."""
     possible = backend == "megatron" and absent_model_class() is None
     return {"model_class": generator.choice(MODEL_CLASSES) if possible else MODEL_CLASSES[0]}
 
 
 def _paths(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drawn behind the other fields, so that those are what a seed gave before there was a choice."""
+    """Return the kind of paths, sampled after all other fields, so that each seed keeps its fields from
+    before this choice existed."""
     paths = fields.get("paths") or generator.choice(("fast", "fast", *PATHS))
     chunked = paths == "fast" and generator.random() < 0.4
     return {"paths": paths, "chunk": generator.randint(1, 2 * fields["length"]) if chunked else 0}

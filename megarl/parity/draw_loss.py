@@ -1,7 +1,7 @@
-"""Random losses, and random estimators of the advantages that they read: every option in the company that it
-has a meaning in.
+"""Random losses, and random estimators of their advantages, with every option in combinations where it has an
+effect.
 
-What the rules of configurations refuse, and what would do nothing, is not sampled: cases that are refused
+Options that the rules of configurations refuse, or that would have no effect, are not sampled: such cases
 would only be sampled again.
 """
 
@@ -12,7 +12,7 @@ import random
 from megarl.parity.options import ADVANTAGES, LOSSES, ONE_OF, Numbers, Options, joined, split, word_of
 
 KINDS = {"pg": 0.5, "nll": 0.1, "dpo": 0.14, "rm": 0.06, "value": 0.09, "distill": 0.11}
-"""How often each kind of loss is sampled."""
+"""Probability of each kind of loss."""
 GIVEN_SHARE, WISHED_SHARE = 0.4, 0.75
 TRIES = 200
 _SHARES = {
@@ -58,8 +58,8 @@ _APART = (
     ("raw", "sample"),
 )
 OF_TOKENS = ("given", "gae", "teacher")
-"""Where the tokens of an answer have advantages of their own; with ``in-reward`` those of REINFORCE++
-have."""
+"""Kinds of advantages that differ between the tokens of a response; with ``in-reward`` those of REINFORCE++
+do too."""
 _WITH_REWARDS_OF_TOKENS = ("grpo", "rloo", "reinforce", "reinforce-baseline", "gae")
 
 
@@ -69,9 +69,9 @@ def draw_loss(
     """Return the fields ``loss`` and ``advantages`` of a case.
 
     Args:
-        generator: of the random choices.
-        loss: kind of loss and options that it has at least; None for any.
-        advantages: the same of the estimator.
+        generator: source of the random choices.
+        loss: kind of loss and the options that it has at least; None for any.
+        advantages: the same for the estimator.
     """
     needed = loss if loss is not None else generator.choices(list(KINDS), list(KINDS.values()))[0]
     kind, given = split(needed)
@@ -87,7 +87,7 @@ def draw_loss(
 
 
 def _wished(generator: random.Random, known: Options) -> list[str]:
-    """Mostly one option, so that those come too which others exclude or say nothing without."""
+    """Return mostly one option, so that options are also sampled that others exclude or that need others."""
     return [generator.choice(list(known))] if known and generator.random() < WISHED_SHARE else []
 
 
@@ -99,7 +99,7 @@ def _estimator(generator: random.Random, kind: str, drawn: str) -> str:
 
 
 def _with_options(generator: random.Random, needed: str, known: Options) -> str:
-    """Return the needed options with further ones and those they depend on, in the order of the table."""
+    """Return the needed options plus randomly sampled ones and their dependencies, in the table's order."""
     kind, given = split(needed)
     names = {*given, *(name for name in known if generator.random() < _SHARES.get(name, _SHARE))}
     # an option of something that is not there is sampled in vain, unless it is needed
@@ -130,7 +130,7 @@ def _numbers(generator: random.Random, name: str, listed: tuple[Numbers, ...]) -
 
 
 def _has_a_meaning(loss: str, advantages: str) -> bool:
-    """Return whether no two options exclude each other, and each does something."""
+    """Return whether no options exclude each other, and each has an effect."""
     (kind, options), (estimator, of_estimator) = split(loss), split(advantages)
     names = {*options, *of_estimator}
     if any(len(names & set(apart)) > 1 for apart in _APART):

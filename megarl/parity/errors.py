@@ -1,5 +1,5 @@
-"""Relative errors: a log-probability's to itself or 1, a number's to itself or the size of its terms, a
-weight's to its tensor."""
+"""Relative errors: of a log-probability to its own size or 1, of a number to its own size or that of its
+terms, of a weight to its tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BOUND = 1e-5
-"""Largest relative error in float32, and elsewhere of what rounding does not touch."""
+"""Largest relative error in float32, and in other precisions of quantities that rounding does not affect."""
 
 # exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the
 # sum of the terms at most
@@ -17,8 +17,8 @@ ROUNDING = 4 * 2.0**-24
 
 
 def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
-    """``|found - expected|`` by the larger of ``|expected|`` and ``scale``; 0 for equal numbers, also
-    infinities, infinite for what is no number."""
+    """Return ``|found - expected|`` divided by the larger of ``|expected|`` and ``scale``. The result is 0
+    for equal numbers, including infinities, and infinite for NaN."""
     if found == expected:
         return 0.0
     size = max(abs(expected), scale)
@@ -28,8 +28,8 @@ def relative_error(found: float, expected: float, scale: float = 0.0) -> float:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the error of every log-probability, in their shape; where ``expected`` is exactly 0 (column 0,
-    padding) nothing else will do."""
+    """Return the error of every log-probability, in their shape. Where ``expected`` is exactly 0 (column 0,
+    padding), any other value has an infinite error."""
     error = (found - expected).abs() / expected.abs().clamp(min=1.0)
     return torch.where((expected == 0) & (found != 0), math.inf, error).nan_to_num(
         nan=math.inf, posinf=math.inf
@@ -37,12 +37,12 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def tensor_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference by that of ``expected``; infinite for what is no number and for
-    anything but 0 where 0 is expected."""
+    """Return the norm of the difference divided by that of ``expected``; infinite for NaN, and for any
+    non-zero tensor if 0 is expected."""
     difference, size = float((found.float() - expected.float()).norm()), float(expected.float().norm())
     return difference / size if math.isfinite(difference) and size else math.inf if difference else 0.0
 
 
 def root_mean_square(errors: Tensor) -> float:
-    """Root mean square of all numbers; 0 where there are none."""
+    """Return the root mean square of all numbers; 0 if there are none."""
     return float(errors.double().square().mean().sqrt()) if errors.numel() else 0.0

@@ -1,13 +1,13 @@
-"""Planted faults: a changed text of the trainer each, with the cases of ``megarl parity`` that have to show
-it.
+"""Planted faults: changes of the trainer's source text, each with the cases of ``megarl parity`` that must
+detect it.
 
-A fault is planted without writing a file: its module is compiled with the changed text, and for as long as a
-case runs, the functions that differ have their new code. Whoever imported such a function before has the
+A fault is planted without writing a file. Its module is compiled with the changed text, and while a case
+runs, the functions that differ have their new code. Modules that imported such a function earlier have the
 fault too.
 
-The table here has a fault or two for each kind of quantity that is compared, and for each family of losses:
-enough to see that the comparison detects faults. A checkout has many more in ``tests/mutations``; where they
-are there, they are known here as well.
+This table has one or two faults for each kind of quantity that is compared, and for each family of losses:
+enough to see that the comparison detects faults. A checkout has many more in ``tests/mutations``, which are
+then available here as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from megarl.errors import ConfigError
 
 MUTATIONS = Path(__file__).parents[2] / "tests" / "mutations" / "__init__.py"
-"""In a checkout: what makes its faults."""
+"""File of a checkout that creates its faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,12 @@ class Fault:
 
     Attributes:
         module: dotted name of the module that is changed.
-        old: a text that the source of the module has once, within a function.
-        new: the text in its place.
-        cases: lines of cases. Each runs on the backend that it names, or on all that have what it asks for.
-        kind: the kind of quantity that must be out of bounds in each of these runs; empty where any kind will
-            do, in any of them.
+        old: a text that the module's source contains exactly once, within a function.
+        new: the text that replaces it.
+        cases: lines of cases. Each runs on the backend that it names, or on all backends that have the
+            features it names.
+        kind: the kind of quantity that must be out of bounds in each of these runs; if empty, any kind in any
+            of the runs is enough.
     """
 
     module: str
@@ -50,10 +51,10 @@ class Fault:
 
 @contextlib.contextmanager
 def planted(fault: Fault | None) -> Iterator[None]:
-    """Plant a fault in this process for the time of a block; None is no fault.
+    """Plant a fault in this process while the block runs; None plants no fault.
 
     Raises:
-        ConfigError: the text is not there once, or is in no function.
+        ConfigError: the module does not contain the text exactly once, or no function contains it.
     """
     if fault is None:
         yield
@@ -80,7 +81,7 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
     """Return the functions that a fault changes, each with its new code.
 
     Raises:
-        ConfigError: the text is not there once, or is in no function.
+        ConfigError: the module does not contain the text exactly once, or no function contains it.
     """
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:
@@ -113,8 +114,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
 
 
 def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """Yield the functions of a compiled module or class, by qualified name; functions within them are part of
-    their code."""
+    """Yield the functions of a compiled module or class, by qualified name; nested functions are part of the
+    code of their outer function."""
     for constant in code.co_consts:
         if (
             isinstance(constant, CodeType)
@@ -127,7 +128,7 @@ def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
 
 
 def _without_lines(code: CodeType) -> CodeType:
-    """Return the code without line numbers, which a longer text moves in the functions behind it."""
+    """Return the code without line numbers, because a longer text shifts those of the functions after it."""
     constants = (
         _without_lines(constant) if isinstance(constant, CodeType) else constant
         for constant in code.co_consts
@@ -404,14 +405,14 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         for name, (module, old, new, *cases) in rows.items()
     }
 )
-"""The faults that are shipped, by name."""
+"""The faults that are shipped with the package, by name."""
 
 
 def known_faults(seed: int = 0) -> Mapping[str, Fault]:
-    """Return all faults by name: those here and, in a checkout, those of its ``tests/mutations``.
+    """Return all faults by name: the shipped ones and, in a checkout, those of its ``tests/mutations``.
 
     Args:
-        seed: of the sample that ``tests/mutations`` draws of its mutants.
+        seed: seed of the sample of mutants that ``tests/mutations`` draws.
     """
     if not MUTATIONS.is_file():
         return FAULTS
@@ -425,10 +426,10 @@ def known_faults(seed: int = 0) -> Mapping[str, Fault]:
 
 
 def faults_named(name: str, seed: int = 0) -> dict[str, Fault]:
-    """Return the fault of a name, or those whose kind or module has that name.
+    """Return the fault of that name, or all faults whose kind or module has that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such fault.
     """
     known = known_faults(seed)
     found = {each: fault for each, fault in known.items() if name in (each, fault.kind, fault.module)}

@@ -41,16 +41,16 @@ class Share:
 
     Attributes:
         data_rank: its data-parallel rank.
-        logprobs: [rows here, S] before training.
+        logprobs: [rows of this rank, S] before training.
         logprobs_after: the same after training.
-        under_mask: those that ``skip_masked`` gave, before and after training; empty on plain paths.
-        repeated: whether log-probabilities were the same to the bit when they were asked for again, the
-            reference policy's in between.
+        under_mask: log-probabilities with ``skip_masked``, before and after training; empty on plain paths.
+        repeated: whether log-probabilities were identical to the bit when computed again after the reference
+            policy's.
         reference_logprobs: those of the reference policy, before and after training; empty without one.
-        likeliest: what ``get_topk_logits`` gave, on fast paths with ``skip_masked``, before and after
-            training; empty where the case asks for none.
-        evaluation: what ``train(eval_mode=True)`` answered; None where it was not asked.
-        calls: what each ``train()`` answered.
+        likeliest: results of ``get_topk_logits``, on fast paths with ``skip_masked``, before and after
+            training; empty if the case does not request them.
+        evaluation: result of ``train(eval_mode=True)``; None if it was not called.
+        calls: result of each ``train()``.
         weights: full tensors by Hugging Face name.
     """
 
@@ -69,13 +69,13 @@ class Share:
 def measure(
     case: Case, config: PolicyConfig, batch: Mapping[str, Tensor], fault: Fault | None = None
 ) -> Share:
-    """Build the case's worker on this rank and make it do everything that is compared.
+    """Build the case's worker on this rank, and run and return everything that is compared.
 
     Args:
         case: the case.
         config: its policy configuration, checked and filled in.
         batch: the whole batch.
-        fault: planted while it does; None for none.
+        fault: fault that is planted meanwhile; None for none.
     """
     with planted(fault), taken(case), _worker(case, config) as worker:
         return _measure(worker, case, config, batch)
@@ -94,8 +94,8 @@ def _worker(case: Case, config: PolicyConfig) -> Iterator[Any]:
 
 
 def with_signals_made(case: Case, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The batch of a case with what a driver makes of its rewards, call by call, in the place of what the
-    reference has made."""
+    """Return the batch of a case with the signals that a driver computes from its rewards, call by call,
+    instead of those of the reference."""
     if case.advantages_kind == "given":
         return batch
     made = [_made(case, data) for data in calls_of(case, batch)]
@@ -115,7 +115,7 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _algorithm(case: Case) -> Any:
-    """Return the algorithm without its models: as far as it makes advantages."""
+    """Return the algorithm without its models, which is enough to compute advantages."""
     kind, options = case.advantages_kind, case.advantages_options
     classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
     # Not by its __init__, which wants models; what is read of it is set below.
@@ -173,8 +173,8 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     likeliest: list[Mapping[str, Tensor]] = []
 
     def score() -> tuple[Tensor, bool]:
-        """Log-probabilities, and whether they are the same again after the reference policy's; of a model
-        that scores its values."""
+        """Return the log-probabilities, or the values of a model that scores, and whether they are identical
+        after computing the reference policy's."""
         worker.prepare_for_lp_inference()
         if case.scores:
             return worker.get_values(data=asked)["values"], True

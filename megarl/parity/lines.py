@@ -1,4 +1,4 @@
-"""Reads the line of text that stands for a case."""
+"""Parser of the line of text that represents a case."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _WITH_OPTIONS = {"loss": LOSSES, "advantages": ADVANTAGES}
 
 
 class CaseError(ConfigError):
-    """A line that is no case. The message names the word."""
+    """A line is not a valid case. The message names the wrong word."""
 
 
 def parse(line: str) -> Case:
-    """Return the case that a line stands for; fields that are not named have their defaults.
+    """Return the case that a line represents; fields that it does not name have their defaults.
 
     Raises:
-        CaseError: a word is not ``key=value``, its key is unknown or its value out of bounds. The message
+        CaseError: a word is not ``key=value``, its key is unknown or its value is out of bounds. The message
             names the word.
     """
     fields = {field.name: field for field in dataclasses.fields(Case)}
@@ -67,7 +67,7 @@ def words_of(line: str) -> dict[str, Any]:
     """Return the fields that a line names, with their values.
 
     Raises:
-        CaseError: as ``parse``.
+        CaseError: as in ``parse``.
     """
     case = parse(line)
     return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}

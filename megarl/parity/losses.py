@@ -24,7 +24,7 @@ QUIET_SQUARE = 2.0**-10
 
 
 def loss_weight(case: Case) -> float:
-    """Return the factor of every loss of the case."""
+    """Return the factor that multiplies every loss of the case."""
     if case.precision != "float16":
         return 1.0
     return QUIET_SQUARE if "ipo" in case.loss_options else QUIET
@@ -39,7 +39,7 @@ def make_loss(case: Case) -> Any:
 
 
 class _Weighted:
-    """A loss that counts ``weight`` times."""
+    """A loss multiplied by ``weight``."""
 
     def __init__(self, loss_fn: Any, weight: float) -> None:
         self._loss_fn = loss_fn
@@ -69,7 +69,7 @@ def _loss(case: Case) -> Any:
 
 
 def preference_settings(case: Case) -> DPOLossConfig:
-    """Return the settings of a loss of preferences that a case names."""
+    """Return the settings of the case's preference loss."""
     options = case.loss_options
     return {
         "reference_policy_kl_penalty": _number(case, "beta"),
@@ -82,7 +82,7 @@ def preference_settings(case: Case) -> DPOLossConfig:
 
 
 def distillation_settings(case: Case) -> DistillationLossConfig:
-    """Return the settings of a divergence from a teacher that a case names."""
+    """Return the settings of the case's divergence from a teacher."""
     options = case.loss_options
     return {
         "kl_type": "forward" if "forward" in options else "mixed" if "mixed" in options else "reverse",
@@ -92,11 +92,11 @@ def distillation_settings(case: Case) -> DistillationLossConfig:
 
 
 TRUNCATIONS = {"tis": "tis", "icepop": "icepop", "seq-mask": "seq-mask-tis"}
-"""Type by the option of a case."""
+"""Type of truncation, by the option of a case."""
 
 
 def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
-    """Return the lower and the upper bound of importance weights; None where there is none."""
+    """Return the lower and the upper bound of importance weights; None for no bound."""
     for option in TRUNCATIONS.keys() & case.loss_options:
         *low, high = case.loss_numbers(option)
         return (low[0] if low else None), high
@@ -104,7 +104,7 @@ def _bounds_of_weights(case: Case) -> tuple[float | None, float | None]:
 
 
 def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
-    """Return the settings of a clipped policy gradient that a case names."""
+    """Return the settings of the case's clipped policy gradient."""
     options = case.loss_options
     kind = next((TRUNCATIONS[option] for option in TRUNCATIONS if option in options), None)
     low, high = _bounds_of_weights(case)
@@ -145,5 +145,5 @@ def _number(case: Case, option: str) -> float:
 
 
 def rows_together(loss_fn: Any) -> int:
-    """Consecutive rows that a loss needs in one micro-batch."""
+    """Return the number of consecutive rows that a loss needs in one micro-batch."""
     return int(getattr(loss_fn, "rows_together", 1))

@@ -18,7 +18,7 @@ transformers_logging.disable_progress_bar()
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTED = (*_LATENT, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Ends of the names of linear layers that have adapters; those of experts are in stacks."""
+"""Suffixes of the names of linear layers that have adapters; the linear layers of experts are in stacks."""
 OUTPUT, INPUT, INNER = 1.5, 4.0, 0.5
 _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "experts", "topk", "expert")
 _SCALINGS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def model_config(case: Case) -> Any:
 
 
 def _mixture(case: Case) -> dict[str, Any]:
-    """Return experts and routing."""
+    """Return the settings of experts and routing."""
     if case.family in GROUPED:
         return _grouped_mixture(case)
     if case.family in ("mixtral", "gpt_oss"):
@@ -90,7 +90,8 @@ def _mixture(case: Case) -> dict[str, Any]:
 
 
 def _grouped_mixture(case: Case) -> dict[str, Any]:
-    """DeepSeek's: two groups of which a token takes one, where that leaves it enough experts."""
+    """Return the settings of DeepSeek's mixture. There are two groups, and a token uses one of them if that
+    has enough experts."""
     groups = 2 if case.experts % 2 == 0 and case.experts >= 4 else 1
     taken = 1 if case.topk <= case.experts // groups else groups
     dense = min(1, case.layers - 1)
@@ -118,7 +119,8 @@ def _grouped_mixture(case: Case) -> dict[str, Any]:
 
 
 def _window(case: Case) -> dict[str, Any]:
-    """Return the window of all layers, or of every second one, the first without."""
+    """Return the sliding-window settings of all layers, or of every second layer, starting with the
+    second."""
     if case.family in ("mistral", "mixtral"):
         return {"sliding_window": case.window or None}
     if case.family not in ("ministral", "dots1", "gpt_oss"):
@@ -131,7 +133,7 @@ def _window(case: Case) -> dict[str, Any]:
 
 
 def _attention(case: Case) -> dict[str, Any]:
-    """Return the settings that are particular to the attention of a family."""
+    """Return the attention settings that are specific to the family."""
     if case.family in LATENT:
         # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and
         # values
@@ -172,7 +174,7 @@ def _attention(case: Case) -> dict[str, Any]:
 
 
 def _hybrid(case: Case) -> dict[str, Any]:
-    """Gated delta nets of widths of their own, with as many heads as attention."""
+    """Return the settings of gated delta nets, which have their own widths and as many heads as attention."""
     if case.family not in HYBRID:
         return {}
     return {
@@ -192,10 +194,10 @@ def _hybrid(case: Case) -> dict[str, Any]:
 
 
 class ModelShelf:
-    """The directories of models, made when they are first asked for.
+    """The directories of models, created when they are first requested.
 
     Args:
-        root: an existing directory; the models are left there.
+        root: an existing directory; the models stay there.
     """
 
     def __init__(self, root: Path) -> None:
@@ -223,7 +225,7 @@ class ModelShelf:
 
 
 def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
-    """Save random factors of the size at which their product is a part of each weight that shows."""
+    """Save random adapter factors, large enough for their product to be a visible part of each weight."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -260,8 +262,8 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
 
 
 def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the factors of all stacks of experts, by PEFT's names: the module around the first of two stacks
-    is inside that of the second."""
+    """Return the factors of all stacks of experts, by PEFT's names. PEFT nests the wrapper of the first of
+    two stacks inside that of the second."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -285,7 +287,8 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
 
 
 def _save_config(case: Case, config: Any, directory: Path) -> None:
-    """Save the config, in the form in which a family is published that transformers knows by another name."""
+    """Save the config. A family that transformers knows by another name gets the config in its published
+    form."""
     config.save_pretrained(directory)
     if case.family in CLASS_IN_TRANSFORMERS:
         file = directory / "config.json"
@@ -312,8 +315,8 @@ def _name(case: Case) -> str:
 
 
 def _random_model(case: Case) -> Any:
-    """Return weights without structure, norms and biases among them, so that none can be forgotten and no two
-    be exchanged unseen."""
+    """Return a model with unstructured random weights, including norms and biases, so that a forgotten weight
+    or two exchanged weights are detected."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     # The grouped matrix product wants rows of a multiple of 16 bytes, which these widths are not.
@@ -335,9 +338,9 @@ def _random_model(case: Case) -> Any:
 
 
 def _spread(name: str, case: Case) -> float:
-    """Times one over the root of the inputs, the size of a matrix's numbers. At every width, activations are
-    of order one, probabilities neither flat nor sharp, and the gradient changes slowly enough with the
-    weights for float32 to follow."""
+    """Return the factor on 1 / sqrt(inputs) that gives the standard deviation of a matrix. At every width,
+    activations are of order one, probabilities are neither flat nor sharp, and the gradient changes slowly
+    enough with the weights for float32 to follow."""
     if "lm_head" in name or "score" in name or ("embed_tokens" in name and case.tied and not case.scores):
         return OUTPUT
     return INPUT if "embed_tokens" in name else INNER

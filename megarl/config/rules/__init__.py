@@ -1,7 +1,6 @@
-"""All rules of a configuration: the bounds that stand at the fields, and the rules between keys, in one
-table.
+"""All rules of a configuration: the bounds declared at the fields, and one table of the rules between keys.
 
-Pure functions of a configuration; no torch, no ray, no files.
+The rules are pure functions of a configuration: no torch, no Ray, no files.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megarl.key import Key, fields_of, keys_of, section_types
 
 @cache
 def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
-    """The keys with bounds of a section and of those below it, by dotted path."""
+    """Return the bounded keys of a section and its subsections, by dotted path."""
     found: dict[str, Key] = {}
     for name, annotation in keys_of(section).items():
         full = f"{path}.{name}" if path else name
@@ -51,7 +50,7 @@ def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
 
 
 def values_in_range(view: View) -> Iterator[Violation]:
-    """Every number is within its bounds."""
+    """Require that every number is within its bounds."""
     for path, key in bounded_keys(run_type(view.get("algorithm"))).items():
         value, bounds = view.get(path), key.bounds
         if value is not None and bounds is not None and not bounds.holds(value):
@@ -86,14 +85,13 @@ def check(
     faulty: Collection[str] = (),
     facts_of_models: Mapping[str, ModelFacts | None] | None = None,
 ) -> list[Violation]:
-    """Every broken rule between keys.
+    """Return all violations of the rules between keys.
 
     Args:
-        config: plain containers, defaults filled in; keys that are absent only silence the rules that need
-            them.
+        config: plain containers with defaults filled in. A rule that needs an absent key does not apply.
         facts: sizes of the model, for the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
-        facts_of_models: the same sizes of the models beside the policy, by the dotted path of their sections.
+        facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
     """
     found = _broken((NOT_YET_RULES, RULES), View(config, faulty, facts))
     # what a section has from the policy is reported there alone
@@ -115,7 +113,8 @@ def check(
 
 
 def _broken(tables: tuple[tuple[Rule, ...], tuple[Rule, ...]], view: View) -> list[Violation]:
-    """The violations of two tables of rules; of a key that the first refuses, the second says nothing."""
+    """Return the violations of two tables of rules. The second table reports nothing for keys that the first
+    refuses."""
     refused = list(apply_rules(tables[0], view))
     refused_keys = {violation.key for violation in refused}
     return refused + [

@@ -17,7 +17,8 @@ def _require_adapters(view: View) -> None:
 
 
 def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
-    """FSDP1 holds flat pieces, and other layers than ours have no place for an adapter."""
+    """Refuse adapters with FSDP1, whose parameters are flattened, and with layers that do not support
+    adapters."""
     _require_adapters(view)
     backend = backend_of(view)
     if backend == "fsdp1":
@@ -41,8 +42,8 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
 
 
 def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
-    """An adapter of a stack is a sum of weights in PEFT, which leaves no place for dropout; without a mixture
-    there are no stacks."""
+    """Refuse dropout for adapters of expert stacks, because PEFT applies them as a sum of weights; and refuse
+    such adapters for a model without experts."""
     _require_adapters(view)
     key = f"{PEFT}.target_parameters"
     view.require(bool(view[key]))
@@ -59,7 +60,7 @@ def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
 
 
 def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
-    """Adapters compute as the layers that they stand beside."""
+    """Require that adapters compute in the dtype of their layers."""
     _require_adapters(view)
     key = f"{PEFT}.lora_dtype"
     if view[key] not in (None, view["policy.precision"]):
@@ -68,7 +69,7 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
 
 
 def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
-    """A model that no step trains has nothing beside its weights, but for what is merged into them."""
+    """Refuse adapters on a model that is not trained; it can only have an adapter merged into its weights."""
     _require_adapters(view)
     # ``model_view`` takes the algorithm out of the view of a model that no step trains.
     if view.get("algorithm") is None:
@@ -80,8 +81,8 @@ def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
 
 
 def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
-    """Trained adapters stand beside the weights in the model's files, and a score layer is no language
-    model's."""
+    """Refuse a merged adapter together with trained ones, which apply to the weights in the model's files;
+    and refuse it for a scoring model."""
     key = "policy.merged_adapter"
     view.require(view.get(key) is not None)
     if view.get(f"{PEFT}.enabled", False):

@@ -1,4 +1,4 @@
-"""Rules on which backend runs the policy, and on what each backend can do."""
+"""Rules on the backend of the policy, and on the features of each backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HAND_WRITTEN_PLANS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def backend_of(view: View) -> str:
-    """The backend a policy runs on: ``megatron``, ``dtensor`` or, with neither enabled, ``fsdp1``."""
+    """Return the backend of the policy: ``megatron`` or ``dtensor`` if enabled, otherwise ``fsdp1``."""
     # Raises where there is no policy, so that no rule on its backend applies.
     view["policy"]
     if view.get(f"{MEGATRON}.enabled", False):
@@ -23,7 +23,7 @@ def backend_of(view: View) -> str:
 
 
 def torch_optimizer_given(view: View) -> Iterator[Violation]:
-    """The torch backends train with the optimizer that the configuration names."""
+    """Require ``policy.optimizer`` if a torch backend trains."""
     view.require(backend_of(view) != "megatron" and view.has("algorithm"))
     if view["policy.optimizer"] is None:
         fix = "write {name: torch.optim.AdamW, kwargs: {lr: ...}}"
@@ -31,8 +31,7 @@ def torch_optimizer_given(view: View) -> Iterator[Violation]:
 
 
 def converter_is_the_model_s(view: View) -> Iterator[Violation]:
-    """The weights are converted by the rules of the model's own family; a name may be written down, but only
-    the right one."""
+    """Require that ``converter_type`` names the model's own family, whose rules convert the weights."""
     view.require(backend_of(view) == "megatron")
     key, family = f"{MEGATRON}.converter_type", view.facts.family
     named = view[key].lower().removesuffix("forcausallm").replace("_", "")
@@ -46,7 +45,8 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
 
 
 def recomputed_parts(view: View) -> Iterator[Violation]:
-    """Parts of layers that are recomputed are named, and the model has them."""
+    """Require that selective recomputation names at least one part of a layer, and only parts that the model
+    has."""
     view.require(backend_of(view) == "megatron")
     key = f"{MEGATRON}.recompute_modules"
     view.require(view[f"{MEGATRON}.recompute_granularity"] == "selective")
@@ -65,7 +65,8 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
 
 
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
-    """Context parallelism of the DTensor backend excludes some other features."""
+    """Refuse context parallelism of the DTensor backend for models with attention that it does not
+    support."""
     view.require(backend_of(view) == "dtensor")
     key = f"{DTENSOR}.context_parallel_size"
     view.require(view[key] > 1)
@@ -79,7 +80,7 @@ def dtensor_context_parallel(view: View) -> Iterator[Violation]:
 
 
 def dtensor_plan(view: View) -> Iterator[Violation]:
-    """Sequence parallelism needs a plan that was written for it."""
+    """Require a plan that was written for sequence parallelism if the DTensor backend uses it."""
     view.require(
         backend_of(view) == "dtensor"
         and view[f"{DTENSOR}.sequence_parallel"]

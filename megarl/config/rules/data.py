@@ -1,4 +1,4 @@
-"""Rules on the sources of data: where they are, which fields they have, and how they are mixed."""
+"""Rules on data sources: their locations, their fields, and how they are mixed."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def _sources(view: View) -> Iterator[tuple[str, ValidationSource]]:
 
 
 def _of_set(view: View, key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """The sources of training or validation; none where a value has the wrong type, of which more would only
-    follow."""
+    """Yield the sources of training or validation. Yield none if a single source has a value of the wrong
+    type, because further violations would only follow from that."""
     value = view.get(f"data.{key}")
     if not isinstance(value, Mapping) or all(view.has(f"data.{key}.{name}") for name in value):
         yield from sources_of({key: value}, key)
 
 
 def one_source(view: View) -> Iterator[Violation]:
-    """Records come from a file or from a named data set."""
+    """Require that records come either from a file or directory or from a named data set."""
     for section, source in _sources(view):
         path, name = source.get("path"), source.get("name")
         if path is not None and name is not None and set_module(source) is None:
@@ -75,7 +75,7 @@ def one_source(view: View) -> Iterator[Violation]:
 
 
 def fields_are_named(view: View) -> Iterator[Violation]:
-    """The keys of a source's fields go together, and can be read."""
+    """Require that a source's field keys are compatible, and that their syntax is valid."""
     pairs = view.compares_answers
     for section, source in _sources(view):
         messages = source.get("messages_key") is not None
@@ -114,7 +114,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
 
 
 def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
-    """A source of pairs names nothing that is not of a pair."""
+    """Refuse field keys that a source of preference pairs cannot have."""
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
             bound = (
@@ -124,7 +124,7 @@ def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
 
 
 def pairs_have_a_reader(view: View) -> Iterator[Violation]:
-    """A source names two answers only where an algorithm compares them."""
+    """Refuse keys for chosen and rejected answers if the algorithm does not compare answers."""
     view.require(view.has("algorithm") and not view.compares_answers)
     for section, source in _sources(view):
         for key in PAIR_KEYS:
@@ -136,8 +136,8 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
-    """Weights are given for all sources of the training data or for none; a list is not empty; numbers are
-    within their bounds."""
+    """Require weights for all training sources or for none, a source in each list, and numbers within their
+    bounds."""
     for key in _SETS:
         sources = view.get(f"data.{key}")
         if not isinstance(sources, list):
@@ -171,7 +171,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
 
 
 def environments_are_there(view: View) -> Iterator[Violation]:
-    """The environment that a source names is a section of the run's environments."""
+    """Require that the environment of each source is one of the run's environments."""
     env = view.get("env")
     names = (
         # `options` is a section too: the keys of a single environment of the user's own.
@@ -192,8 +192,8 @@ def environments_are_there(view: View) -> Iterator[Violation]:
 
 
 def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
-    """Each validation set of a run that generates has a name of its own, and its sources agree on how answers
-    are sampled."""
+    """Require that each validation set of a run that generates has its own name, and that its sources agree
+    on sampling."""
     view.require(view.algorithm.GENERATES)
     sets: dict[str, dict[str, ValidationSource]] = {}
     for section, source in _of_set(view, "validation"):
@@ -222,7 +222,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
 
 
 def several_answers_differ(view: View) -> Iterator[Violation]:
-    """Several answers to a prompt of a validation are sampled: greedy ones would all be the same."""
+    """Refuse several greedy responses to a validation prompt, because they would all be the same."""
     view.require(view.algorithm.GENERATES)
     shared = {
         GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}",
@@ -240,7 +240,8 @@ def several_answers_differ(view: View) -> Iterator[Violation]:
 
 
 def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
-    """A validation that only scores given answers, as that of SFT or DPO, has one set and samples nothing."""
+    """Refuse named sets and sampling keys in a validation that only scores given answers, as that of SFT or
+    DPO."""
     view.require(not view.algorithm.GENERATES)
     bound = f"the validation of {view['algorithm']} scores the answers of the data, all together"
     for section, source in _of_set(view, "validation"):

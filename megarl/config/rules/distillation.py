@@ -1,4 +1,4 @@
-"""Rules on distillation: who teaches what, and what each way of learning reads."""
+"""Rules on distillation: teachers, their sources, and the settings that each mode reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAMPLING = {"top_p": 1.0, "top_k": None}
 
 
 def teachers_of(view: View) -> dict[str, str]:
-    """Paths of the sections of the teachers, by name. The rule does not apply where the algorithm has
-    none."""
+    """Return the dotted path of each teacher's section, by the teacher's name. The calling rule does not
+    apply if the algorithm has no teachers."""
     view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys())
     view.require(not view.has_faults(TEACHER) and not view.has_faults(TEACHERS))
     if view.get(TEACHER) is not None:
@@ -28,7 +28,7 @@ def teachers_of(view: View) -> dict[str, str]:
 
 
 def somebody_teaches(view: View) -> Iterator[Violation]:
-    """There is one teacher, or there are teachers by name."""
+    """Require either a single teacher or named teachers."""
     paths, algorithm = teachers_of(view), view["algorithm"]
     if view.get(TEACHER) is not None and view.get(TEACHERS) is not None:
         yield Violation(
@@ -51,7 +51,7 @@ def somebody_teaches(view: View) -> Iterator[Violation]:
 
 
 def sources_have_teachers(view: View) -> Iterator[Violation]:
-    """Each source of the training data has one of several teachers, and each of them has a source."""
+    """Require that each training source has one of several teachers, and that each teacher has a source."""
     names = list(teachers_of(view))
     view.require((view.get(TEACHER) is None and bool(names)) or view.get(OF_SOURCE) is not None)
     chosen = view[OF_SOURCE]
@@ -97,8 +97,8 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
 
 
 def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
-    """Probabilities of teacher and policy are compared at one temperature, and of all tokens: one that
-    sampling leaves out has none."""
+    """Require the same temperature for the probabilities of teacher and policy, and sampling from all tokens.
+    A token that sampling excludes has no probability to compare."""
     paths = teachers_of(view)
     generation = f"{POLICY}.generation"
     for key, default in _SAMPLING.items():
@@ -129,7 +129,7 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
 
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
-    """There is a loss of the way of learning, and it can teach something."""
+    """Require a loss for the distillation mode, with settings that leave a gradient."""
     # For what it requires: the rule is about algorithms that have teachers.
     teachers_of(view)
     view.require(not view.has_faults(SECTION))
@@ -150,7 +150,7 @@ def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
 
 
 def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
-    """The most likely tokens are some of the vocabulary."""
+    """Require that the number of most likely tokens is at most the size of the vocabulary."""
     teachers_of(view)
     view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size

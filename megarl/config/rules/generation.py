@@ -22,7 +22,7 @@ BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
 def generation_fits_backend(view: View) -> Iterator[Violation]:
-    """An engine inside the policy generates with that policy's backend."""
+    """Require that a policy that generates itself names its own backend for generation."""
     key = f"{GENERATION}.backend"
     engine = view[key]
     wanted = BACKENDS.get(engine)
@@ -38,7 +38,8 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
 
 
 def engine_is_known(view: View) -> Iterator[Violation]:
-    """The responses come from the policy itself, a built-in engine, or one at an import path."""
+    """Require that the generation backend is the policy itself, a built-in engine, or one at an
+    import path."""
     view.require(is_engine(view[GENERATION]))
     try:
         engine_kind(view[f"{GENERATION}.backend"])
@@ -47,7 +48,7 @@ def engine_is_known(view: View) -> Iterator[Violation]:
 
 
 def engine_takes_its_section(view: View) -> Iterator[Violation]:
-    """The engine's own keys are those of its kind, and its rules are kept."""
+    """Require that ``engine_cfg`` has the keys of the engine's kind, and apply the engine's own rules."""
     backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
     given = view.get(key, {})
     try:
@@ -75,7 +76,7 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
 
 
 def resources_of_generation(view: View) -> Iterator[Violation]:
-    """An engine of its own gets a part of a single node, or whole nodes of several."""
+    """Require that an engine with separate devices gets part of a single node, or whole nodes of several."""
     view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
     per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
     ranks_key, nodes_key = (
@@ -104,7 +105,7 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
 
 
 def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
-    """The generation model must be the policy's model, because it receives the policy's weights."""
+    """Require that the generation model is the policy's model, because it receives the policy's weights."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
         who = (
@@ -117,7 +118,7 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
 
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
-    """The longest prompt and the longest answer fit into a sequence."""
+    """Require that the longest prompt and the longest response fit into a sequence together."""
     view.require(view.algorithm.GENERATES)
     longest, prompt, answer = view[LONGEST], view[PROMPT], view[NEW_TOKENS]
     if prompt + answer > longest:
@@ -130,7 +131,7 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
 
 
 def example_fits(view: View) -> Iterator[Violation]:
-    """The longest example, prompt and answer, fits into a sequence."""
+    """Require that the longest training example, prompt and answer, fits into a sequence."""
     view.require(not view.algorithm.GENERATES)
     length, longest = view[PROMPT], view[LONGEST]
     if length > longest:
@@ -141,7 +142,7 @@ def example_fits(view: View) -> Iterator[Violation]:
 
 
 def model_reaches_length(view: View) -> Iterator[Violation]:
-    """The model was made for sequences of that length."""
+    """Require that the model supports sequences of the configured length."""
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
         bound = f"the model was made for at most {reach} positions"
@@ -155,7 +156,8 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
 
 
 def stop_strings_say_something(view: View) -> Iterator[Violation]:
-    """Every text contains the empty one, so that each answer would end after its first token."""
+    """Refuse an empty stop string: every text contains it, so that each response would end after its first
+    token."""
     key = f"{GENERATION}.stop_strings"
     strings = view[key]
     if isinstance(strings, list) and "" in strings:
@@ -165,7 +167,7 @@ def stop_strings_say_something(view: View) -> Iterator[Violation]:
 
 
 def token_ids_exist(view: View) -> Iterator[Violation]:
-    """Token ids named in the configuration are in the vocabulary."""
+    """Require that token ids in the configuration are in the vocabulary."""
     size = view.facts.vocab_size
     for key in (f"{GENERATION}.stop_token_ids", f"{GENERATION}.pad_token_id"):
         value = view.get(key)
@@ -181,8 +183,8 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 
 
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
-    """Engines that sample while the policy trains are not on its devices, nor is a model that scores what
-    they sample."""
+    """Refuse engines on the policy's devices if they sample while the policy trains; and refuse a reward
+    model, which would score on these devices."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.replay"] is None)
     key = f"{GENERATION}.colocated.enabled"
@@ -202,7 +204,7 @@ def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
 
 
 def groups_are_young_enough(view: View) -> Iterator[Violation]:
-    """Groups that are sampled ahead are trained on before they are too old."""
+    """Require that the maximum age of groups allows for the number of batches that are sampled ahead."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.schedule"] == "ready_first")
     age, ahead = f"{section}.max_trajectory_age_steps", f"{section}.lookahead_steps"
@@ -212,7 +214,8 @@ def groups_are_young_enough(view: View) -> Iterator[Violation]:
 
 
 def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
-    """Without a pass of the trainer there is nothing to compare the engine's log-probabilities with."""
+    """Refuse thresholds on the engine's log-probabilities if the trainer does not recompute them for
+    comparison."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and not view[f"{section}.recompute_logprobs"])
     for name in ("max_token_mult_prob_error", "seq_logprob_error_threshold"):

@@ -1,4 +1,4 @@
-"""Rules on which settings of a loss go together."""
+"""Rules on compatible settings of a loss."""
 
 from __future__ import annotations
 
@@ -271,21 +271,21 @@ def _bounds_leave_weights(view: View) -> Iterator[Violation]:
 
 
 def faults_of_loss(loss: Mapping[str, object]) -> Iterator[Violation]:
-    """Yield what does not go together in a clipped policy gradient: settings that would do nothing, or whose
-    combination has no meaning.
+    """Yield incompatible settings of a clipped policy gradient: those without effect, and combinations
+    without meaning.
 
     Args:
-        loss: a ``ClippedPGLossConfig`` with its defaults; keys that it lacks silence what needs them.
+        loss: a ``ClippedPGLossConfig`` with its defaults. A rule that needs an absent key does not apply.
     """
     return apply_rules([*(row.violations for row in _ROWS), _bounds_leave_weights], View({SECTION: loss}))
 
 
 def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Violation]:
-    """Yield what would do nothing in a loss of preferences.
+    """Yield the settings of a preference loss that would have no effect.
 
     Args:
-        loss: with its defaults; keys that it lacks silence what needs them.
-        section: that its keys stand in.
+        loss: the settings with defaults. A rule that needs an absent key does not apply.
+        section: dotted path of the settings' section.
     """
     key: Final = "sft_average_log_probs"
     if loss.get(key) and loss.get("sft_loss_weight") == 0:
@@ -294,13 +294,13 @@ def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Vio
 
 
 def loss_goes_together(view: View) -> Iterator[Violation]:
-    """The settings of the clipped policy gradient must go together."""
+    """Require compatible settings of the clipped policy gradient."""
     view.require(view.algorithm.SECTIONS.get(SECTION) is ClippedPGLossConfig and not view.has_faults(SECTION))
     yield from faults_of_loss(view[SECTION])
 
 
 def preference_loss_goes_together(view: View) -> Iterator[Violation]:
-    """The settings of the preference loss must go together."""
+    """Require compatible settings of the preference loss."""
     section = view.algorithm.section()
     view.require(
         keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys()
@@ -310,11 +310,12 @@ def preference_loss_goes_together(view: View) -> Iterator[Violation]:
 
 
 def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
-    """Asynchronous sampling makes the ratio of the policies more than rounding: the loss must read it, and
-    bound it on both sides.
+    """Require that the loss of asynchronous training uses the ratio of the policies, and bounds it on both
+    sides.
 
-    Without a bound a bad answer that the policy has moved away from counts with weight r, however large: the
-    clip of PPO bounds r only from below where the advantage is negative.
+    With stale responses the ratio differs from 1 by more than rounding. A bad response that the policy has
+    moved away from counts with an unbounded weight r: if the advantage is negative, PPO's clip bounds r only
+    from below.
     """
     section = f"{view.algorithm.section()}.{ASYNC}"
     # a divergence from a teacher has no ratio

@@ -1,4 +1,5 @@
-"""Rules on models beside the policy: those on a policy, seen with the model's section in its place."""
+"""Rules on models other than the policy: the rules on a policy, applied with the model's section in its
+place."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _WANTED = "wanted_head"
 def with_model_as_policy(
     config: Mapping[str, Any], path: str, faulty: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A run's configuration with the section at ``path`` in the place of ``policy``, on the ranks of the
-    policy: those of the cluster that generation has left."""
+    """Return a run's configuration with ``policy`` replaced by the section at ``path``. The cluster is
+    reduced to the policy's ranks, without those of generation."""
     cluster = config.get("cluster")
     try:
         # Where this does not apply, the policy's own rules say why.
@@ -47,13 +48,13 @@ def model_view(
     faulty: Collection[str],
     facts: ModelFacts | None,
 ) -> View:
-    """A configuration as the rules on a model see it. A model that is not trained belongs to no algorithm's
-    steps.
+    """Return the view of a configuration for the rules on a model. For a model that is not trained, it has no
+    algorithm.
 
     Args:
-        config: of the run, defaults filled in.
-        path: of the model's section.
-        section: what it is for.
+        config: the run's configuration with defaults.
+        path: dotted path of the model's section.
+        section: declaration of the section.
         faulty: dotted paths of values of the wrong type.
         facts: sizes of the model.
     """
@@ -66,7 +67,7 @@ def model_view(
 
 
 def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
-    """A model that is to score has a score layer, and a language model has none."""
+    """Require a score layer for a scoring model, and none for a language model."""
     view.require(not view.has_faults(SCORING) and scores(view[POLICY]) != view[_WANTED])
     key = f"{SCORING}.enabled"
     if view[_WANTED]:
@@ -90,7 +91,8 @@ _BACKBONE = (
 def backbone_is_that_of_the_policy(
     path: str, section: ModelSection, model_name: object, policy: ModelFacts | None, facts: ModelFacts | None
 ) -> Iterator[Violation]:
-    """A model that is to have the policy's backbone has it, as far as the sizes of both are known."""
+    """Require that a model has the policy's backbone if its section demands that and the sizes of both are
+    known."""
     if not section.has_backbone_of_policy or policy is None or facts is None:
         return
     different = [name for name in _BACKBONE if getattr(policy, name) != getattr(facts, name)]

@@ -1,5 +1,5 @@
-"""Values that configurations may hold but this version does not support yet. A rule goes when its feature
-comes."""
+"""Values that the schema allows but this version does not support yet. A rule is removed once its feature is
+implemented."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
     f"{MEGATRON}.optimizer.use_precision_aware_optimizer": frozenset({True}),
 }
-"""Values that the types have for the sake of NeMo-RL's configurations and that a rule refuses in every
-configuration."""
+"""Values that the types allow for the sake of NeMo-RL's configurations, but that a rule always refuses."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
 }
 
 
 def unbuilt_flags(view: View) -> Iterator[Violation]:
-    """Switches that must stay off."""
+    """Refuse switches that must stay off."""
     for key, what in UNBUILT_FLAGS.items():
         if view.get(key, False):
             yield Violation(key, True, f"{what} {NOT_YET}", "set it to false")
 
 
 def unbuilt_models(view: View) -> Iterator[Violation]:
-    """Only the Megatron backend runs mixtures of experts."""
+    """Refuse mixtures of experts on backends other than Megatron."""
     backend = backend_of(view)
     if view.facts.num_experts > 0 and backend != "megatron":
         bound = (
@@ -53,8 +52,9 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
 
 
 def unbuilt_hybrids(view: View) -> Iterator[Violation]:
-    """Gated delta nets run on Megatron alone: packed sequences leak in transformers' own, and what exports,
-    adapts or fuses their projections has not been shown."""
+    """Refuse gated delta nets on other backends than Megatron, because transformers' own leak between packed
+    sequences. Refuse adapters and Transformer Engine with them, which are unverified for their projections.
+    """
     view.require(view.facts.gated_delta is not None or view.facts.output_gate)
     backend = backend_of(view)
     if backend != "megatron" and view.facts.num_experts == 0:
@@ -87,7 +87,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
 
 
 def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
-    """Chunks are multiplied in the dtype of the weights."""
+    """Refuse float32 logits in chunks, which are multiplied in the dtype of the weights."""
     key = "policy.logprob_chunk_size"
     if view[key] and view.get(f"{MEGATRON}.float32_logits", False):
         yield Violation(

@@ -1,4 +1,4 @@
-"""Rules on number types, learning rates, Megatron's optimizer, its schedules and its data parallelism."""
+"""Rules on dtypes, learning rates, and Megatron's optimizer, schedules and data parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 
 ADAMS = frozenset({"torch.optim.Adam", "torch.optim.AdamW"})
 FIXED = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
-"""Arguments of theirs that states below float32 leave no choice of."""
+"""Arguments of Adam and AdamW that are not supported with states below float32."""
 
 
 def _megatron(view: View) -> None:
@@ -25,7 +25,7 @@ def _megatron(view: View) -> None:
 
 
 def optimizer_follows_precision(view: View) -> Iterator[Violation]:
-    """The optimizer keeps float32 copies exactly when the weights are not float32."""
+    """Require that the optimizer's ``bf16`` and ``fp16`` agree with ``policy.precision``."""
     _megatron(view)
     precision = view["policy.precision"]
     for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -41,7 +41,7 @@ def optimizer_follows_precision(view: View) -> Iterator[Violation]:
 
 
 def pipeline_type(view: View) -> Iterator[Violation]:
-    """Stages send activations in the type they compute in."""
+    """Require that pipeline stages send activations in the dtype that they compute in."""
     _megatron(view)
     key, precision = f"{MEGATRON}.pipeline_dtype", view["policy.precision"]
     if view[key] != precision:
@@ -54,7 +54,8 @@ def pipeline_type(view: View) -> Iterator[Violation]:
 
 
 def milestones(view: View) -> Iterator[Violation]:
-    """A list of schedules ends with the calls at which the next one takes over."""
+    """Require that a list of schedules ends with the ``train`` calls at which the next schedule takes
+    over."""
     chosen = view["policy.scheduler"]
     view.require(backend_of(view) != "megatron" and isinstance(chosen, list))
     yield from milestone_faults(chosen)
@@ -84,7 +85,7 @@ def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]
 
 
 def learning_rates(view: View) -> Iterator[Violation]:
-    """The learning rate starts and ends below its largest value."""
+    """Require that the learning rate neither starts nor ends above its maximum."""
     _megatron(view)
     largest = view[f"{OPTIMIZER}.lr"]
     # Megatron-Core's scheduler asserts both; there the run would end in its workers.
@@ -101,8 +102,8 @@ def learning_rates(view: View) -> Iterator[Violation]:
 
 
 def learning_rate_is_used(view: View) -> Iterator[Violation]:
-    """``policy.learning_rate`` is a value for the optimizer's own key, and says nothing where another value
-    stands there."""
+    """Refuse a ``policy.learning_rate`` that differs from the optimizer's own key, because it would have no
+    effect."""
     backend = backend_of(view)
     key, used = (
         "policy.learning_rate",
@@ -114,7 +115,7 @@ def learning_rate_is_used(view: View) -> Iterator[Violation]:
 
 
 def decay_of_learning_rate(view: View) -> Iterator[Violation]:
-    """A decaying learning rate says over how many steps, and the warm-up ends before."""
+    """Require the number of steps of a decaying learning rate, and a warm-up that ends before."""
     _megatron(view)
     key = f"{SCHEDULER}.lr_decay_iters"
     steps, style, warmup = (
@@ -142,7 +143,7 @@ def decay_of_learning_rate(view: View) -> Iterator[Violation]:
 
 
 def weight_decay_schedule(view: View) -> Iterator[Violation]:
-    """Weight decay grows, and is constant when it says so."""
+    """Require that weight decay does not shrink, and does not change if its style is constant."""
     _megatron(view)
     key = f"{SCHEDULER}.end_weight_decay"
     start, end, style = (
@@ -185,7 +186,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
 
 
 def clipping_agrees(view: View) -> Iterator[Violation]:
-    """One bound for the gradient, whichever key it is written under."""
+    """Require that the two keys for the gradient's clipping norm agree."""
     _megatron(view)
     # Megatron-Core takes 0 for no clipping.
     clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
@@ -197,13 +198,14 @@ def clipping_agrees(view: View) -> Iterator[Violation]:
 
 
 def low_states(view: View, section: str) -> list[str]:
-    """Return the keys of states below float32."""
+    """Return the keys of optimizer states that are below float32."""
     keys = [f"{section}.{name}" for name in STATE_KEYS]
     return [key for key in keys if view.get(key, "float32") != "float32"]
 
 
 def states_fit_the_layout(view: View) -> Iterator[Violation]:
-    """Copies of a weight stay copies, and float16 gradients are not divided by the loss scale in float16."""
+    """Refuse 8-bit states that would let tied embeddings on two stages drift apart; and refuse states below
+    float32 with float16 gradients that would be divided by the loss scale in float16."""
     _megatron(view)
     low = low_states(view, OPTIMIZER)
     key = f"{DATA_PARALLEL}.grad_reduce_in_fp32"
@@ -232,7 +234,8 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
 
 
 def torch_states_are_adams(view: View) -> Iterator[Violation]:
-    """States below float32 are those of Adam and AdamW, in one way of computing them."""
+    """Refuse states below float32 for optimizers other than Adam and AdamW, or with arguments that they do
+    not support."""
     view.require(backend_of(view) != "megatron" and view["policy.optimizer"] is not None)
     section = "policy.optimizer"
     for key in low_states(view, section):

@@ -1,4 +1,4 @@
-"""Rules on how ranks, layers, heads and experts are divided, and on what routers can do."""
+"""Rules on the division of ranks, layers, heads and experts, and on token dispatch."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
 VIRTUAL = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 GENERATION = "policy.generation"
 FOR_TRAINING = "cluster.for_training"
-"""Where it is set, all ranks of the cluster are the policy's: a policy that a program makes by itself."""
+"""Key that, if set, gives the policy all ranks of the cluster: for a policy that a program builds itself."""
 WRITTEN = f"{MEGATRON}.pipeline_model_parallel_layout"
 
 
 def tensor_key(view: View) -> str:
-    """The key of the tensor-parallel size of the backend in use."""
+    """Return the backend's key for the tensor-parallel size; empty for FSDP1."""
     return {"megatron": TENSOR, "dtensor": f"{DTENSOR}.tensor_parallel_size"}.get(backend_of(view), "")
 
 
 def sequence_parallel_key(view: View) -> str:
-    """The key of sequence parallelism of the backend in use."""
+    """Return the backend's key for sequence parallelism; empty for FSDP1."""
     return {"megatron": f"{MEGATRON}.sequence_parallel", "dtensor": f"{DTENSOR}.sequence_parallel"}.get(
         backend_of(view), ""
     )
 
 
 def axis_sizes(view: View) -> tuple[int, int, int]:
-    """Pipeline, context and tensor sizes of the backend in use."""
+    """Return the backend's pipeline, context and tensor parallel sizes."""
     backend = backend_of(view)
     if backend == "megatron":
         sizes = (view[PIPELINE], view[CONTEXT], view[TENSOR])
@@ -52,8 +52,8 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
 
 
 def training_shape(view: View) -> tuple[int, int]:
-    """Nodes that train, and training ranks on each: what generation on ranks of its own leaves of the
-    cluster."""
+    """Return the number of training nodes and of training ranks per node, without the ranks reserved for
+    generation."""
     ranks, nodes = int(view["cluster.gpus_per_node"]), int(view["cluster.num_nodes"])
     own = generation_shape(view)
     if own is not None:
@@ -63,8 +63,8 @@ def training_shape(view: View) -> tuple[int, int]:
 
 
 def generation_shape(view: View) -> tuple[int, int] | None:
-    """Nodes, and ranks on each, that generation has for itself; None where it has none, or where the cluster
-    is told to be for training."""
+    """Return the number of nodes and of ranks per node that are reserved for generation. None if there are
+    none, or if the whole cluster is for training."""
     if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
         return None
     ranks, nodes = (
@@ -78,13 +78,13 @@ def generation_shape(view: View) -> tuple[int, int] | None:
 
 
 def world_size(view: View) -> int:
-    """Training ranks in all."""
+    """Return the total number of training ranks."""
     nodes, ranks = training_shape(view)
     return nodes * ranks
 
 
 def layout_of(view: View) -> Layout:
-    """The layout of the ranks; not applicable when the ranks do not divide."""
+    """Return the layout of the ranks. The calling rule does not apply if the ranks do not divide."""
     pipeline, context, tensor = axis_sizes(view)
     world = world_size(view)
     if world % (pipeline * context * tensor):
@@ -93,7 +93,7 @@ def layout_of(view: View) -> Layout:
 
 
 def ranks_divide(view: View) -> Iterator[Violation]:
-    """The ranks are a multiple of one copy of the model."""
+    """Require that the number of ranks is a multiple of the ranks of one copy of the model."""
     pipeline, context, tensor = axis_sizes(view)
     world, copy = world_size(view), pipeline * context * tensor
     if world % copy == 0:
@@ -119,8 +119,8 @@ def ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield numbers of ranks and parallel sizes that divide: what generation has on a node, then smaller
-    sizes, then other nodes."""
+    """Yield numbers of ranks and parallel sizes that divide: first the ranks for generation on a node, then
+    smaller parallel sizes, then other sizes of nodes."""
     pipeline, context, tensor = axis_sizes(view)
     copy, own, per_node = pipeline * context * tensor, generation_shape(view), view["cluster.gpus_per_node"]
     if own is not None and view["cluster.num_nodes"] == 1:
@@ -143,8 +143,8 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
 
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
-    """Ranks count through the nodes and tensor parallelism takes neighbours: a group that no node boundary
-    should cut fills its nodes."""
+    """Require that tensor-parallel groups, which are adjacent ranks, do not straddle nodes: a group must fit
+    into a node, or fill whole nodes."""
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
@@ -159,7 +159,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
 
 
 def sequence_length_divides(view: View) -> Iterator[Violation]:
-    """Padded sequences divide over the ranks that share them."""
+    """Require that padded sequences divide evenly over the ranks that share them."""
     view.require(backend_of(view) == "megatron")
     key = "policy.make_sequence_length_divisible_by"
     _, context, tensor = axis_sizes(view)
@@ -175,7 +175,7 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
 
 
 def layers_divide(view: View) -> Iterator[Violation]:
-    """The layers divide over the pipeline stages."""
+    """Require that the layers divide over the pipeline stages."""
     view.require(backend_of(view) == "megatron")
     stages, first, last = view[PIPELINE], view[FIRST], view[LAST]
     view.require(
@@ -211,8 +211,8 @@ def layers_divide(view: View) -> Iterator[Violation]:
 
 
 def written_layout_fits(view: View) -> Iterator[Violation]:
-    """A written pipeline layout holds the model's layers, in chunks for all stages, and nothing else says
-    otherwise."""
+    """Require that a written pipeline layout has the model's layers in chunks for all stages, and that no
+    other key contradicts it."""
     view.require(backend_of(view) == "megatron" and view[WRITTEN] is not None)
     text, stages = view[WRITTEN], view[PIPELINE]
     view.require(stages >= 1)
@@ -235,7 +235,7 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
-    """Heads, and the widths of the MLPs of dense layers and of shared experts, divide over the
+    """Require that attention heads, and the MLP widths of dense layers and shared experts, divide over the
     tensor-parallel ranks."""
     key = tensor_key(view)
     view.require(key != "")
@@ -264,7 +264,7 @@ def widths_divide(view: View) -> Iterator[Violation]:
 
 
 def hidden_divides(view: View) -> Iterator[Violation]:
-    """Attention heads make up the model's width."""
+    """Require that the number of attention heads is a multiple of the number of key-value heads."""
     facts = view.facts
     if facts.num_attention_heads % facts.num_key_value_heads:
         bound = (
@@ -275,7 +275,8 @@ def hidden_divides(view: View) -> Iterator[Violation]:
 
 
 def sinks_are_gathered(view: View) -> Iterator[Violation]:
-    """Attention with sinks has no ring: the sink is in the denominator of every rank's part."""
+    """Refuse ring attention with attention sinks, because the sink is in the softmax denominator of every
+    rank's part."""
     view.require(backend_of(view) == "megatron" and view.facts.family in WITH_SINKS)
     if view[CONTEXT] > 1 and view.get(EXCHANGE) == "p2p":
         bound = f"the attention of {view.facts.family} has sinks and does not send keys and values round"
@@ -322,7 +323,7 @@ def _of_a_mixture(view: View) -> None:
 
 
 def experts_divide(view: View) -> Iterator[Violation]:
-    """Experts divide over their ranks, and mixtures of experts want sequence parallelism beside tensor
+    """Require that experts divide over their ranks, and that a mixture with tensor parallelism uses sequence
     parallelism."""
     _of_a_mixture(view)
     view.require(view[EXPERT] >= 1)
@@ -337,7 +338,7 @@ def experts_divide(view: View) -> Iterator[Violation]:
 
 
 def expert_widths_divide(view: View) -> Iterator[Violation]:
-    """The columns of an expert divide over the ranks that it is cut over."""
+    """Require that an expert's columns divide over the ranks that share it."""
     _of_a_mixture(view)
     size, mixture = view[EXPERT_TENSOR], view.facts.mixture
     view.require(size >= 1)
@@ -358,7 +359,7 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
 
 
 def expert_ranks_divide(view: View) -> Iterator[Violation]:
-    """The ranks of a pipeline stage are a multiple of one copy of its experts."""
+    """Require that the ranks of a pipeline stage are a multiple of the ranks of one copy of its experts."""
     _of_a_mixture(view)
     world, stages, experts, cut = world_size(view), view[PIPELINE], view[EXPERT], view[EXPERT_TENSOR]
     view.require(min(stages, experts, cut) >= 1 and world % stages == 0)
@@ -380,8 +381,8 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
-    """DeepEP, and the fused permutation of tokens, have kernels for GPUs alone, and DeepEP for some groups of
-    ranks and one type alone."""
+    """Refuse DeepEP and the fused permutation of tokens on a CPU; and refuse DeepEP for unsupported group
+    sizes and dtypes."""
     _of_a_mixture(view)
     on_cpu, sends_by_kernels = view.get("cluster.device") == "cpu", view[DISPATCHER] == "flex"
     if view[PERMUTATION] and on_cpu:

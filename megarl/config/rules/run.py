@@ -1,5 +1,5 @@
-"""Rules on the algorithm, its data and batches (global batches, ranks, micro-batches, tokens), and on what a
-run leaves behind."""
+"""Rules on the algorithm, its data, its batches (global batches, ranks, micro-batches, tokens) and its
+outputs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from megarl.import_path import is_import_path, load_object
 from megarl.key import keys_of
 
 POLICY_WORKERS = "lm_policy"
-"""What the policy's worker group is called."""
+"""Name of the policy's worker group."""
 
 
 def algorithm_is_known(view: View) -> Iterator[Violation]:
-    """The algorithm is a built-in one, or one at an import path."""
+    """Require that the algorithm is built in, or at an import path."""
     try:
         algorithm_class(view["algorithm"])
     except ConfigError as error:
@@ -59,7 +59,7 @@ def algorithm_is_known(view: View) -> Iterator[Violation]:
 
 
 def sections_of_algorithm(view: View) -> Iterator[Violation]:
-    """The sections that the algorithm needs are there."""
+    """Require the sections that the algorithm needs."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in algorithm.SECTIONS:
         if section not in algorithm.OPTIONAL and not view.written(section):
@@ -83,7 +83,7 @@ def _faulty(view: View, path: str) -> bool:
 
 
 def megatron_trains(view: View) -> Iterator[Violation]:
-    """A policy that an algorithm trains has an optimizer."""
+    """Require an optimizer section for a trained policy on Megatron."""
     # Never None: the property raises without an algorithm, and the rule then does not apply.
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
@@ -97,7 +97,7 @@ SCORING = "policy.reward_model_cfg"
 
 
 def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
-    """A run has the kind of model that its algorithm trains."""
+    """Require the kind of model that the algorithm trains: a scoring model or a language model."""
     wanted, name = view.algorithm.SCORES, view["algorithm"]
     view.require(view.has("policy") and not view.has_faults(SCORING) and scores(view["policy"]) != wanted)
     key = f"{SCORING}.enabled"
@@ -112,12 +112,12 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
 
 
 def has_scoring_model(view: View) -> bool:
-    """Return whether the model of a policy section is one that scores."""
+    """Return whether the policy section describes a scoring model."""
     return not view.has_faults(SCORING) and scores(view["policy"])
 
 
 def prompt_template_has_place(view: View) -> Iterator[Violation]:
-    """The template says where the prompt goes, and nothing else is to be filled in."""
+    """Require that the prompt template contains ``{prompt}``."""
     key = "data.prompt_template"
     template = view[key]
     view.require(template is not None)
@@ -129,7 +129,7 @@ _VALIDATES = ("val_period", "val_at_start", "val_at_end")
 
 
 def validation_has_data(view: View) -> Iterator[Violation]:
-    """A run that validates has data to validate on."""
+    """Require validation data for a run that validates."""
     section = view.algorithm.section()
     view.require(view.has("data") and view["data.validation"] is None)
     asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
@@ -141,7 +141,7 @@ def validation_has_data(view: View) -> Iterator[Violation]:
 
 
 def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
-    """Checkpoints are ranked by a metric of a step or a validation, whose names begin alike."""
+    """Require that the metric that ranks checkpoints has the prefix of a training or validation metric."""
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
@@ -154,8 +154,8 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
 
 
 def steps_are_counted(view: View) -> Iterator[Violation]:
-    """Steps, prompts and responses are numbers of at least 1 in the section of a user's own algorithm,
-    whatever its fields say."""
+    """Require that the numbers of steps, prompts and responses of a user-defined algorithm are integers of at
+    least 1, whatever its schema allows."""
     algorithm = view.algorithm
     view.require(is_import_path(view["algorithm"]))
     for key in (f"{algorithm.section()}.max_num_steps", algorithm.PROMPTS, algorithm.GENERATIONS):
@@ -169,7 +169,7 @@ def steps_are_counted(view: View) -> Iterator[Violation]:
 
 
 def sections_have_a_reader(view: View) -> Iterator[Violation]:
-    """A run has no section of another algorithm, which would do nothing."""
+    """Refuse sections of another algorithm, which would have no effect."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in OF_ALGORITHMS:
         if section not in {*algorithm.SECTIONS, *algorithm.MODELS} and view.get(section) is not None:
@@ -178,7 +178,8 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
 
 
 def loss_is_known(view: View) -> Iterator[Violation]:
-    """The loss is the built-in one, or one at an import path that can be made of the section."""
+    """Require that the loss is the built-in one, or one at an import path that can be built from the
+    section."""
     view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig)
     yield from _known_or_own(
         view,
@@ -191,7 +192,7 @@ def loss_is_known(view: View) -> Iterator[Violation]:
 
 
 def estimator_is_known(view: View) -> Iterator[Violation]:
-    """The estimator of advantages is a built-in one, or a function at an import path."""
+    """Require that the advantage estimator is built in, or a function at an import path."""
     section = f"{view.algorithm.section()}.adv_estimator"
     yield from _known_or_own(
         view, f"{section}.name", ESTIMATORS, f"{section}.options", "name", _fault_of_estimator
@@ -199,7 +200,7 @@ def estimator_is_known(view: View) -> Iterator[Violation]:
 
 
 def _fault_of_estimator(found: Any) -> str | None:
-    """Why something cannot be an estimator of advantages."""
+    """Return the reason why an object cannot be an advantage estimator, or None."""
     if inspect.isclass(found) or not callable(found):
         return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, and a function is wanted"
     return (
@@ -210,7 +211,8 @@ def _fault_of_estimator(found: Any) -> str | None:
 
 
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
-    """Why a loss cannot be made of its section, or what is made cannot be called as one."""
+    """Return the reason why a loss cannot be built from its section, or cannot be called as a loss; otherwise
+    None."""
     if not callable(found):
         return f"it is {found!r:.60}, and a class is wanted"
     try:
@@ -250,8 +252,8 @@ def _known_or_own(
     called: str,
     fault_of: Callable[[Any], str | None],
 ) -> Iterator[Violation]:
-    """A key names something built in, or the import path of something of use; the options are read by the
-    latter alone."""
+    """Require that a key names a built-in object, or the import path of a valid one. Only the latter may have
+    options."""
     name = view[key]
     if name in built_in:
         if view.get(options):
@@ -276,7 +278,8 @@ ESTIMATOR = "grpo.adv_estimator"
 
 
 def advantages_are_left(view: View) -> Iterator[Violation]:
-    """There are answers to compare an answer with, and bounds leave some advantages."""
+    """Require several responses per prompt if the estimator compares them, and bounds that do not clip all
+    advantages to 0."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
     # an estimator of one's own may need no group
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
@@ -294,8 +297,8 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
 
 
 def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
-    """Options that matter only for advantages of tokens need such advantages; an algorithm of a user's own
-    may make its own."""
+    """Refuse options that matter only with per-token advantages if all tokens of a response have the same
+    advantage. The rule does not apply to user-defined algorithms, which may compute their own advantages."""
     ratios, gradient, forced = (
         f"{LOSS}.{key}"
         for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED)
@@ -324,7 +327,7 @@ _FORCED = "force_on_policy_ratio"
 
 
 def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
-    """Prompts without a signal can be distinguished from others."""
+    """Require settings with which dynamic sampling can distinguish prompts without a signal from others."""
     key, multiplier = "grpo.use_dynamic_sampling", "grpo.batch_multiplier"
     view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
@@ -357,7 +360,7 @@ _ROUNDING = 1e-9
 
 
 def critic_warm_up_ends(view: View) -> Iterator[Violation]:
-    """The actor is trained in some step."""
+    """Require that the actor is trained in at least one step."""
     key, last = "ppo.critic_warmup_steps", view["ppo.max_num_steps"]
     if view[key] >= last:
         bound = f"the run has {last} steps, and the actor would be trained in none"
@@ -365,7 +368,7 @@ def critic_warm_up_ends(view: View) -> Iterator[Violation]:
 
 
 def scores_of_answers_count(view: View) -> Iterator[Violation]:
-    """The score of a reward model must count where there is one."""
+    """Refuse a reward model whose scores have weight 0."""
     key = f"{view.algorithm.section()}.reward_model_weight"
     if view.get("reward_model") is not None and view[key] == 0:
         yield Violation(
@@ -377,8 +380,8 @@ def scores_of_answers_count(view: View) -> Iterator[Violation]:
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
-    """Comparing rewards one by one needs several of them, each with one weight, and no divergence among
-    them."""
+    """Require several rewards for GDPO, with one weight per reward name, and without the KL divergence in the
+    reward."""
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
     key = f"{ESTIMATOR}.name"
     if view.get("loss_fn.use_kl_in_reward", False):
@@ -408,8 +411,8 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
-    """An environment of one turn has reward functions: built-in ones with the options that they read, or some
-    at import paths."""
+    """Require that the rewards of a single-turn environment are built in, with options that they read, or at
+    import paths."""
     sources = [source for kind in ("train", "validation") for _, source in sources_of(view["data"], kind)]
     columns = {extra for source in sources for extra in _extra_keys(source)}
     for key, section in _environments(view):
@@ -423,7 +426,8 @@ def _extra_keys(source: DataSource) -> list[str]:
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:
-    """An environment of another kind is one at an import path; one with tools has turns behind calls."""
+    """Require that any other environment is at an import path, and that one with tools allows several
+    turns."""
     turns = f"{view.algorithm.section()}.max_rollout_turns"
     for section_key, section in _environments(view):
         key, name = f"{section_key}.environment", section.get("environment", SINGLE_TURN)
@@ -456,14 +460,15 @@ def environment_is_known(view: View) -> Iterator[Violation]:
 
 
 def _environments(view: View) -> Iterator[tuple[str, EnvConfig]]:
-    """Key and section of each environment of which every value is of its type."""
+    """Yield the key and section of each environment whose values all have the right types."""
     for key, section in environments_of(view["env"]).items():
         if not view.has_faults(key):
             yield key, section
 
 
 def environments_in_range(view: View) -> Iterator[Violation]:
-    """Environments with names have such that metrics can bear, and numbers within their bounds."""
+    """Require that names of environments are valid in metric names, and that their numbers are within
+    bounds."""
     for name, section in named_environments(view["env"]).items():
         yield from fault_of_name(f"env.{name}", name)
         if not view.has_faults(f"env.{name}"):
@@ -471,7 +476,7 @@ def environments_in_range(view: View) -> Iterator[Violation]:
 
 
 def environments_have_names(view: View) -> Iterator[Violation]:
-    """The section around named environments has no rewards of its own, which would do nothing."""
+    """Refuse rewards in the section around named environments, because they would have no effect."""
     env = view["env"]
     named = sorted(named_environments(env))
     view.require(bool(named))
@@ -492,7 +497,7 @@ _NAMED_BY = {"wandb": "project", "mlflow": "experiment_name", "trackio": "projec
 
 
 def services_are_named(view: View) -> Iterator[Violation]:
-    """A service that takes metrics has the name of a project or experiment."""
+    """Require the section with the project or experiment name of each enabled metrics service."""
     for service, name in _NAMED_BY.items():
         key = f"logger.{service}"
         if view.get(f"{key}_enabled") and view.get(key) is None and not _faulty(view, key):
@@ -508,7 +513,7 @@ _SINK_METHODS = ("write", "truncate_after", "close")
 
 
 def sinks_are_known(view: View) -> Iterator[Violation]:
-    """The sinks at import paths are classes with the methods of ``megarl.observe.sinks:Sink``."""
+    """Require that sinks at import paths are classes with the methods of ``megarl.observe.sinks:Sink``."""
     key, paths = "logger.sinks", view["logger.sinks"]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         yield Violation(key, path, "it is named twice, and would take every row twice", "name it once")
@@ -547,7 +552,7 @@ def _fault_of_sink(kind: Any) -> str | None:
 
 
 def profiled_steps(view: View) -> Iterator[Violation]:
-    """The profiled steps are steps of the run, and something records them."""
+    """Require that the profiled steps are steps of the run, and that a profiler records them."""
     key, steps = "profiler.steps", view["profiler.steps"]
     view.require(steps is not None)
     last = view[f"{view.algorithm.section()}.max_num_steps"]
@@ -570,7 +575,7 @@ def profiled_steps(view: View) -> Iterator[Violation]:
 
 
 def profiled_workers(view: View) -> Iterator[Violation]:
-    """The ranks and workers that record are there."""
+    """Require that the profiled ranks and workers exist."""
     ranks, patterns = view["profiler.torch_ranks"], view["profiler.nsys_workers"]
     nodes, per_node = training_shape(view)
     outside = [rank for rank in ranks if not 0 <= rank < nodes * per_node]
@@ -627,7 +632,7 @@ DYNAMIC = "policy.dynamic_batching"
 
 
 def samples_fill_global_batches(view: View) -> Iterator[Violation]:
-    """A step trains on all its samples."""
+    """Require that global batches divide a step's samples evenly, so that all of them are trained on."""
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations % size:
         bound = (
@@ -640,7 +645,8 @@ def samples_fill_global_batches(view: View) -> Iterator[Violation]:
 
 
 def _samples_of_step(view: View) -> tuple[int, int, int]:
-    """Prompts of a step, answers to each, and samples of a global batch, of an algorithm that generates."""
+    """Return, for an algorithm that generates, the prompts per step, the responses per prompt, and the
+    samples per global batch."""
     algorithm = view.algorithm
     view.require(algorithm.GENERATES)
     size = view[GLOBAL]
@@ -652,7 +658,8 @@ def _samples_of_step(view: View) -> tuple[int, int, int]:
 
 
 def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
-    """A ratio that is taken as 1 is 1: the policy that trains on a sample is the one that sampled it."""
+    """Require strictly on-policy training if the ratio is taken as 1: one global batch per step, which is
+    trained on once."""
     key = "loss_fn.force_on_policy_ratio"
     view.require(view[key])
     prompts, generations, size = _samples_of_step(view)
@@ -676,12 +683,13 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
 
 
 def global_batch_divides(view: View) -> Iterator[Violation]:
-    """A global batch divides over the data-parallel ranks and their micro-batches."""
+    """Require that a global batch divides over the data-parallel ranks and their micro-batches."""
     yield from _divides(view, GLOBAL, MICRO)
 
 
 def validation_batch_divides(view: View) -> Iterator[Violation]:
-    """A global batch of a validation divides over the data-parallel ranks and their micro-batches."""
+    """Require that a validation's global batch divides over the data-parallel ranks and their
+    micro-batches."""
     section = view.algorithm.section()
     view.require(any(view.get(f"{section}.{key}", 0) for key in _VALIDATES))
     yield from _divides(view, f"{section}.val_global_batch_size", f"{section}.val_micro_batch_size")
@@ -713,8 +721,8 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
 
 
 def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[str, Any]]:
-    """Yield sizes of global batches that divide over ranks, and if possible over micro-batches, and make up a
-    step; also with other numbers of prompts."""
+    """Yield global batch sizes that divide over the ranks, preferably over their micro-batches too, and add
+    up to a step. Some come with another number of prompts."""
     size = view[global_key]
     try:
         # Ranks that do not divide are another rule's: then any size will do.
@@ -751,7 +759,7 @@ def _is_one_batch(view: View, sizes: Mapping[str, Any]) -> bool:
 
 
 def one_way_of_batching(view: View) -> Iterator[Violation]:
-    """Packing and dynamic batching exclude each other."""
+    """Refuse packing together with dynamic batching."""
     if view[f"{DYNAMIC}.enabled"] and view[f"{PACKING}.enabled"]:
         yield Violation(
             f"{DYNAMIC}.enabled", True, "sequence packing is enabled too", "disable one of the two"
@@ -759,8 +767,8 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """A token budget is there where it is used, and holds the longest sequence with its padding; of pairs,
-    two of them."""
+    """Require the token budgets that are used, each large enough for the longest padded sequence, or for two
+    of them if the records are pairs."""
     longest, together = view["policy.max_total_sequence_length"], _rows_together(view)
     for section in (PACKING, DYNAMIC):
         if not view.get(f"{section}.enabled", False):
@@ -791,15 +799,15 @@ def _rows_together(view: View) -> int:
 
 
 def _multiple(view: View, section: str) -> int:
-    """Return what lengths of sequences are padded to multiples of."""
+    """Return the number to whose multiples sequence lengths are padded."""
     _, context, tensor = axis_sizes(view)
     share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
     return math.lcm(share, view["policy.make_sequence_length_divisible_by"]) if section == DYNAMIC else share
 
 
 def least_tokens(view: View, section: str) -> int:
-    """Return the smallest ``train_mb_tokens`` of a section: what the longest sequence takes with its padding,
-    or a pair of such."""
+    """Return the smallest valid ``train_mb_tokens`` of a section: the padded length of the longest sequence,
+    or of a pair of them."""
     multiple = _multiple(view, section)
     return _rows_together(view) * -(-view["policy.max_total_sequence_length"] // multiple) * multiple
 

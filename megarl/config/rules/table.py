@@ -1,5 +1,5 @@
-"""Rules that are a table: the values that keys may have under a condition. Most are of keys that nothing
-reads there."""
+"""Rules in the form of a table: the values that keys may have under a condition. Most rows are about keys
+that nothing reads under that condition."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megarl.key import defaults_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Keys that have certain values where a condition holds. Rows of one name are one rule.
+    """Keys that must have certain values under a condition. Rows with the same name form one rule.
 
-    In keys and texts ``{name}`` is what a condition of that name compares, ``{word}`` the last word of the
-    key, and ``{first}`` its first value.
+    In keys and texts, ``{name}`` stands for the value that a condition of that name compares, ``{word}`` for
+    the last word of the key, and ``{first}`` for the first of its allowed values.
 
     Attributes:
         rule: name of the rule.
-        keys: dotted keys, each with its value, or a tuple of its values.
-        where: what has to be so: dotted keys, or names of ``_FACTS``, likewise with their values.
-        bound, fix: of the violation.
-        proposes: the first value is tried as the fix.
+        keys: dotted keys, each with its allowed value, or a tuple of them.
+        where: the condition: dotted keys, or names in ``_FACTS``, each with its value or a tuple of values.
+        bound, fix: texts of the violation.
+        proposes: the first allowed value is proposed as the fix.
     """
 
     rule: str
@@ -46,7 +46,7 @@ class Row:
     proposes: bool = False
 
     def violations(self, view: View) -> Iterator[Violation]:
-        """Yield the keys that have other values."""
+        """Yield violations for the keys that have other values."""
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
@@ -111,7 +111,7 @@ def _filled(text: str, view: View, words: Mapping[str, str] = {}) -> str:
 
 
 def defaults(section: str, kind: Any, *names: str) -> dict[str, object]:
-    """Dotted keys of a section, or some of them, with their defaults."""
+    """Return the dotted keys of a section, or of the given names, with their defaults."""
     known = defaults_of(kind)
     return {f"{section}.{name}": known[name] for name in names or known}
 
@@ -358,7 +358,7 @@ ROWS_OF_MODELS = (
         "write null, or set policy.reward_model_cfg.enabled to false",
     ),
 )
-"""Of the policy, and of each model beside it."""
+"""Rows on the policy, and on each other model."""
 
 ROWS_OF_RUNS = (
     Row(
@@ -597,7 +597,7 @@ ROWS_OF_RUNS = (
         "write false",
     ),
 )
-"""Of the run alone."""
+"""Rows on the whole run only."""
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:

@@ -1,5 +1,5 @@
-"""A configuration as rules see it: a rule that asks for a key that is absent, or of the wrong type, does not
-apply."""
+"""A view of a configuration for the rules. A rule that reads a key that is absent or has the wrong type does
+not apply."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class NotApplicableError(Exception):
-    """A rule asked for something that is not there; never leaves ``check``."""
+    """A rule needs a value that does not exist. The error never leaves ``check``."""
 
 
 class View:
-    """A configuration read by dotted paths.
+    """A configuration that is read by dotted paths.
 
     Args:
         config: plain containers.
-        faulty: paths whose values have the wrong type; they count as absent, as does all below them, and a
-            list with such a member.
-        facts: sizes of the model, when they are known.
+        faulty: paths of values of the wrong type. These count as absent, with everything below them, and so
+            does a list with a faulty item.
+        facts: sizes of the model, if known.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class View:
         self._facts = facts
 
     def __getitem__(self, path: str) -> Any:
-        """The value at ``path``."""
+        """Return the value at ``path``; the rule does not apply if there is none."""
         current: Any = self._config
         walked: list[str] = []
         for part in path.split("."):
@@ -49,7 +49,7 @@ class View:
         return current
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at ``path``, or ``default`` where there is none."""
+        """Return the value at ``path``, or ``default`` if there is none."""
         try:
             return self[path]
         except NotApplicableError:
@@ -64,7 +64,7 @@ class View:
         return True
 
     def written(self, path: str) -> bool:
-        """Return whether the key is there, of whatever type."""
+        """Return whether the key is present, even with a value of the wrong type."""
         current: Any = self._config
         for part in path.split("."):
             if not isinstance(current, Mapping) or part not in current:
@@ -78,14 +78,14 @@ class View:
 
     @property
     def facts(self) -> ModelFacts:
-        """Sizes of the model."""
+        """Sizes of the model; the rule does not apply if they are unknown."""
         if self._facts is None:
             raise NotApplicableError("the model's sizes are not known")
         return self._facts
 
     @property
     def algorithm(self) -> type[AlgorithmSpec]:
-        """The algorithm of the run."""
+        """The algorithm of the run; the rule does not apply if it is absent or invalid."""
         try:
             return algorithm_class(self["algorithm"])
         except ConfigError:
@@ -93,14 +93,14 @@ class View:
 
     @property
     def compares_answers(self) -> bool:
-        """True if the records of the run are pairs of answers; False where no algorithm says so."""
+        """True if the records of the run are pairs of answers; False if the algorithm is unknown."""
         try:
             return self.algorithm.PAIRS
         except NotApplicableError:
             return False
 
     def require(self, condition: bool) -> None:
-        """The rest of the rule applies only if ``condition`` holds."""
+        """Continue with the rule only if ``condition`` holds."""
         if not condition:
             raise NotApplicableError("does not apply")
 

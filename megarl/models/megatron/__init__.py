@@ -14,7 +14,7 @@ import warnings
 from megarl.models.megatron.cuda_redirect import without_compiler
 from megarl.models.megatron.transformer_engine import find
 
-# How messages begin that are not shown, by the logger that gives them.
+# The beginnings of messages that are hidden, by the logger that emits them.
 _TO_DEVELOPERS = {
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -34,8 +34,9 @@ warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron
 for _name, _beginning in _TO_DEVELOPERS.items():
     _hide(_name, _beginning)
 
-# Before the first import of Megatron-Core: a broken Transformer Engine would end that import.
+# Call this before the first import of Megatron-Core, which a broken Transformer Engine would make fail.
 find()
 with without_compiler():
-    # It binds torch.compile when it is imported, so this import fixes the choice for the process.
+    # This module binds torch.compile when it is imported, so that this import fixes the choice for the
+    # process.
     import megatron.core.jit  # noqa: F401

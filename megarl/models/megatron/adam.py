@@ -78,7 +78,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch's functional forms: the arithmetic is theirs, and only the step counters are ours.
+        # Use torch's functional forms for the arithmetic: only the step counters are kept here.
         update = adamw if self.decoupled else adam
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -86,8 +86,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self.initialize_state(parameter)
-            # a number a parameter, because the update counts each up; on the device, where the fused kernel
-            # reads it
+            # Give each parameter a counter, because the update increments each one, on the device, where the
+            # fused kernel reads it.
             steps = torch.full(
                 (len(parameters),), float(group.get("step", 0)), device=parameters[0].device
             ).unbind()
@@ -108,7 +108,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 foreach=False,
                 capturable=False,
                 differentiable=False,
-                # One kernel, on a CPU as well; foreach=False, because torch accepts only one of the two.
+                # Use one fused kernel, on a CPU too. foreach is False, because torch accepts only one of the
+                # two.
                 fused=True,
             )
             group["step"] = int(group.get("step", 0)) + 1
@@ -150,7 +151,7 @@ class ShardedAdamW(LowPrecisionAdamW):
                 for parameter in group["params"]
                 if getattr(parameter, "decoupled_grad", None) is not None
             ]
-            # A group without gradients here does not count a step; _agree_on_steps evens that out for
+            # A group without gradients on this rank does not count a step; _agree_on_steps corrects this for
             # checkpoints.
             if parameters:
                 group["step"] = int(group.get("step", 0)) + 1
@@ -162,8 +163,8 @@ class ShardedAdamW(LowPrecisionAdamW):
                 ):
                     if in_host and host is not None:
                         early = host.early(parameter)
-                        # Else it is copied now, in the step: norms, tied embeddings and float16 gradients are
-                        # not copied early.
+                        # Without an early copy the gradient is copied now: norms, tied embeddings and float16
+                        # gradients are not copied early.
                         if early is not None:
                             shard = replace(shard, gradient=early, is_early=True)
                         in_host_memory.append((shard, numbers))
@@ -202,7 +203,8 @@ class ShardedAdamW(LowPrecisionAdamW):
         left = round(self.settings.host_share * count)
         self.host_part = {}
         for parameter in parameters:
-            # a cut inside a block would give its halves other scales than the whole has
+            # Split at a multiple of BLOCK, because the two parts of a split block would have scales other
+            # than the whole block's.
             part = parameter.numel() if left >= parameter.numel() else left // BLOCK * BLOCK
             self.host_part[parameter], left = part, left - part
 
@@ -214,13 +216,15 @@ class ShardedAdamW(LowPrecisionAdamW):
     def state_dict(self) -> dict[str, Any]:
         """Return the hyperparameters, and the state in its stored format, which Megatron-Core does
         not save."""
-        # Past LowPrecisionAdamW, whose own form is for the torch backends: DCP streams the states here.
+        # Bypass LowPrecisionAdamW, whose state_dict is for the torch backends: here the states are streamed
+        # to DCP.
         return torch.optim.Optimizer.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the hyperparameters; ``write_state`` loads the state."""
         kept = self.state
-        # Without states: torch would cast each to the dtype of its parameter, which breaks stored formats.
+        # Load without states: torch would cast each to the dtype of its parameter, which breaks stored
+        # formats.
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": {}})
         self.state = kept
 
@@ -249,7 +253,8 @@ def copy_as_reduced(chunks: Sequence[DistributedDataParallel], inner: Any) -> No
                 for parameter in group.param_to_bucket
                 if parameter in final and parameter in inner.model_param_group_index_map
             ]
-            # On the instance: Megatron-Core calls it from its backward hook as soon as a bucket is full.
+            # Patch the instance, whose method Megatron-Core calls from its backward hook as soon as a bucket
+            # is full.
             group.start_grad_sync = functools.partial(
                 _start_and_copy, group.start_grad_sync, group, inner, own
             )
@@ -274,12 +279,13 @@ def _start_and_copy(
 ) -> None:
     start(*arguments, **options)
     adam: ShardedAdamW = inner.optimizer
-    # None where the reduction was synchronous, so that nothing is left to wait for.
+    # The handle is None if the reduction was synchronous, so that there is nothing to wait for.
     handle = group.grad_reduce_handle
     for parameter in parameters:
         place, order = inner.model_param_group_index_map[parameter]
         shard = adam.param_groups[place]["params"][order]
         owned = inner._get_model_param_range_map(parameter)["param"]
-        # Only the part that this rank keeps after the reduce-scatter; the rest of the buffer is not summed.
+        # Copy only the part that this rank keeps after the reduce-scatter: the rest of the buffer is not
+        # summed.
         gradient = parameter.main_grad.view(-1)[owned.start : owned.end]
         adam.copy_early(shard, gradient, handle.wait if handle is not None else lambda: None)

@@ -78,7 +78,7 @@ from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.vocabulary_adapters import AdaptedEmbedding, EmbeddingAdapter
 
 logger = logging.getLogger(__name__)
-# Names that PEFT (0.21) changes into those of stacks of experts in some mixtures, wherever they stand.
+# PEFT (0.21) turns these names into names of stacks of experts in some mixtures, wherever they occur.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -125,7 +125,8 @@ class Adapter(nn.Module):
         self._settings, self.switch = settings, switch
         self.is_row, self._of_expert = isinstance(linear, RowParallelLinear), linear.is_expert
         self.sequence_parallel, self._group = (
-            # Tokens of experts come through the dispatcher: no run of the sequence is gathered around them.
+            # Experts receive tokens from the dispatcher, so that no part of the sequence is gathered around
+            # them.
             linear.sequence_parallel and not self._of_expert,
             linear.tp_group,
         )
@@ -135,10 +136,11 @@ class Adapter(nn.Module):
         }
         spans = {part: [span for span in layout.spans if span.part == part] for part in self._names}
         if rule.kind is Kind.VOCAB:
-            # with the rows behind the vocabulary, of which a rank may have nothing else
+            # Include the rows behind the vocabulary, because a rank may hold only such rows.
             self._starts, rows = {0: linear.tp_group.rank() * layout.shape[0]}, {0: layout.shape[0]}
         else:
-            # The first row of each part that this rank has: factors are filled from full ones by it.
+            # Keep the first row of each part that this rank holds, by which factors are filled from full
+            # ones.
             self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
             rows = {
                 part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
@@ -153,27 +155,28 @@ class Adapter(nn.Module):
             if len(rule.parts) > 1
             else torch.arange(layout.shape[0])
         )
-        # No buffer for an order that changes nothing: the index_select of every pass would be a copy.
+        # If the order changes nothing, register no buffer: index_select would copy the weights in every pass.
         is_needed = not torch.equal(order, torch.arange(len(order)))
-        # Not persistent: it follows from the layout, and a checkpoint has to fit any layout.
+        # The buffer is not persistent: it follows from the layout, and a checkpoint must fit any layout.
         self.register_buffer(
             "_order", order.to(linear.weight.device) if is_needed else None, persistent=False
         )
 
     def _register(self, weight: torch.Tensor, name: str, shape: tuple[int, int]) -> None:
-        # Zeros and no random numbers: fill() gives values that do not depend on the layout.
+        # Initialise with zeros, not random numbers: fill() sets values that do not depend on the layout.
         parameter: Any = nn.Parameter(weight.new_zeros(shape))
         is_cut = ("_A_" in name) == self.is_row
-        # Megatron-Core counts a parameter in the norm where it has the mark of a cut one.
+        # Megatron-Core counts a parameter in the norm on every rank if it is marked as sharded.
         counts = self._of_expert and self._group.rank() == 0
         set_tensor_model_parallel_attributes(
             parameter, is_parallel=is_cut or counts, dim=int("_A_" in name), stride=1
         )
         parameter.sequence_parallel = self.sequence_parallel and not is_cut
-        # as experts themselves, in build: reduced over the ranks that hold the same ones
+        # Reduce it, like the experts in `build`, over the ranks that hold the same experts.
         parameter.allreduce = not self._of_expert
         if self._of_expert and not is_cut and not counts:
-            # Megatron-Core would ask for its place among the ranks that the rest of the model is cut over
+            # Otherwise Megatron-Core would ask for its rank among the ranks over which the rest of the model
+            # is sharded.
             parameter.shared = True
         self.register_parameter(name, parameter)
 
@@ -195,7 +198,7 @@ class Adapter(nn.Module):
             for part, rows in pair.parts.items():
                 own = self.get_parameter(_parameter("B", self._names[part]))
                 start = 0 if self.is_row else self._starts[part]
-                # Rows that pad the vocabulary are beyond the full factor, and stay zero.
+                # Rows that pad the vocabulary are beyond the full factor and stay zero.
                 values = whole[rows][start : start + own.shape[0]]
                 own[: len(values)].copy_(values)
 
@@ -220,9 +223,10 @@ class Adapter(nn.Module):
         share, settings = self._settings.dropout, self._settings
         if settings.drops_input:
             inputs = drop(inputs, share, self)
-        # Scaled between the factors, where a token has r numbers and not the width of the layer.
+        # Scale between the factors, where a token has only r numbers and not the layer's width.
         hidden = product(inputs, self._down_of(adapters)) * settings.scaling
-        # An expert skips it: the ranks' shares are summed behind the layer of experts, with its own output.
+        # An expert skips the reduction: the ranks' shares are summed after the layer of experts, together
+        # with its own output.
         output = product(hidden if self._of_expert else self._between(hidden), self._up_of(adapters))
         return output if settings.drops_input else drop(output, share, self)
 
@@ -267,13 +271,14 @@ class Adapter(nn.Module):
             for part in pair.parts:
                 name = _parameter("B", self._names[part])
                 ups.append(
-                    # Blocks of one wide B with zeros outside: one product serves all parts of a fused layer.
+                    # Pad each B with zeros into its columns of one wide B, so that one product serves all
+                    # parts of a fused layer.
                     F.pad(
                         _stacked(adapters, name, summed_over=self._of_ranks if self.is_row else None), around
                     )
                 )
         order, rows = self._buffers["_order"], torch.cat(ups, dim=1)
-        # behind the rows of all parts one of zeros, for the rows of parts without an adapter
+        # Append a row of zeros for the rows of parts without an adapter.
         return rows if order is None else F.pad(rows, (0, 0, 0, 1)).index_select(1, order)
 
     @property
@@ -320,7 +325,7 @@ class Adapter(nn.Module):
                     tp_group=self._group,
                     dp_cp_group=metadata["dp_cp_group"],
                 )
-                # layouts pad the vocabulary each as it needs
+                # Each layout pads the vocabulary differently.
                 sharded[f"{prefix}{key}"].allow_shape_mismatch = self._rule.kind is Kind.VOCAB
                 state[f"{prefix}{own}"] = sharded[f"{prefix}{key}"]
         return state
@@ -380,7 +385,7 @@ class _Adapted:
         if self.adapter.switch.is_on:
             added = self.adapter(input_)
             if added.shape[-1] < output.shape[-1]:
-                # generation asks the output layer for the whole vocabulary
+                # Generation requests the whole vocabulary from the output layer.
                 added = gather_from_tensor_model_parallel_region(added, group=self.tp_group)
             output = output + added
         return output, bias
@@ -388,7 +393,7 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        # with the weight, for which Megatron-Core looks in an output layer; the checkpoint leaves it out
+        # Include the weight, which Megatron-Core expects in an output layer; the checkpoint leaves it out.
         own: dict[str, Any] = super().sharded_state_dict(  # type: ignore[misc]
             prefix, sharded_offsets, metadata
         )
@@ -440,7 +445,7 @@ class Adapters:
         vocabulary = _vocabulary(architecture)
         refuse_tied(architecture.tied_embeddings, settings)
         self._rows = {module: architecture.vocab_size for module in vocabulary}
-        # Matrices that can have no adapter, such as routers: a pattern that names one is refused.
+        # These matrices, such as routers, can have no adapter, so that a pattern that names one is refused.
         others = sorted(matrices - {*layers, *of_experts, *vocabulary})
         self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
         _refuse_some_experts(self.adapted, apart, settings)
@@ -459,10 +464,10 @@ class Adapters:
         """
         chosen, idle, other = set(self.adapted), False, ""
         for chunk in chunks:
-            # First everything is frozen; the adapters, added afterwards, are all that has gradients.
+            # Freeze everything first: only the adapters, which are added afterwards, have gradients.
             chunk.requires_grad_(False)
             found = 0
-            # The names are taken once, before the loop adds those of the adapters themselves.
+            # The names are listed once, before the loop adds those of the adapters.
             for local, name in global_names(chunk, self._experts).items():
                 if not name.endswith(".weight"):
                     continue
@@ -484,9 +489,10 @@ class Adapters:
                 found += 1
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_gradients)
-        # The full factors of an adapter to go on from are needed no more, and may be large.
+        # The full factors of an adapter to continue from are no longer needed, and may be large.
         self._first.forget()
-        # Behind the loop: a rank that raises alone would leave the others in the next collective.
+        # Raise after the loop: a rank that raised alone would leave the others waiting in the next
+        # collective.
         self._refuse_anywhere(idle, other)
 
     def _pairs_of(self, rule: Rule, chosen: Collection[str]) -> list[Pair]:
@@ -507,8 +513,8 @@ class Adapters:
         self, linear: Any, rule: Rule, pairs: Sequence[Pair], padded_vocab: int
     ) -> Adapter | EmbeddingAdapter:
         adapter: Adapter | EmbeddingAdapter
-        # the class and not a wrapper: names, types and attributes of the layer stay what Megatron-Core
-        # expects
+        # Change the class instead of wrapping the layer: its names, type and attributes stay what
+        # Megatron-Core expects.
         if isinstance(linear, VocabParallelEmbedding):
             adapter = EmbeddingAdapter(linear, rule, self.settings, self.switch)
             linear.__class__ = AdaptedEmbedding
@@ -533,7 +539,7 @@ class Adapters:
         if stored is None:
             return ""
         own = stored[self._groups.tensor_rank * len(weight) :][: len(weight)].to(weight)
-        # To the bit: the stored rows are copies of the base that the adapter was trained on.
+        # Compare bit for bit, because the stored rows are copies of the base that the adapter was trained on.
         return "" if torch.equal(own, weight[: len(own)]) else module
 
     def _refuse_anywhere(self, idle: bool, other: str) -> None:
@@ -578,7 +584,7 @@ class Adapters:
             )
         for module, letter, factor in StackedFactors(self._stacks, self.settings.rank).joined(self._whole()):
             if letter == ("A" if is_embedding(module) else "B"):
-                # without the rows behind the vocabulary
+                # Drop the rows behind the vocabulary.
                 factor = factor[: self._rows.get(module)]
             yield factor_name(module, letter), factor.T if letter == "A" and is_embedding(module) else factor
         if self.settings.scores:
@@ -606,8 +612,8 @@ class Adapters:
             (is_expert(name), module, letter, tuple(tensor.shape), cut)
             for name, module, letter, tensor, cut in own
         ]
-        # First over the ranks of experts, then over stages: all
-        # know every name and shape before tensors move.
+        # Gather over expert-parallel ranks and then over stages, so that all know every name and shape before
+        # tensors are sent.
         of_ranks = _listed(listing, self._experts.model)
         stages: list[Any] = _listed(of_ranks, self._groups.pipeline)
         like = own[0][3]
@@ -619,7 +625,7 @@ class Adapters:
                     size * (dist.get_world_size(group) if axis == cut else 1)
                     for axis, size in enumerate(shape)
                 ]
-                # Every rank allocates it: other stages receive the broadcast below.
+                # Every rank allocates the tensor, because the other stages receive the broadcast below.
                 whole = like.new_empty((len(modules), *sizes))
                 if stage == self._groups.pipeline_rank:
                     part = _joined(own[place][3], cut, group)
@@ -662,7 +668,7 @@ class _Exported(Mapping[str, torch.Tensor]):
         self._held, self._adapters = held, adapters
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        # Merged when asked for, so that one bucket of merged weights exists at a time.
+        # Merge on request, so that only one bucket of merged weights exists at a time.
         adapter = self._adapters.get(name)
         return self._held[name] if adapter is None else adapter.merged(self._held[name])
 
@@ -681,7 +687,7 @@ def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> to
 def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather the tensors of all ranks of a group, stacked in a new first dimension."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    # A list of views of one tensor: the parts arrive where they belong, without a further copy.
+    # Pass views of one tensor, so that the parts arrive where they belong without another copy.
     dist.all_gather(list(whole), tensor.contiguous(), group=group)
     return whole
 

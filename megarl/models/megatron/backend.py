@@ -98,7 +98,8 @@ class Mover:
                 _move_buffers(chunk, place, parameters=part == "parameters")
             if part == "parameters":
                 self._loose.move(place)
-        # Copies do not block: the caller gives the memory to another process next, or counts it as free.
+        # Wait, because the copies are asynchronous: the caller next gives the memory to another process, or
+        # counts it as free.
         self._runtime.synchronize()
 
     def _move_optimizer(self, optimizer: MegatronOptimizer, place: Place) -> None:
@@ -127,14 +128,15 @@ def move_optimizer(optimizer: MegatronOptimizer, move: Callable[[torch.Tensor], 
         for state in inner.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not key.startswith(HOST):
-                    # Replaced in the dictionary: a state, unlike a weight, has no hook and no buffer that
-                    # looks at its memory.
+                    # Replace the tensor in the dictionary: unlike a weight, a state has no hook or buffer
+                    # that refers to its memory.
                     state[key] = move(value)
 
 
 def _move_buffers(model: DistributedDataParallel, place: Place, *, parameters: bool) -> None:
     for buffer in model.buffers + model.expert_parallel_buffers:
-        # Megatron-Core's own, which resizes the storage under parameters that stay the same tensors.
+        # Use Megatron-Core's own methods, which resize the storage under parameters that stay the same
+        # tensors.
         move = buffer.offload_to_cpu if place == "host" else buffer.reload_from_cpu
         move(move_params=parameters, move_grads=not parameters)
 
@@ -164,12 +166,12 @@ class LooseParameters:
         if place == "host":
             self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
             for memory in memories:
-                # Behind the copies on the same stream, so that nobody is given the memory before they are
-                # through.
+                # Free the memory after the copies are queued on the same stream, so that nobody gets it
+                # before they are done.
                 memory.resize_(0)
             return
         for memory, copy in zip(memories, self._away, strict=True):
-            # The storage grows in place, so that parameters, views and hooks need not know of the move.
+            # Let the storage grow in place, so that parameters, views and hooks need not know of the move.
             memory.resize_(copy.nbytes)
             _bytes_of(memory).copy_(copy, non_blocking=True)
         self._away = []
@@ -187,14 +189,15 @@ class LooseParameters:
             for parameter in model.module.parameters():
                 if parameter not in buffered:
                     memory = parameter.untyped_storage()
-                    # By storage: tied weights share one, which must be copied and freed once.
+                    # Collect storages, not parameters: tied weights share one, which must be copied and freed
+                    # once.
                     found.setdefault(memory._cdata, memory)
         return list(found.values())
 
 
 def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
     """Return a view of all bytes of a storage, uint8."""
-    # Bytes, because tensors of several dtypes and shapes may share one storage.
+    # View bytes, because tensors of several dtypes and shapes may share one storage.
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
@@ -234,18 +237,20 @@ class MegatronBackend:
             self.hf_config = scoring_config(self.hf_config)
             source = scoring_source(source, self.hf_config, seed)
         ignored = policy["megatron_cfg"]["ignore_config_keys"]
-        # What the files hold, with layers that are not trained; self.architecture is what is built.
+        # This describes the files, including layers that are not trained; self.architecture describes the
+        # built model.
         self._stored = as_stored(read_architecture(self.hf_config, ignored), source.names())
-        # log-probabilities and losses of a text depend neither on prediction layers nor on a vision tower
+        # The log-probabilities and losses of a text depend neither on prediction layers nor on a vision
+        # tower.
         self.architecture: Architecture = replace(self._stored, prediction_layers=0, vision=None)
         self.untouched = Untouched(source, self._stored)
         if dist.get_rank() == 0:
             self._say_what_is_not_trained()
-        # Before anything of Megatron-Core runs, which asks torch.cuda in its constructors.
+        # Install this before any part of Megatron-Core runs, whose constructors query torch.cuda.
         cuda_redirect.install()
         try:
             self._build(policy, source, seed, with_optimizer)
-        # Also for KeyboardInterrupt: groups and stand-ins outlive the constructor otherwise.
+        # Clean up for KeyboardInterrupt too: otherwise groups and stand-ins would outlive the constructor.
         except BaseException:
             self.close()
             raise
@@ -275,12 +280,12 @@ class MegatronBackend:
         self.experts = parallel.expert_groups(self.groups)
         self._equal_tokens = megatron["moe_token_dispatcher_type"] == "allgather"
         share = sequence_share(sizes.tensor, sizes.context, bool(megatron["sequence_parallel"]))
-        # Packed sequences need the share alone: make_sequence_length_divisible_by is about rows, as it is in
+        # Packed sequences need only the share: make_sequence_length_divisible_by applies to rows, as in
         # NeMo-RL.
         self.shapes = Shapes(
             math.lcm(share, policy["make_sequence_length_divisible_by"]), share, equal=sizes.pipeline > 1
         )
-        # Reading two full matrices is slow, so only few ranks compare tied weights.
+        # Reading two full matrices is slow, so that only a few ranks compare tied weights.
         check_source(
             source, self._stored, compare_tied=self.groups.is_first_stage and self.groups.tensor_rank == 0
         )
@@ -296,11 +301,12 @@ class MegatronBackend:
                 else Adapters(settings, self.architecture, self.groups, self.experts, seed)
             )
             if self.adapters is not None:
-                # Before wrapping and before the optimizer, both of which take the parameters that are there.
+                # Add adapters before wrapping and before building the optimizer, both of which take the
+                # parameters that exist.
                 self.adapters.put_beside(stages)
             if stages[-1].post_process and self.architecture.head is None:
-                # Before the data-parallel wrapper: it looks at parameters alone, and the layer's forward is
-                # an attribute of its own.
+                # Patch the layer before the data-parallel wrapper, which looks only at parameters: the
+                # layer's forward is an attribute of its own.
                 answer_requests(stages[-1].output_layer)
             self.chunks = wrap_for_data_parallel(stages, policy, self.groups)
             self.optimizer: MegatronOptimizer | None = (
@@ -316,7 +322,7 @@ class MegatronBackend:
             if balance
             else None
         )
-        # The padded vocabulary: each rank has the same number of rows, the last ones padding.
+        # The vocabulary is padded: each rank has the same number of rows, of which the last ones are padding.
         rows = stages[0].vocab_size // self.groups.tensor_size
         self.vocabulary = VocabularyShard(
             self.architecture.vocab_size,
@@ -343,10 +349,12 @@ class MegatronBackend:
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        # A training pass waits for its gathers by the hooks of Megatron-Core; outside of one nobody would.
+        # A training pass waits for its gathers in Megatron-Core's hooks; outside of a training pass nothing
+        # would wait.
         if not backward:
             self.sync_parameters()
-        # Before every pass, also one without gradients: layers of experts meet in collectives there too.
+        # Do this before every pass, even one without gradients, because layers of experts run collectives
+        # there too.
         inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
         if backward and self._recorded is not None:
             outputs = self._recorded.forward_backward(inputs, head)
@@ -363,7 +371,7 @@ class MegatronBackend:
         return bool(self.chunks[0].training)
 
     def zero_grad(self) -> None:
-        # The start of a training step: from here on hooks may gather parameters behind the forward pass.
+        # A training step starts here, so that hooks may again gather parameters during the forward pass.
         self._resume_gathering_ahead()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -385,7 +393,7 @@ class MegatronBackend:
 
     def lr_step(self) -> None:
         if self.scheduler is not None:
-            # Counted in calls of train(), where Megatron-LM counts samples.
+            # The schedule counts calls of train(), whereas Megatron-LM counts samples.
             self.scheduler.step(increment=1)
 
     def schedule_values(self) -> dict[str, float]:
@@ -431,7 +439,7 @@ class MegatronBackend:
         self._copy_embedding_to_output_layer()
         if self.optimizer is not None:
             with cuda_redirect.cuda_literals():
-                # Else the next step would start from the master weights of before.
+                # Otherwise the next step would start from the earlier master weights.
                 self.optimizer.reload_model_params()
 
     def _copy_embedding_to_output_layer(self) -> None:
@@ -441,7 +449,7 @@ class MegatronBackend:
         if groups.pipeline_size == 1 or not self.stages[0].share_embeddings_and_output_weights:
             return
         if groups.is_first_stage:
-            # Point to point: only the first and the last stage have the weight.
+            # Send point to point, because only the first and the last stage have the weight.
             dist.send(
                 self.stages[0].embedding.word_embeddings.weight.detach(),
                 dst=groups.last_stage_global_rank,
@@ -484,7 +492,7 @@ class MegatronBackend:
         self._mover.move(part, place)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
-        # Asked first: a missing optimizer is refused before the weights are written.
+        # Check this first, so that a missing optimizer is refused before the weights are written.
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
         dtype, said = (
@@ -529,7 +537,8 @@ class MegatronBackend:
         if optimizer is not None and trained is not None:
             checkpoint.load_optimizer(self.chunks, trained, self.scheduler, self.runtime, optimizer)
             if not self.policy["megatron_cfg"]["sequence_parallel"]:
-                # States are those of ranks, which in the layout that was saved may have been replicas.
+                # Each rank loads its own state, and in the saved layout these ranks may have been replicas
+                # with different states.
                 share_random_state(self.runtime, self.groups.tensor)
 
     def close(self) -> None:

@@ -52,18 +52,19 @@ def build_chunks(
 
     A scoring model has a ``ScoreLayer`` instead of its output layer, under the output layer's name.
     """
-    # gated delta nets stand in the portable layers alone
+    # Gated delta nets exist only in the portable layers.
     fused = architecture.gated_delta is None and uses_transformer_engine(
         policy, has_experts=architecture.mixture is not None
     )
     head = architecture.head if scores(policy) else None
     if head is not None:
-        # Megatron-Core has no score layer: it builds an output layer, which a ScoreLayer replaces below.
+        # Megatron-Core has no score layer, so that it builds an output layer, which a ScoreLayer replaces
+        # below.
         architecture = replace(architecture, head=None)
     config = transformer_config(policy, architecture, fused=fused)
     settings = megatron_settings(architecture)
     options = settings.model
-    # Megatron-Core wants equal rows on all ranks; the added ones are in no softmax (VocabularyShard).
+    # Megatron-Core requires equal rows on all ranks; the added rows are in no softmax (VocabularyShard).
     options["vocab_size"] = padded_vocabulary(architecture.vocab_size, groups.tensor_size)
     make = _maker(policy["megatron_cfg"]["model_class"])
     count = config.virtual_pipeline_model_parallel_size or 1
@@ -81,7 +82,7 @@ def build_chunks(
         ]
     for chunk in chunks:
         if chunk.post_process and not layers._grad_accum_fusion_available:
-            # Set only after it was built: see _output_layers_that_add_apart.
+            # Set this only after the layer is built: see _output_layers_that_add_apart.
             chunk.output_layer.gradient_accumulation_fusion = False
         scale_rotary_like_llama3(chunk, settings.llama3)
         set_latent_norm_epsilon(chunk, settings.latent_norm_epsilon)
@@ -93,13 +94,14 @@ def build_chunks(
     if joins_norms(config, fused=fused):
         join_norms(chunks)
     teach_routing(chunks, architecture)
-    # Before the data-parallel wrapper, which sorts parameters into buffers by these marks.
+    # Mark experts before the data-parallel wrapper sorts parameters into buffers by these marks.
     _mark_experts(chunks)
     _mend_expert_biases(chunks)
     if policy["megatron_cfg"]["freeze_moe_router"]:
         for router in routers(chunks):
             for parameter in router.parameters():
-                # Before the data-parallel wrapper too: it makes gradient buffers for what is trained.
+                # Freeze the router before the data-parallel wrapper too, which creates gradient buffers for
+                # trained parameters.
                 parameter.requires_grad_(False)
     return chunks
 
@@ -114,7 +116,7 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
     Raises:
         ConfigError: the installed Megatron-Core lacks the class.
     """
-    # null takes GPTModel while Megatron-Core has it, and HybridModel afterwards.
+    # null takes GPTModel as long as Megatron-Core has it, and HybridModel afterwards.
     if chosen != "hybrid" and _has_gpt_model():
         return _gpt_model
     if chosen == "gpt":
@@ -131,7 +133,7 @@ def _maker(chosen: str | None) -> Callable[..., LanguageModule]:
     absent = absent_hybrid_model(_MODEL_CLASS, installed_version("megatron-core") or "0")
     if absent is not None:
         raise ConfigError([absent])
-    # is built on modules that Megatron-Core 0.16 lacks
+    # Import this only here, because it is built on modules that Megatron-Core 0.16 lacks.
     from megarl.models.megatron.hybrid import hybrid_model
 
     return hybrid_model
@@ -154,7 +156,7 @@ def _gpt_model(
     """Build a GPTModel chunk; see ``hybrid_model``."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    # Logits stay divided over the vocabulary: gathered they would be the largest tensor of the step.
+    # Keep logits sharded over the vocabulary: gathered, they would be the largest tensor of the step.
     return GPTModel(
         config=config, transformer_layer_spec=layers, parallel_output=True, vp_stage=chunk, **ends, **options
     )
@@ -171,7 +173,7 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
     def make_even(rotary: YarnRotaryEmbedding, length: int, *arguments: Any, **options: Any) -> None:
         make(rotary, round_up(length, parts), *arguments, **options)
 
-    # Patched on the class: the constructor makes the table, before an instance could be reached.
+    # Patch the class, because the constructor already builds the table, before an instance can be reached.
     with patched((YarnRotaryEmbedding, "_set_cos_sin_cache", make_even)):
         yield
 
@@ -199,13 +201,14 @@ class ScoreLayer(torch.nn.Module):
     def __init__(self, config: TransformerConfig, labels: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel, self.tp_group = config.sequence_parallel, group
-        # Without values: load_from_hf, or the seeded new score layer, fills it on all ranks alike.
+        # Allocate it without values: load_from_hf, or the seeded new score layer, fills it equally on all
+        # ranks.
         weight = torch.empty(
             labels, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
-        # An attribute, as ColumnParallelLinear has it, so that keep_products_in_float32 serves both.
+        # This is an attribute, as in ColumnParallelLinear, so that keep_products_in_float32 serves both.
         self._forward_impl: Any = _plain_linear
 
     def forward(
@@ -268,17 +271,19 @@ class Float32Product(torch.autograd.Function):
         ctx.save_for_backward(tokens, weight)
         rows = tokens.flatten(0, -2)
         if rows.is_cuda and rows.dtype is not torch.float32:
-            # out_dtype exists on CUDA alone.
+            # mm accepts out_dtype only on CUDA.
             product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
-            # The products of two 16-bit numbers are exact in float32, so only the sums round, as on a GPU.
+            # The products of two 16-bit numbers are exact in float32, so that only the sums round, as on a
+            # GPU.
             product = rows.float() @ weight.float().t()
         return product.view(*tokens.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tokens, weight = ctx.saved_tensors
-        # Rounded as the backward pass of a 16-bit layer rounds it, so that only the forward product differs.
+        # Round the gradient as the backward pass of a 16-bit layer does, so that only the forward product
+        # differs.
         gradient = gradient.to(tokens.dtype)
         of_tokens = gradient @ weight if ctx.needs_input_grad[0] else None
         of_weight = gradient.flatten(0, -2).t() @ tokens.flatten(0, -2) if ctx.needs_input_grad[1] else None
@@ -295,8 +300,8 @@ def scale_rotary_like_llama3(model: LanguageModule, scaling: Mapping[str, Any] |
     """
     if scaling is not None:
         rotary = model.rotary_pos_emb
-        # In place of the frequencies themselves: angles of each length are cached from them at the first
-        # pass.
+        # Replace the frequencies themselves, because the angles of each length are computed from them and
+        # cached at the first pass.
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **scaling)
 
 
@@ -312,7 +317,7 @@ def _mark_experts(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert(name):
-                # The name says little: it is Megatron-Core's mark of an expert's parameter.
+                # Despite its name, this attribute is how Megatron-Core marks an expert's parameter.
                 parameter.allreduce = False
 
 
@@ -330,7 +335,8 @@ def _mend_expert_biases(chunks: Sequence[torch.nn.Module]) -> None:
             if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
                 module.bias.tensor_model_parallel = True
                 module.bias.sequence_parallel = False
-                # Skips the reduction, which experts leave to their token dispatcher in every other layout.
+                # This skips the reduction, which in every other layout experts leave to their token
+                # dispatcher.
                 module.explicit_expert_comm = True
 
 
@@ -341,7 +347,7 @@ def _groups_of_one_type(buffers: Sequence[Any], *arguments: Any, **options: Any)
     pass more options."""
     groups: list[Any] = []
     for buffer in buffers:
-        # One buffer a call: partition_buckets then forms no group across dtypes.
+        # Pass one buffer per call, so that partition_buckets forms no group across dtypes.
         groups += partition_buckets([buffer], *arguments, **options)
     return groups
 
@@ -353,13 +359,14 @@ def wrap_for_data_parallel(
     schedules synchronise gradients."""
     config: TransformerConfig = chunks[0].config
     distribution = ddp_config(policy, groups.data_size * groups.context_size)
-    # chunks beyond the first have time to reduce their gradients while the others run
+    # Chunks beyond the first need no buckets: they have time to reduce their gradients while other chunks
+    # run.
     with patched((distributed_data_parallel, "partition_buckets", _groups_of_one_type)):
         wrapped = [
             DistributedDataParallel(config, distribution, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
     if distribution.overlap_grad_reduce:
-        # Without it every micro-batch would reduce its gradients, and not the last one alone.
+        # Without no_sync_func every micro-batch would reduce its gradients, and not only the last one.
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

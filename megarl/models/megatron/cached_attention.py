@@ -51,7 +51,8 @@ class CachesRows:
             query,
             *self.rows.store(self.layer_number, key, value),
             rotary_pos_emb,
-            # No mask of Megatron's: the core attention is causal and leaves each row's padding out by itself.
+            # Pass no mask of Megatron's: the core attention is causal, and leaves out each row's padding
+            # itself.
             AttnMaskType.no_mask,
             None,
         )
@@ -74,10 +75,11 @@ class RowSelfAttention(CachesRows, SelfAttention):
         self._angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         self._positions = None if packed_seq_params is None else packed_seq_params.positions
         try:
-            # None: Megatron-Core rotates nothing, and get_query_key_value_tensors below has done it.
+            # Pass None, so that Megatron-Core does not rotate again what get_query_key_value_tensors below
+            # has rotated.
             return super().forward(*arguments, rotary_pos_emb=None, **options)
         finally:
-            # Nothing is kept beyond the pass: angles are of one micro-batch's length.
+            # Clear them after the pass, because the angles fit only one micro-batch's length.
             self._angles = self._positions = None
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
@@ -132,7 +134,7 @@ def decoding(
     with contextlib.ExitStack() as stack:
         for attention in (module for stage in stages for module in stage.modules()):
             if isinstance(attention, RowSelfAttention | MLASelfAttention):
-                # Transformer Engine's, which has no masks of rows.
+                # Replace Transformer Engine's core attention, which has no masks for rows.
                 if not hasattr(attention.core_attention, "rows"):
                     stack.enter_context(_replaced(attention, portable(attention)))
                 for part in (attention, attention.core_attention):
@@ -143,7 +145,7 @@ def decoding(
                 stack.callback(setattr, attention, "rows", None)
             if isinstance(attention, MLASelfAttention):
                 rotary = attention.rotary_pos_emb
-                # one for all layers of a stage
+                # Patch it once, because all layers of a stage share it.
                 if "forward" not in vars(rotary):
                     rotary.forward = _of_rows(type(rotary).forward.__get__(rotary), rows)
                     stack.callback(delattr, rotary, "forward")

@@ -72,8 +72,8 @@ def exact_offsets() -> Iterator[StateStream]:
         """Do nothing: outlines have no values, and the stream reads the values into the optimizer
         afterwards."""
 
-    # Megatron-Core has the collector go over all objects of the process, for the sake of gathered tensors,
-    # which there are none of
+    # Megatron-Core runs the garbage collector over all objects of the process to free gathered tensors, of
+    # which there are none here.
     with patched(
         (DistributedOptimizer, "get_parameter_state_dp_zero", parameter_state),
         (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", is_loaded),
@@ -85,9 +85,9 @@ def exact_offsets() -> Iterator[StateStream]:
 SCHEDULE_FILE = "schedule.json"
 _EXTRA_STATE = "_extra_state"
 _DISTRIBUTED_STATE = "optimizer.state.param."
-# Key of the float32 weights of an optimizer that is not distributed.
+# This is the key of the float32 weights of an optimizer that is not distributed.
 _COPIES = "fp32_from_fp16_params"
-# What a parameter group has of the schedule, which is the configuration's.
+# These bounds of the schedule are stored in a parameter group, but the configuration decides them.
 _BOUNDS = ("max_lr", "min_lr")
 
 
@@ -107,12 +107,12 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Return the sharded state of a checkpoint: that of the whole model or, if it has adapters, only that of
     the adapters and other trained parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
-        # each layer by itself, because not every one need have them
+        # Describe each layer separately, because not every layer need have adapters.
         states = [
             chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
             for chunk in chunks
         ]
-        # a score layer may be trained with adapters
+        # A score layer may be trained with adapters.
         trained = {
             name
             for chunk in chunks
@@ -164,13 +164,15 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
         with failing_together(f"putting the weights of {directory} into the model"):
             for index, chunk in enumerate(chunks):
                 state = loaded[_entry(index)] if len(chunks) > 1 else loaded
-                # Transformer Engine unpickles its extra state, scales of FP8 that megarl does not use
+                # Leave out Transformer Engine's extra state, which would be unpickled: scales of FP8 that
+                # megarl does not use.
                 weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
-                # Tensors of the meta device were read straight into the model's own memory.
+                # Tensors on the meta device have already been read directly into the model's memory.
                 elsewhere = {
                     name: value for name, value in weights.items() if not getattr(value, "is_meta", False)
                 }
-                # Not strict, since what is read already is left out; _load has compared the names.
+                # Load without strict, because what was already read is left out; _load has compared the
+                # names.
                 chunk.module.load_state_dict(elsewhere, strict=False)
 
 
@@ -180,7 +182,7 @@ def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
     tensors = itertools.chain.from_iterable(
         itertools.chain(module.parameters(), module.buffers()) for module in modules
     )
-    # Storages and not tensors: views that a sharded state dict makes of a weight count as the weight.
+    # Compare storages, not tensors, so that views of a weight in a sharded state dict count as the weight.
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
@@ -198,13 +200,13 @@ def save_optimizer(
         _initialize_state(optimizer)
         _agree_on_steps(optimizer)
         weights = _sharded(chunks)
-        # Adam is patched around this too: Megatron-Core reads step counts by the kind of Adam that it sees.
+        # Adam is patched here too, because Megatron-Core reads step counts according to the class of Adam.
         state = _without_empty_copies(optimizer.sharded_state_dict(weights, metadata=_metadata()))
         save_sharded(state, partial, stream, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
-            # A file for each rank, because no other layout can use another's random state anyway.
+            # Write one file per rank: another layout could not use a rank's random-number state anyway.
             save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
 
 
@@ -236,17 +238,17 @@ def load_optimizer(
             ]
             optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
-                # Bounds of the rate come with the group, and would undo a rate that was changed in the
-                # configuration.
+                # Restore the bounds of the learning rate, which are loaded with the group and would undo a
+                # change in the configuration.
                 group.update(of_config)
             stream.fill(strategy.outlines, stored)
-        # checkpoints of earlier versions lack the count of experts where the first stage has none
+        # Checkpoints of earlier versions lack the step count of experts if the first stage has none.
         _agree_on_steps(optimizer)
     with failing_together(f"reading schedule and random-number states of {directory}"):
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and is_file(schedule):
             before = schedule_values(optimizer)["lr"]
-            scheduler.num_steps = 0  # loading advances the schedule from where it stands
+            scheduler.num_steps = 0  # loading advances the schedule from its present step
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
             log_changed_rate(scheduler.num_steps, before, schedule_values(optimizer)["lr"])
         rng = directory / random_state_file(dist.get_rank())
@@ -258,7 +260,7 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
     """Raise a CheckpointError if the stored state is that of a distributed optimizer and this optimizer is
     not distributed, or the reverse: Megatron-Core stores master weights and moments of the two in different
     forms. Local."""
-    # From the index alone, before any tensor is read: the two forms fail deep inside Megatron-Core.
+    # Decide by the index alone, before any tensor is read: a mismatch would fail deep inside Megatron-Core.
     stored = any(
         key.startswith(_DISTRIBUTED_STATE) for key in read_plain_index(directory).state_dict_metadata
     )
@@ -314,7 +316,8 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
         readers = _read_already(directory, what, strategy)
     with failing_alike():
         loaded, missing, unexpected = _read(wanted, directory, what, strategy, readers)
-    # a pipeline stage asks for its own layers, so that no other one would hear of what is missing there
+    # Gather the names from all ranks: a pipeline stage requests only its own layers, and other ranks would
+    # not learn what is missing there.
     only_there, only_here = missing, sorted({key for keys in _on_all_ranks(unexpected) for key in keys})
     if only_there or only_here:
         raise CheckpointError(
@@ -336,7 +339,8 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
     read_plain_index(directory)
     config, common_state = directory / CONFIG_FNAME, directory / common.COMMON_STATE_FNAME
     name, arguments = "verify_checkpoint", [str(directory)]
-    # versions that choose what reads at the same time, and have what all ranks share in a file of its own
+    # These versions choose the loading strategy in the same call, and store what all ranks share in a
+    # separate file.
     if separate := hasattr(serialization, "verify_checkpoint_and_load_strategy"):
         name, arguments = "verify_checkpoint_and_load_strategy", [str(directory), strategy]
     verify = getattr(serialization, name)
@@ -345,7 +349,8 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         try:
             return verify(*arguments)
         except CheckpointingException:
-            # it takes what the storage does not say for a no
+            # Verify again if the config exists: Megatron-Core takes a failed storage request for a missing
+            # file.
             if not is_file(config):
                 raise
             return verify(*arguments)
@@ -362,7 +367,8 @@ def _read_already(directory: Path, what: str, strategy: StreamedLoad) -> list[tu
         if separate
         else (serialization, "load_common_state_dict")
     )
-    # Megatron-Core would read both files once more, without retries and with torch's own unpickler.
+    # Replace the readers: Megatron-Core would read both files again, without retries and with torch's own
+    # unpickler.
     return [(serialization, name, lambda *unused: answer), (*reader, lambda *unused: shared)]
 
 
@@ -382,7 +388,8 @@ def _read(
     """Return what ``directory`` holds for ``wanted``, the names of tensors that are only in the checkpoint,
     and the names of those that only this rank requests."""
     with _as_own_errors(directory, what), restricted_loading(), patched(*readers):
-        # RETURN_ALL: raising here would be local to a rank; the caller compares over all ranks.
+        # Use RETURN_ALL, because an error here would be raised on one rank only; the caller compares over all
+        # ranks.
         loaded, missing, unexpected = dist_checkpointing.load(
             wanted, str(directory), strategy, strict=StrictHandling.RETURN_ALL
         )
@@ -394,7 +401,8 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
     """Convert errors of Megatron-Core and of DCP into megarl's, within the context."""
     try:
         yield
-    # DCP's is no Exception, and holds those of all ranks; megarl's own among them go on as they are.
+    # DCP's exception is not an Exception, and holds the errors of all ranks; megarl's errors among them are
+    # raised unchanged.
     except CheckpointException as error:
         refused = next(
             (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None
@@ -466,7 +474,7 @@ def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
     Adam's bias correction at its first step.
     """
     groups = optimizer.param_groups
-    # Over all ranks: a group may have parameters on other ranks alone, and counts only there.
+    # Compare over all ranks: a group may have parameters only on other ranks, and counts steps only there.
     most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))
     for group in groups:
         if most and "step" not in group:

@@ -58,7 +58,7 @@ def without_compiler() -> Iterator[None]:
     Megatron-Core binds ``torch.compile`` once, at its first import. If that import happens in this context,
     none of Megatron-Core's functions is ever compiled.
     """
-    # Asked without starting CUDA: this runs at import, before the process has chosen its device.
+    # Ask without starting CUDA: this runs at import, before the process has chosen its device.
     if will_use_cuda():
         yield
         return
@@ -153,11 +153,11 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         longest = max(output_split_sizes)
-        # gloo gathers equal parts alone: all are padded to the longest and cut again afterwards.
+        # gloo gathers only equal parts, so that all are padded to the longest and shortened again afterwards.
         padded = input_.new_zeros(longest, *input_.shape[1:])
         padded[: input_.shape[0]] = input_
         whole = input_.new_empty(group.size(), longest, *input_.shape[1:])
-        if longest:  # experts that no token goes to
+        if longest:  # false for experts that receive no token
             torch.distributed.all_gather_into_tensor(whole.flatten(0, 1), padded, group=group)
         parts = zip(whole, output_split_sizes, strict=True)
         return torch.cat([part[:length] for part, length in parts])
@@ -167,10 +167,11 @@ def _uneven_collectives(mappings: Any) -> Iterator[tuple[Any, str, Any]]:
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        # An all-reduce and a slice: more bytes than a reduce-scatter, but gloo has it for uneven parts.
+        # Use an all-reduce and a slice, which send more bytes than a reduce-scatter, because gloo has none
+        # for uneven parts.
         total = input_.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)
-        # A clone, so that the part does not keep the whole sum in memory.
+        # Clone the part, so that it does not keep the whole sum in memory.
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
     yield mappings, "_gather_along_first_dim", gather_uneven
@@ -183,7 +184,7 @@ def _collectives_of_one(buffers: Any) -> Iterator[tuple[Any, str, Any]]:
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(output: torch.Tensor, input_: torch.Tensor, **options: Any) -> Any:
-            # The pointers too: a gather into other memory has to copy even among one rank.
+            # Compare the pointers too: a gather into other memory has to copy even with one rank.
             if options["group"].size() > 1 or output.data_ptr() != input_.data_ptr():
                 return collective(output, input_, **options)
             return None
@@ -206,7 +207,7 @@ def _plain_backward(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 _CUDA_STAND_INS: dict[str, Any] = {
-    # With MEGARL_DEVICE=cpu on a machine with GPUs these would say otherwise.
+    # With MEGARL_DEVICE=cpu on a machine with GPUs, torch's own functions would report CUDA.
     "is_available": lambda: False,
     "device_count": lambda: 0,
     "current_device": lambda: CPU,
@@ -228,7 +229,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for name, replacement in _CUDA_STAND_INS.items():
         yield torch.cuda, name, replacement
     yield torch.Tensor, "record_stream", _nothing
-    # Imported here and below, not at the top: this module is imported before Megatron-Core itself.
+    # Import here and below, not at the top, because this module is imported before Megatron-Core itself.
     from megatron.core.tensor_parallel import random as megatron_random
 
     yield megatron_random, "_get_cuda_rng_state", _get_rng_state
@@ -263,7 +264,7 @@ def install() -> None:
     global _depth
     if not needed():
         return
-    # Calls nest: tests and megarl parity build several backends in one process.
+    # Calls are nested when tests and megarl parity build several backends in one process.
     _depth += 1
     if _depth == 1:
         _installed.enter_context(patched(*_stand_ins()))
@@ -300,7 +301,7 @@ class CudaLiterals(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron-Core's optimizers sort parameters by this name, and raise where it is none of CUDA's.
+            # Megatron-Core's optimizers sort parameters by this name, and raise unless it is a CUDA type.
             return _TENSOR_TYPES.get(args[0].dtype) or func(*args)
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}

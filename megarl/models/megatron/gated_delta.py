@@ -62,10 +62,10 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the gated norm [..., V] of heads and gates [..., V]."""
-        # each tensor-parallel rank has other heads: their gradients of the weight add up
+        # Each tensor-parallel rank has other heads, so that their gradients of the weight are summed.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
         wide = wide_dtype(heads)
-        # Rounded to the model's dtype before the weight, as transformers does; the gate in float32 after it.
+        # Round to the model's dtype before the weight, as transformers does; the gate follows in float32.
         normed = F.rms_norm(heads.to(wide), (heads.shape[-1],), eps=self.epsilon).to(heads.dtype)
         return (weight * normed * F.silu(gate.to(wide))).to(heads.dtype)
 
@@ -120,13 +120,13 @@ class GatedDeltaMixer(MegatronModule):
         self.conv1d = torch.nn.Conv1d(
             channels, channels, net.convolution, groups=channels, bias=False, **options
         )
-        # whatever the dtype of the model: rounded to 16 bits, a decay near 1 would be another one over
-        # thousands of tokens
+        # Keep float32 whatever the model's dtype: rounded to 16 bits, a decay near 1 would have another
+        # effect over thousands of tokens.
         options["dtype"] = wide_dtype(self.conv1d.weight)
         self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **options))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            # Marked as cut: without it the norm of gradients counts these on the first rank alone.
+            # Mark them as sharded: otherwise the gradient norm counts them only on the first rank.
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         self.out_norm = GatedNorm(config, net.value_width, tensor)
         self.out_proj = build_module(
@@ -151,7 +151,7 @@ class GatedDeltaMixer(MegatronModule):
         length, rows = projected.shape[:2]
         heads, net = self.key_heads, self.net
         values = net.values // net.key_heads
-        # rows alternate: a transpose would copy all projected tokens, and their gradients twice
+        # Let rows alternate: a transpose would copy all projected tokens, and their gradients twice.
         tokens = projected.reshape(length * rows, heads, -1)
         gates = net.value_heads // net.key_heads
         mixed, gate, step, decay = tokens.split([2 * net.key_width + values, values, gates, gates], dim=-1)
@@ -160,7 +160,7 @@ class GatedDeltaMixer(MegatronModule):
         if self.rows is None:
             starts = None if packed_seq_params is None else packed_seq_params.layout.starts
             if starts is None:
-                # Full lengths: plans are about sequences over all context-parallel ranks.
+                # Use full lengths, because plans describe sequences over all context-parallel ranks.
                 whole = length * self.context.size
                 starts = tuple(range(0, whole * rows + 1, whole))
             convolved = causal_convolution(mixed, self.conv1d.weight.squeeze(1), starts, self.context, rows)
@@ -169,7 +169,7 @@ class GatedDeltaMixer(MegatronModule):
             outputs = self._step(mixed, decay, step, self.rows)
         else:
             outputs = self._read_prompts(mixed, decay, step, length, self.rows)
-        # The recurrence runs in float32; the projection that follows has the model's dtype.
+        # The recurrence runs in float32, but the projection that follows has the model's dtype.
         outputs = outputs.to(projected.dtype)
         normed = self.out_norm(outputs, gate.reshape(outputs.shape))
         return self.out_proj(normed.reshape(length, rows, -1))
@@ -190,7 +190,7 @@ class GatedDeltaMixer(MegatronModule):
         prompts, reach = len(mixed) // length, self.net.convolution - 1
         by_position = mixed.unflatten(0, (length, prompts))
         if rows.row_lengths is not None:
-            # padding that is 0 is what a sequence begins with: it writes nothing to the state
+            # Set padding to 0, with which a sequence begins, so that it writes nothing to the state.
             is_padding = torch.arange(length, device=mixed.device)[:, None] < length - rows.row_lengths
             by_position = by_position.masked_fill(is_padding[..., None], 0)
         starts = tuple(range(0, prompts * length + 1, length))
@@ -198,7 +198,7 @@ class GatedDeltaMixer(MegatronModule):
             by_position.flatten(0, 1), self.conv1d.weight.squeeze(1), starts, rows=prompts
         )
         outputs, states = gated_delta_rule(*self._heads(convolved), decay, step, starts, rows=prompts)
-        # The last W - 1 inputs of the convolution, zeros in front of prompts shorter than that.
+        # Keep the last W - 1 inputs of the convolution, with zeros in front of shorter prompts.
         tails = F.pad(by_position.transpose(0, 1), (0, 0, reach, 0))[:, length:]
         rows.store_states(self.layer_number, tails, states)
         return outputs
@@ -211,7 +211,7 @@ class GatedDeltaMixer(MegatronModule):
         seen = torch.cat((tails, mixed[:, None]), dim=1)
         convolved = (seen * self.conv1d.weight.squeeze(1).t()).sum(1)
         outputs, after = gated_delta_step(*self._heads(convolved), decay, step, states)
-        # In place: a recorded CUDA graph reads and writes the same memory in every step.
+        # Write in place, because a recorded CUDA graph reads and writes the same memory in every step.
         tails.copy_(seen[:, 1:])
         states.copy_(after)
         return outputs

@@ -50,7 +50,8 @@ class CoupledGroups(ParallelGroups):
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """Broadcast values from the first replica's last stage; see ``ParallelGroups``."""
         ParallelGroups.from_last_stage(self, values)
-        # After the pipeline: by then every stage of the first replica has its last stage's values.
+        # Broadcast after the pipeline, because by then every stage of the first replica has its last stage's
+        # values.
         dist.broadcast(values, src=dist.get_global_rank(self.replicas, 0), group=self.replicas)
         return values
 
@@ -75,7 +76,7 @@ def decode_together(
         groups: the groups of this replica.
         replicas: the replicas that share experts. A collective over them.
     """
-    # Whole rows as objects: their numbers and widths differ between replicas, and prompts are small.
+    # Gather rows as objects: their numbers and widths differ between replicas, and prompts are small.
     parts: list[Any] = [None] * dist.get_world_size(replicas)
     dist.all_gather_object(parts, dict(data), group=replicas)
     counts = [part["input_ids"].shape[0] for part in parts]
@@ -87,7 +88,7 @@ def decode_together(
     )
     first = sum(counts[: dist.get_rank(replicas)])
     mine = {key: value[first : first + counts[dist.get_rank(replicas)]] for key, value in output.items()}
-    # Cut to this replica's longest: the others' may be longer.
+    # Shorten to this replica's longest row, because other replicas' rows may be longer.
     width = int(mine["unpadded_sequence_lengths"].max()) if len(mine["unpadded_sequence_lengths"]) else 0
     return BatchedDataDict(
         {key: value[:, :width] if value.ndim > 1 else value for key, value in mine.items()}
@@ -118,11 +119,11 @@ def generate(
     greedy: bool,
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``."""
-    # Hooks that gather parameters wait for a training pass; decoding has none.
+    # Gather parameters now: the hooks that do so run in training passes, and decoding has none.
     backend.sync_parameters()
     graphs = graphs_on(backend.runtime.device)
 
-    # One cache for all batches of the call: recorded steps have its addresses.
+    # Use one cache for all batches of the call, because recorded steps hold its addresses.
     decoded = DecodedRows(graphs, backend.runtime.device)
 
     def decode_rows(groups: ParallelGroups, rows: Mapping[str, Any]) -> BatchedDataDict[Any]:
@@ -156,7 +157,7 @@ class _CachedForward:
         self.backend = backend
         self.decoded = decoded
         self.graphs = graphs
-        # what Megatron asks for where keys are cached; the cache itself is not its own
+        # Megatron requires this context if keys are cached, but the cache itself is not Megatron's.
         self.context = StaticInferenceContext(rows, positions)
         decoded.reserve(positions, rows)
 
@@ -167,7 +168,7 @@ class _CachedForward:
         ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         logits = self._through_stages(tokens.shape, lambda chunk, hidden: self._chunk(chunk, tokens, hidden))
-        # Rows with the same prompt take the same logits, each with random numbers of its own.
+        # Rows with the same prompt take the same logits, but each has its own random numbers.
         return None if logits is None else logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
@@ -184,7 +185,8 @@ class _CachedForward:
                     else self._chunk(chunk, None, given)
                 )
 
-            # The key has the positions looked at, because a recorded step cannot look at more later.
+            # The key includes the number of positions that are read, because a recorded step cannot read more
+            # later.
             return self.graphs.run((chunk, positions), forward, lengths, tokens if hidden is None else hidden)
 
         return self._through_stages((self.decoded.count, 1), run)
@@ -199,12 +201,12 @@ class _CachedForward:
         states."""
         stage = self.backend.stages[chunk]
         if hidden is not None:
-            # How Megatron-Core's schedules hand hidden states to a stage; forward takes none.
+            # Megatron-Core's schedules pass hidden states to a stage in this way, because forward takes none.
             stage.set_input_tensor(hidden)
         output: torch.Tensor = stage(
             tokens, None, None, inference_context=self.context, runtime_gather_output=True
         )
-        # Without the columns that pad the vocabulary, which must never be sampled.
+        # Drop the columns that pad the vocabulary, which must never be sampled.
         return output[:, -1, : self.backend.vocabulary.size] if self._is_last(chunk) else output
 
     def _is_last(self, chunk: int) -> bool:
@@ -243,7 +245,7 @@ class _CachedForward:
             device=self.backend.runtime.device,
         )
         before = (groups.pipeline_rank - 1) % groups.pipeline_size
-        # Blocking: a stage has nothing else to do in a decoding step.
+        # Receive blocking, because a stage has nothing else to do in a decoding step.
         dist.recv(hidden, src=dist.get_global_rank(groups.pipeline, before), group=groups.pipeline)
         return hidden
 
@@ -267,7 +269,8 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
-        # Only what is there and differs: modules share a config, which is put back once.
+        # Replace only attributes that exist and differ, because modules share a config, which is restored
+        # once.
         if hasattr(owner, name) and getattr(owner, name) != value:
             replaced.append((owner, name, value))
 
@@ -277,7 +280,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
         if isinstance(module, PortableAttention | GatedDeltaMixer):
             replace(module, "context", alone)
         if isinstance(module, RotaryEmbedding):
-            # With a group the embedding would cut its angles to this rank's chunks of the sequence.
+            # With a group the embedding would limit its angles to this rank's chunks of the sequence.
             replace(module, "cp_group", None)
         config = getattr(module, "config", None)
         replace(config, "sequence_parallel", False)

@@ -22,9 +22,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megarl.distributed.device import sent_to
 from megarl.models.megatron.hf_state import ADAPTER
 
-# in torch since 2.10; before, where it was there at all, for one type and without gradients
+# torch has grouped_mm since 2.10; earlier versions had none, or one for a single dtype and without gradients.
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)
-# strides that the kernels of the grouped product want, in bytes
+# Alignment of strides, in bytes, that the kernels of the grouped product require.
 _ALIGNMENT = 16
 
 Linears: TypeAlias = tuple[list[Any], list[Any]]
@@ -42,7 +42,7 @@ class _FromLast(torch.nn.ModuleList):
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         super().__init__(modules)
-        # Keys stay the numbers of the experts, so that names and checkpoints do not change.
+        # Keep the experts' numbers as keys, so that names and checkpoints do not change.
         self._modules = dict(reversed(self._modules.items()))
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
@@ -65,7 +65,7 @@ class GroupedExperts(SequentialMLP):
 
     @functools.cached_property
     def _can_group(self) -> bool:
-        # asked for at the first pass, when the layers have their adapters
+        # Evaluate this at the first pass, when the layers already have their adapters.
         return can_group(self._linears) and not self.config.moe_apply_probs_on_input
 
     def forward(
@@ -89,7 +89,7 @@ class GroupedExperts(SequentialMLP):
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
             return experts
-        # Megatron-Core leaves the counts on the host; sent_to does not wait.
+        # Megatron-Core leaves the counts on the host, and sent_to does not wait.
         limits = sent_to(tokens_per_expert.cumsum(0, dtype=torch.int32), permuted_local_hidden_states.device)
         return grouped_mlp(
             self.config, self._linears, permuted_local_hidden_states, limits, permuted_probs
@@ -107,7 +107,7 @@ def can_group(linears: Linears) -> bool:
     """Return whether torch can group the products of these layers: it needs a grouped product, several
     experts and widths that are multiples of 16 bytes."""
     first, last = (of_layer[0].weight for of_layer in linears)
-    # An adapter's products have its rank as a width, which the kernel wants aligned as well.
+    # An adapter's products have its rank as a width, which the kernel requires to be aligned too.
     ranks = [of_layer[0].adapter.rank for of_layer in linears if hasattr(of_layer[0], ADAPTER)]
     aligned = all(
         width * first.element_size() % _ALIGNMENT == 0 for width in (*first.shape, *last.shape, *ranks)
@@ -132,10 +132,10 @@ def grouped_mlp(
         [t, H] in the dtype of ``tokens``.
     """
     whole = _WholeMLP(config, linears, limits)
-    # Megatron's own forward, called on our module: activation and weighting by probs stay its.
+    # Call Megatron's own forward on this module, so that activation and weighting by probs stay Megatron's.
     output, _ = MLP.forward(whole, tokens, probs)
     if whole.last.bias is not None:
-        # as Megatron's expert: the bias is weighted as the rest of the result is
+        # Weight the bias like the rest of the result, as Megatron's expert does.
         output = output + whole.last.bias * probs.unsqueeze(-1)
     return output.to(tokens.dtype)
 
@@ -162,9 +162,9 @@ class _GroupedLinear(torch.nn.Module):
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
         super().__init__()
-        # A plain list: registered here, the parameters would have a second name.
+        # Keep a plain list: registered here, the parameters would have a second name.
         self._weights = [linear.weight for linear in linears]
-        # Transformer Engine's layers without a bias have an empty one
+        # Transformer Engine's layers without a bias have an empty one.
         self._biases = [linear.bias for linear in linears if linear.bias is not None and linear.bias.numel()]
         adapters = [linear.adapter for linear in linears if hasattr(linear, ADAPTER)]
         self._adapters = adapters if adapters and adapters[0].switch.is_on else []
@@ -198,7 +198,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, limits: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         assert grouped_mm is not None
         tokens = _rows(tokens)
-        # The weights themselves and no stack of them: a stack may be a copy as large as all experts.
+        # Save the weights instead of a stack of them, which may be a copy as large as all experts.
         ctx.save_for_backward(tokens, limits, *weights)
         return grouped_mm(tokens, stacked(weights).transpose(1, 2), offs=limits)
 
@@ -219,7 +219,7 @@ class _OfTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, limits: torch.Tensor, tokens: int, *biases: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(limits, *biases)
-        # whatever is behind the last limit has to have some bias too
+        # Rows behind the last limit also need some bias.
         expert = torch.searchsorted(
             limits[:-1], torch.arange(tokens, dtype=limits.dtype, device=limits.device), right=True
         )
@@ -231,7 +231,8 @@ class _OfTokens(torch.autograd.Function):
         if not any(ctx.needs_input_grad[2:]):
             return None, None, *(None for _ in biases)
         assert grouped_mm is not None
-        # sums of the rows of each expert: as few ones a row as the kernel takes
+        # Multiply by ones to sum the rows of each expert, with the fewest columns of ones that the kernel
+        # accepts.
         ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.element_size())
         return None, None, *_handed_over(biases, grouped_mm(ones.t(), _rows(gradient), offs=limits)[:, 0])
 
@@ -255,7 +256,7 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first, second = tensors[0], tensors[1]
     step = second.data_ptr() - first.data_ptr()
     size, home = first.element_size(), first.untyped_storage().data_ptr()
-    # The buffer may pad between parameters, so any equal distance will do.
+    # The buffer may have padding between parameters, so that any equal distance is accepted.
     even = step >= first.nbytes and step % _ALIGNMENT == 0 and first.data_ptr() % _ALIGNMENT == 0
     if not even or any(
         tensor.data_ptr() != first.data_ptr() + index * step
@@ -264,7 +265,7 @@ def shared_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         for index, tensor in enumerate(tensors)
     ):
         return None
-    # Detached: autograd sees the parameters, which the function takes as arguments.
+    # Detach the view, because autograd sees the parameters, which the function takes as arguments.
     return first.detach().as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
@@ -281,7 +282,7 @@ def _handed_over(parameters: Sequence[torch.Tensor], gradients: torch.Tensor) ->
         if whole is not None:
             whole.add_(gradients)
         for parameter in parameters:
-            # False has to be set as well: the mark of the last pass would make the hook drop this gradient.
+            # Set False too: the mark of the last pass would make the hook drop this gradient.
             parameter.grad_added_to_main_grad = whole is not None
-    # Returned also where they were added: without a gradient autograd would not call the hook.
+    # Return gradients even if they were already added: without a gradient autograd would not call the hook.
     return gradients.unbind(0)

@@ -22,7 +22,7 @@ from megarl.errors import ModelError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.megatron.parallel import ExpertGroups, holders
 
-# a module's parameters or buffers, and a name among them
+# A module's dictionary of parameters or buffers, and a name in it.
 TensorPlace = tuple[dict[str, Any], str]
 
 ADAPTER = "adapter"
@@ -38,12 +38,12 @@ def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]
     first_expert = experts.model_rank * ((model.config.num_moe_experts or 0) // experts.model_size)
     names = {}
     for local, _ in _tensors_of(model):
-        # a HybridModel's
+        # HybridModel calls its last norm final_norm.
         name = local.replace("decoder.final_norm.", "decoder.final_layernorm.")
         if local.startswith(_LAYERS):
             index, rest = local[len(_LAYERS) :].split(".", 1)
             layer = model.decoder.layers[int(index)]
-            # By the layer's own number: its index in a chunk says nothing of other stages and chunks.
+            # Use the layer's own number, because its index in a chunk does not count other stages and chunks.
             name = f"{_LAYERS}{layer.layer_number - 1}.{rest}"
         names[local] = shift_expert(name, first_expert) if is_expert(name) else name
     return names
@@ -63,7 +63,7 @@ def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterat
                 continue
             path, _, key = local.rpartition(".")
             module = chunk.get_submodule(path)
-            # The dictionary and not the tensor: offloads and new loads may put another tensor there.
+            # Yield the dictionary instead of the tensor, which offloads and later loads may replace.
             yield name, (module._parameters if key in module._parameters else module._buffers, key)
 
 
@@ -99,7 +99,8 @@ def load_from_hf(
     for name, parameter in parameters_of(chunks, experts):
         of_experts = is_expert(name)
         copies = holders(of_experts=of_experts)
-        # After a failure the loop goes on without reading: the other ranks wait in the broadcasts below.
+        # After a failure continue the loop without reading, because the other ranks wait in the broadcasts
+        # below.
         if dist.get_rank(copies) == 0 and failure is None:
             cut = experts if of_experts else groups
             try:
@@ -116,10 +117,10 @@ def load_from_hf(
             except Exception as error:
                 failure = error
         if dist.get_world_size(copies) > 1:
-            # as bytes: nothing becomes another number on its way
+            # Broadcast bytes, so that no value changes on the way.
             whole = parameter.detach().view(-1).view(torch.uint8)
             dist.broadcast(whole, src=dist.get_global_rank(copies, 0), group=copies)
-    # Over the world and not the copies: a stage that loaded well must not go on alone.
+    # Reduce over the world, not over the copies: a stage that loaded its weights must not continue alone.
     failed = torch.tensor([int(failure is not None)], device=runtime().device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if failure is not None:

@@ -30,7 +30,7 @@ from converters.model_config.layer_kind import LayerKind
 from megarl.models.megatron.specs import kinds_of_chunk
 from megarl.patched import patched
 
-# By ``LayerKind.mixer``: the symbol of a half layer, and the name of its spec.
+# For each ``LayerKind.mixer``, the symbol of a half layer and the name of its spec.
 _MIXERS = {
     "attention": (Symbols.ATTENTION, "attention_layer"),
     "latent": (Symbols.MLA, "mla_layer"),
@@ -43,10 +43,11 @@ class HalfLayer(TransformerLayer):
     """The token mixer of a layer, or the MLP after it, with the number of the layer."""
 
     def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> None:
-        # HybridStack counts half layers from 1; two of them have one number.
+        # HybridStack counts half layers from 1, so that two of them have one layer number.
         super().__init__(config, submodules, (layer_number + 1) // 2, **options)
         if isinstance(self.mlp, IdentityOp):
-            # A half without an MLP has nothing to recompute: Megatron-Core would checkpoint an identity.
+            # A half layer without an MLP has nothing to recompute; Megatron-Core would checkpoint an
+            # identity.
             self.recompute_mlp = False
 
 
@@ -59,7 +60,7 @@ class Decoder(HybridStack):
         """Return the sharded state by local names. The tensors have GPTModel's names, and layers of one form
         share one tensor, as in GPTModel."""
         config = self.config
-        # GPTModel's decoder decides by these, too, whether each layer has tensors of its own.
+        # GPTModel's decoder also decides by these whether each layer has tensors of its own.
         apart = bool((metadata or {}).get("non_homogeneous_layers"))
         apart = (
             apart or isinstance(config.moe_layer_freq, list) or isinstance(config.linear_attention_freq, list)
@@ -125,11 +126,12 @@ def hybrid_model(
         options: keyword arguments of GPTModel.
         ends: ``pre_process`` and ``post_process``, as in GPTModel.
     """
-    # A copy: other chunks of the stage are built from the same options.
+    # Copy the options, because other chunks of the stage are built from them too.
     options = dict(options)
-    # it has no arguments for it
+    # HybridModel has no arguments for these.
     scaled, factor = options.pop("rope_scaling", False), options.pop("rope_scaling_factor", None)
-    # the bars of a pattern say it, and it takes one or the other
+    # Clear these counts, because the bars of a pattern replace them, and HybridModel accepts only one of the
+    # two.
     uneven = [(config, f"num_layers_in_{end}_pipeline_stage", None) for end in ("first", "last")]
     pattern = _pattern(config)
     if config.recompute_num_layers is not None:
@@ -137,7 +139,7 @@ def hybrid_model(
     stack = ModuleSpec(
         module=Decoder, submodules=_submodules(kinds_of_chunk(config, chunk), layers.layer_specs)
     )
-    # whatever its spec says, its last norm is Transformer Engine's
+    # Whatever its spec, HybridStack takes Transformer Engine's norm as its last norm.
     with patched(*uneven, (hybrid_block, "TENorm", layers.layer_norm)):
         model = LayeredModel(
             config=config,
@@ -183,7 +185,7 @@ def _submodules(kinds: Sequence[LayerKind], layers: Sequence[ModuleSpec]) -> Hyb
         second = replace(
             parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
         )
-        # One spec a symbol suffices: layers of one kind are alike, whatever their number.
+        # One spec per symbol suffices, because layers of one kind are alike, whatever their number.
         specs[mixer] = ModuleSpec(module=HalfLayer, submodules=first)
         specs[mlp] = ModuleSpec(module=HalfLayer, submodules=second)
     return HybridStackSubmodules(**specs)

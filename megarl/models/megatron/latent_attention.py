@@ -18,8 +18,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 
 from megarl.models.megatron.cached_attention import CachesRows
 
-# Without Transformer Engine release 0.16 has mocks in the place of its classes, takes it for installed here,
-# and asks whether a layer is one of them.
+# Without Transformer Engine, release 0.16 considers it installed here and asks whether a layer is one of its
+# classes, which are mocks.
 multi_latent_attention.HAVE_TE = HAVE_TE
 
 WITHOUT_LENGTHS = dict.fromkeys(
@@ -43,7 +43,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # A hook, because the projection is called in the middle of a long method of Megatron-Core.
+        # Use a hook, because Megatron-Core calls the projection in the middle of a long method.
         self.linear_kv_down_proj.register_forward_hook(self._whole)
         self.rotary_pos_emb.positions = None
         self.rotary_pos_emb.register_forward_hook(_of_positions)
@@ -67,7 +67,7 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
                 *given, dataclasses.replace(packed_seq_params, **WITHOUT_LENGTHS), **options
             )
         finally:
-            # Also after an error: all layers share this embedding.
+            # Clear the positions after an error too, because all layers share this embedding.
             self.rotary_pos_emb.positions = None
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -93,12 +93,12 @@ class LatentSelfAttention(CachesRows, MLASelfAttention):
         the width of latent and rotated part together."""
         combined, bias = output
         width = self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-        # By its width: which of the two it is depends on the layer spec and the release.
+        # Decide by the width, because the layer spec and the release determine whether the output is sharded.
         cut = combined.shape[-1] != width
         if cut:
             combined = gather_from_tensor_model_parallel_region(combined)
         if self.config.sequence_parallel:
-            # Megatron-Core gathers the rotated part of this again, and adds up its gradients there
+            # Megatron-Core gathers the rotated part again, and sums its gradients there.
             return (scatter_to_sequence_parallel_region(combined) if cut else combined), bias
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         shared: torch.Tensor = _SummedGradients.apply(  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def set_latent_norm_epsilon(model: torch.nn.Module, epsilon: float | None) -> No
         return
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
-            # with Transformer Engine a norm is part of the projection behind it
+            # With Transformer Engine a norm is part of the projection behind it.
             for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
                 norm = getattr(module, name, None)
                 if norm is not None and hasattr(norm, "eps"):

@@ -29,8 +29,8 @@ from megarl.models.megatron.grouped_experts import Linears, can_group, grouped_m
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.patched import patched
 
-# Where torch's grouped product is one kernel: major compute capabilities, and the dtype. Elsewhere the host
-# reads its limits for a loop.
+# These are the major compute capabilities and the dtype for which torch's grouped product is one kernel.
+# Otherwise the host reads its limits for a loop.
 _CAPABILITIES, _DTYPE = (9, 10), torch.bfloat16
 
 
@@ -62,9 +62,8 @@ class _Step:
         self._layer, self._rows, self._group = layer, rows, experts.tensor_and_model
         self._passes_over_prompts = layer.forward
         self._linears, self._backwards = _grouped_in_place(layer.experts)
-        # Ranks of one tensor-parallel group have the same hidden states to the bit. Replicas have them but
-        # for rounding, and could choose other experts: one would not compute what the other takes for
-        # granted.
+        # Ranks of one tensor-parallel group have bitwise equal hidden states. Those of replicas differ by
+        # rounding, and could choose other experts: one replica would not compute what the other relies on.
         members = set(dist.get_process_group_ranks(self._group))
         self._may_differ = not members <= set(dist.get_process_group_ranks(groups.tensor))
 
@@ -74,7 +73,8 @@ class _Step:
             own: tuple[torch.Tensor, None] = self._passes_over_prompts(hidden, *arguments, **options)
             return own
         probs, went_to = self._layer.router(hidden)
-        # -1 and not 0: a chosen expert may have weight 0, and one tensor is broadcast for both.
+        # Use -1, not 0, because a chosen expert may have weight 0, and one tensor is broadcast for weights
+        # and choices.
         weights = probs.masked_fill(~went_to, -1)
         if self._may_differ:
             dist.broadcast(weights, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -84,8 +84,7 @@ class _Step:
             else self._grouped(hidden[0], weights, self._linears)
         )
         if dist.get_world_size(self._group) > 1:
-            # Each expert is on one rank, or cut over some: in both
-            # cases the sum over all ranks is the result.
+            # Sum over all ranks, whether an expert is on one rank or sharded over several.
             dist.all_reduce(output, group=self._group)
         shared = self._layer.shared_experts
         return output[None] if shared is None else output[None] + shared(hidden), None
@@ -95,19 +94,20 @@ class _Step:
         row is not routed to."""
         experts = self._layer.experts
         number, chosen = experts.num_local_experts, self._layer.router.topk
-        # A fixed number of experts for each row: what a CUDA graph records has fixed shapes.
+        # Take a fixed number of experts per row, because a CUDA graph records fixed shapes.
         probs, names = weights.topk(chosen)
         first, *_, last = self._layer.local_expert_indices
         local = last - names.flatten() if self._backwards else names.flatten() - first
-        # the experts of other ranks become one more, whose rows are behind the limits of the product
+        # Treat the experts of other ranks as one more, whose rows are behind the limits of the product.
         local, order = local.masked_fill((local < 0) | (local >= number), number).sort(stable=True)
         limits = torch.searchsorted(
             local, torch.arange(number, device=local.device), right=True, out_int32=True
         )
         output = grouped_mlp(experts.config, linears, rows[order // chosen], limits, probs.flatten()[order])
-        # Results behind the last limit are undefined memory, which may hold NaN.
+        # Results behind the last limit are uninitialised memory, which may hold NaN.
         output = output.masked_fill_((local == number)[:, None], 0)
-        # back to the order of rows, and no sum whose order is left to the device
+        # Restore the order of rows by copying, and sum in a fixed order: a scattered sum would leave the
+        # order to the device.
         return torch.empty_like(output).index_copy_(0, order, output).unflatten(0, (-1, chosen)).sum(1)
 
     def _each_row_by_all(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,8 @@ class _Step:
         ``weights`` [b, E] are -1 for experts that a row is not routed to."""
         experts, first = self._layer.experts, self._layer.local_expert_indices[0]
         mine = weights[:, first : first + experts.num_local_experts].t()
-        # an activation of what no expert was trained for may be infinite, and zero times that is no zero
+        # Set the rows of other experts to 0: an expert's activation of them may be infinite, and infinity
+        # times 0 is NaN.
         inputs, probs = (
             rows.expand(len(mine), -1, -1).masked_fill((mine < 0)[..., None], 0),
             mine.clamp(min=0),
@@ -123,7 +124,7 @@ class _Step:
         if isinstance(experts, SequentialMLP):
             of_experts = zip(experts.local_experts, inputs, probs, strict=True)
             return torch.stack([expert(given, scale)[0] for expert, given, scale in of_experts]).sum(0)
-        # Transformer Engine's, which want the numbers of rows on the host
+        # Transformer Engine's experts require the numbers of rows on the host.
         outputs: torch.Tensor = experts(
             inputs.flatten(0, 1), torch.full(mine.shape[:1], len(rows)), probs.flatten()
         )[0]

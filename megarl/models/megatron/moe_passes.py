@@ -33,7 +33,7 @@ def _counted_lengths(model_input: ModelInput) -> torch.Tensor:
     """Return the number of real tokens of each row, [b] int64; 0 for rows whose ``sample_mask`` is 0."""
     data = model_input.micro_batch.data
     lengths = data["input_lengths"].to(torch.int64)
-    # A dropped sample is computed with the others, but has no part in the balance of experts.
+    # A dropped sample is computed with the others, but does not count in the balance of experts.
     return lengths.where(data["sample_mask"] != 0, 0) if "sample_mask" in data else lengths
 
 
@@ -51,7 +51,7 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
         assert model_input.places is not None, "packed rows have places"
         begin = model_input.places.begin
         position = torch.arange(total, device=device)
-        # The row whose beginning is the last one not behind the position.
+        # The row of a position is the last one that begins at or before it.
         row = torch.searchsorted(begin, position, right=True) - 1
         numbers = row.where(position - begin[row] < lengths[row], -1)[None]
     context = model_input.layout.context
@@ -62,9 +62,10 @@ def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertT
     """Return the token and sequence counts of the global batch; ``inputs`` are this data-parallel rank's
     share of it. A collective over the data-parallel group."""
     lengths = [_counted_lengths(model_input) for model_input in inputs]
-    # In float64, which holds every count exactly; one collective for both numbers.
+    # Count in float64, which holds every count exactly, and reduce both numbers in one collective.
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
-    # Over data parallelism alone: context and pipeline ranks have the same rows, and would count them again.
+    # Sum over data parallelism only: context and pipeline ranks have the same rows, and would count them
+    # again.
     tokens, sequences = groups.sum_over_data(figures).tolist()
     return ExpertTokenCounts(tokens, sequences, max(model_input.micro_batch.size for model_input in inputs))
 
@@ -73,7 +74,7 @@ class _NoHead:
     """The head of a pass that only computes the routing; it needs no output from the output layer."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        # No position is wanted, so that neither the output layer's product nor the softmax is computed.
+        # Request no positions, so that neither the output layer's product nor the softmax is computed.
         none = model_input.targets.new_empty(0)
         return Request(none, none, VocabularyShard(1), MODEL_ITSELF, None)
 
@@ -115,14 +116,16 @@ class RecordedPasses:
         try:
             if self._settings.counts_ahead:
                 self._record.count_ahead(True)
-                # no_grad, and not evaluation mode: routers must choose as they do in the pass that trains.
+                # Use no_grad, not evaluation mode, because routers must choose as they do in the pass that
+                # trains.
                 with torch.no_grad():
                     forward_backward(self._chunks, inputs, _NoHead(), backward=False, sequences=sequences)
                 self._record.count_ahead(False)
             return forward_backward(self._chunks, inputs, head, backward=True, sequences=sequences)
         finally:
             self._record.close()
-            # Dispatchers keep tensors of the last micro-batch, which would hold the model beyond its life.
+            # Release the tensors of the last micro-batch, with which dispatchers would keep the model in
+            # memory.
             release(self._chunks)
 
     def metrics(self) -> dict[str, float]:
@@ -168,7 +171,7 @@ def in_step(
     dist.all_gather_object(
         sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas
     )
-    # The same error on all replicas, since all have the same list; a mismatch would hang in a layer.
+    # All replicas raise the same error, because all have the same list; a mismatch would hang in a layer.
     if len({len(replica) for replica in sizes}) > 1:
         raise BatchError(
             f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} "
@@ -180,7 +183,7 @@ def in_step(
     if not equal_tokens or not any(uneven):
         return list(inputs)
     totals = [max(size.packed for size in one) for one in counterparts]
-    # A pipeline allocates by one shape, so the longest total holds for all micro-batches.
+    # A pipeline allocates by one shape, so that all micro-batches get the longest total.
     if shapes.equal:
         totals, uneven = [max(totals)] * len(totals), [True] * len(totals)
     return [

@@ -90,7 +90,7 @@ class RoutingRecord:
         self.settings = settings
         self._shared = shared if dist.get_world_size(shared) > 1 else None
         layers, experts = len(settings.sparse_layers), settings.experts
-        # float64 holds any count, and sums of probabilities without visible rounding
+        # float64 holds any count exactly, and sums probabilities without visible rounding.
         new: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._load, self._mass = torch.zeros(layers, experts, **new), torch.zeros(layers, experts, **new)
         self._added, self._z = torch.zeros(layers, **new), torch.zeros(layers, **new)
@@ -119,7 +119,8 @@ class RoutingRecord:
         collective over the world."""
         self._counting = counting
         if not counting:
-            # Over the world: a rank has counts of its own layers and tokens, and zeros for the rest.
+            # Sum over the world, because a rank has counts of its own layers and tokens, and zeros for the
+            # rest.
             dist.all_reduce(self._load)
             self._shares = self._load / self._load.sum(1, keepdim=True).clamp(min=1)
         self._clear()
@@ -140,7 +141,7 @@ class RoutingRecord:
         """
         assert self._token_counts is not None
         real = sequences >= 0
-        # Padding goes through experts too; it must not count as their load.
+        # Padding passes through experts too, but must not count as their load.
         went_to = went_to & real[:, None]
         self._load[layer] += went_to.sum(0)
         if self._counting:
@@ -162,7 +163,8 @@ class RoutingRecord:
         if self.settings.score == "softmax":
             return wide.softmax(-1)
         scores = wide.sigmoid()
-        # As the router itself divides them: sigmoids of very small logits may all be 0.
+        # Divide as the router does, with a small constant, because sigmoids of very small logits may all be
+        # 0.
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _balancing(
@@ -174,7 +176,8 @@ class RoutingRecord:
             return None
         if settings.kind == "aux_loss":
             assert self._shares is not None, "count_ahead() has to come before"
-            # Constants of the whole batch, so that the loss is linear in tokens and any cut of them adds up.
+            # These are constants of the whole batch, so that the loss is linear in tokens and adds up over
+            # any division of them.
             shares = self._shares[layer].to(probabilities.dtype)
             return (probabilities.sum(0) * shares).sum() * (settings.experts / max(token_counts.tokens, 1))
         loss = self._sequence_loss(probabilities, went_to, sequences, token_counts)
@@ -192,14 +195,15 @@ class RoutingRecord:
         those of whole sequences."""
         experts, rows = self.settings.experts, token_counts.rows
         load = went_to.new_zeros(rows + 1, experts, dtype=probabilities.dtype)
-        # what does not count lands in a row of its own
+        # Collect padding and dropped samples in an additional row.
         load.index_add_(0, sequences.where(sequences >= 0, rows), went_to.to(load.dtype))
         if self._shared is not None:
-            # Counts have no gradient, so that a plain collective outside of autograd is right.
+            # Counts have no gradient, so that a collective outside of autograd is correct.
             dist.all_reduce(load, group=self._shared)
         assignments = load[:rows].sum(1, keepdim=True).clamp(min=1)
         tokens = assignments / self.settings.chosen
-        # f / T of each sequence: assignments = T k, and the token sum below supplies the rest of P.
+        # These weights are f / T of each sequence, where assignments = T k; the sum over tokens below adds
+        # the rest of P.
         weights = load[:rows] / (assignments * tokens)
         return (probabilities * weights[sequences.clamp(min=0)]).sum() * (
             experts / max(token_counts.sequences, 1)
@@ -227,15 +231,15 @@ class RoutingRecord:
             smallest load of an expert in any layer, relative to the mean load, which is 1; ``moe_z_loss`` if
             the z-loss is trained.
         """
-        # One collective for all figures, and float64 as the counts are.
+        # Reduce all figures in one collective, in float64 like the counts.
         figures = torch.cat([self._load, self._mass, self._added[:, None], self._z[:, None]], dim=1)
         dist.all_reduce(figures)
-        # Each rank counts its own layers and has zeros elsewhere: the sum over the world is that of the
-        # model.
+        # Each rank counts its own layers and has zeros elsewhere, so that the sum over the world covers the
+        # whole model.
         figures = figures[torch.tensor(self.settings.sparse_layers, device=figures.device)]
         experts = self.settings.experts
         load, mass, added, z = figures.split([experts, experts, 1, 1], dim=1)
-        # clamp: after a batch without real tokens all loads are 0.
+        # Clamp the mean, because after a batch without real tokens all loads are 0.
         relative = load / load.mean(1, keepdim=True).clamp(min=1 / experts)
         share, probability = relative / experts, mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
         balance = added if self.settings.kind == "seq_aux_loss" else experts * (share * probability).sum(1)

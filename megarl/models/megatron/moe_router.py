@@ -47,17 +47,18 @@ def choose(
         Weights [t, E] in the logits' dtype, 0 for experts that are not chosen, differentiable; and the mask
         [t, E] bool.
     """
-    # At least float32: near ties of 16-bit scores would choose other experts than transformers does.
+    # Compute at least in float32: with near ties, 16-bit scores would choose other experts than transformers
+    # does.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if routing.score == "softmax" else wide.sigmoid()
-    # The bias decides the choice alone; weights are the unbiased scores (DeepSeek-V3, section 2.1.2).
+    # The bias only affects the choice; the weights are the unbiased scores (DeepSeek-V3, section 2.1.2).
     ranks = scores.detach() if correction_bias is None else scores.detach() + correction_bias
     if routing.is_grouped:
         ranks = _of_best_groups(ranks, routing)
     experts = ranks.topk(chosen, dim=-1).indices
     weights = scores.gather(1, experts)
     if normalized:
-        # The same constant as transformers' router: sigmoids of very small logits may all be 0.
+        # Add the same constant as transformers' router, because sigmoids of very small logits may all be 0.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     weights = (weights * routing.scaling_factor).to(logits.dtype)
     went_to = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -74,7 +75,7 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
         .indices
     )
     kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranks.device).scatter(1, best, True)
-    # Minus infinity and not 0: with a negative bias 0 could win over experts of the best groups.
+    # Use minus infinity, not 0: with a negative bias 0 could win over experts of the best groups.
     return by_group.masked_fill(~kept[..., None], float("-inf")).flatten(1)
 
 
@@ -119,8 +120,8 @@ class BalancedRouter(TopKRouter):
         by_token = logits.reshape(-1, logits.shape[-1])
         loss = self.record.report(self.layer_number - 1, by_token, went_to, self.sequences.reshape(-1))
         if loss is not None:
-            # adds its gradient where the probabilities get theirs, times the factor that float16 scales the
-            # main loss by
+            # Add the loss's gradient where the probabilities receive theirs, scaled by the factor by which
+            # float16 scales the main loss.
             probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
         return probabilities, went_to
 
@@ -162,7 +163,8 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
         layer.router.sequences = None
         dispatcher = layer.token_dispatcher
         for name, value in list(vars(dispatcher).items()):
-            # Only what has a graph: other attributes are the dispatcher's configuration and its buffers.
+            # Clear only tensors with a graph: other attributes are the dispatcher's configuration and
+            # buffers.
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(dispatcher, name, None)
 
@@ -178,7 +180,8 @@ def connect(chunks: Sequence[torch.nn.Module], record: RoutingRecord) -> None:
         layer.router.record = record
         layer.register_forward_pre_hook(_take_sequences, with_kwargs=True)
         if layer.moe_layer_recompute:
-            # Megatron's own recomputation would run the router with whatever sequences came last.
+            # Replace Megatron's own recomputation, which would run the router with the sequences that came
+            # last.
             layer.moe_layer_recompute = False
             layer.forward = functools.partial(_recomputed, layer, layer.forward)
 
@@ -201,5 +204,5 @@ def _take_sequences(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     sequences = kwargs.get("padding_mask")
     layer.router.sequences = None if sequences is None else sequences.transpose(0, 1)
-    # None for Megatron, which would take the numbers for a boolean mask; the router has them by now.
+    # Pass None to Megatron, which would take the numbers for a boolean mask; the router already has them.
     return args, {**kwargs, "padding_mask": None}

@@ -32,7 +32,7 @@ from megarl.patched import patched
 
 NEVER = 2**40
 _EMBEDDING = "embedding.word_embeddings.weight"
-# Megatron-Core adds it to the norm that it divides by.
+# Megatron-Core adds this constant to the norm by which it divides.
 _CLIPPED = 1e-6
 _SHOWN = 8
 
@@ -52,13 +52,14 @@ def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
         yield
         return
     with patched(
-        # Else it would build the fused Adam that its import found, with arguments that ours does not take.
+        # Otherwise it would build the fused Adam that it found at import, with arguments that ours does not
+        # accept.
         *([(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True)] if stored else []),
         (torch.optim, "AdamW", ShardedAdamW if stored else GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        # As Transformer Engine's it saves the step of a group; as torch's it would look for a step in each
-        # state.
+        # Like Transformer Engine's, our Adam stores a step per group. As torch's, it would need a step in
+        # each state.
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
     ):
         yield
@@ -75,7 +76,7 @@ def _require_one_kind(policy: PolicyConfig) -> None:
     if not dist.is_initialized():
         return
     found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    # Everything is gathered before anyone raises: all ranks have to fail with the same message.
+    # Gather the kinds of all ranks before anyone raises, because all ranks must fail with the same message.
     dist.all_gather_object(found, (_kind_found(), socket.gethostname()))
     if len({kind for kind, _ in found}) == 1:
         return
@@ -122,12 +123,14 @@ def build_optimizer(
     config = optimizer_config(policy)
     states = _state_settings(policy["megatron_cfg"]["optimizer"], seed)
     if not states.are_plain:
-        # Megatron-Core's way for optimizers that keep copies of weights themselves and read gradients where
-        # data parallelism has them; its option asks for Transformer Engine's
+        # Select Megatron-Core's path for optimizers that store copies of weights themselves and read
+        # gradients where data parallelism leaves them. Its public option requires Transformer Engine's
+        # optimizer.
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    # Gloo groups serve Megatron-Core's own gathering of optimizer state alone, which state_stream replaces.
+    # Gloo groups serve only Megatron-Core's own gathering of optimizer state, which state_stream replaces.
     options: dict[str, Any] = {"use_gloo_process_groups": False}
-    # Where it exists, Megatron-Core's own default for it is marked as temporary: it is asked for by name.
+    # Request Megatron-Core's default overrides by name where they exist, because their implicit use is marked
+    # as temporary.
     overrides = getattr(megatron_optimizer, "get_standard_config_overrides", None)
     if overrides is not None:
         options["config_overrides"] = overrides(config)
@@ -140,11 +143,12 @@ def build_optimizer(
             _number_parameters(inner)
         if not states.are_plain:
             _store_states(inner, states, _names_of(chunks))
-            # what divides float16 gradients by the loss scale does so where they are, after the pass
+            # Do not copy early with float16, whose gradients are divided by the loss scale in place after the
+            # pass.
             if states.host_share and chunks[0].ddp_config.overlap_grad_reduce and not config.fp16:
                 copy_as_reduced(chunks, inner)
     if config.fp16:
-        # The schedules multiply the loss by it; the optimizer divides gradients by the same scale.
+        # The schedules multiply the loss by this function's scale, and the optimizer divides gradients by it.
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -197,12 +201,14 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
         )
         for parameter, (group, order) in inner.model_param_group_index_map.items()
     }
-    # The rounding of a state hashes name and position, so that it does not depend on the layout.
+    # Name each state by parameter and position, whose hash decides its rounding, so that it does not depend
+    # on the layout.
     adam.settings, adam.place_of = settings, places.__getitem__
     adam.host_zeros = HostMemory(pin=runtime().is_cuda).zeros_like
     adam.place_states()
     inner.init_state_fn = _initialize_states
-    # reload_model_params() ends there. Master weights are the Adam's own here, so it has to do the copying.
+    # reload_model_params() ends in this method. Here Adam holds the master weights, so that it must copy
+    # them.
     inner._copy_model_params_to_main_params = lambda state_dict=None: adam.copy_weights()
 
 
@@ -224,7 +230,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
     """Build the schedule of ``megatron_cfg.scheduler``, counted in ``train()`` calls; from a checkpoint it
     loads only the step."""
     chosen, scheduler = policy["megatron_cfg"]["optimizer"], policy["megatron_cfg"]["scheduler"]
-    # NEVER and no None: Megatron-Core asserts that the number is above 0.
+    # Use NEVER, not None, because Megatron-Core asserts that the number is above 0.
     warmup, decay = scheduler["lr_warmup_iters"], scheduler["lr_decay_iters"] or NEVER
     return OptimizerParamScheduler(
         optimizer,
@@ -239,8 +245,8 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
         wd_incr_steps=decay if scheduler["weight_decay_incr_style"] != "constant" else 1,
         wd_incr_style=scheduler["weight_decay_incr_style"],
         use_checkpoint_opt_param_scheduler=False,
-        # The configuration holds and not the checkpoint; megarl itself refuses a changed schedule unless it
-        # is accepted.
+        # The configuration overrides the checkpoint; megarl itself refuses a changed schedule unless it is
+        # accepted.
         override_opt_param_scheduler=True,
     )
 
@@ -250,10 +256,11 @@ def _norm_of_all(
 ) -> tuple[torch.Tensor, None]:
     """Return the joint L2 norm of some tensors, [1] float32. It is bitwise equal to that of
     ``local_multi_tensor_l2_norm``, which reads the norm of one tensor after another from the device."""
-    if not _are_float32(tensors[0]):  # Megatron-Core's would round each norm to the type of its tensor
+    if not _are_float32(tensors[0]):  # Megatron-Core would round each norm to its tensor's dtype
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors[0]]
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-    # Norm of norms, as Megatron-Core's: a sum of squares over all elements would round in another order.
+    # Take the norm of norms, as Megatron-Core does: a sum of squares over all elements would round in another
+    # order.
     return torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(tensors[0])))).reshape(1), None
 
 
@@ -263,7 +270,7 @@ def _scale_all(
     """Multiply tensors by a number, in place if source and target are the same tensors. The result is bitwise
     equal to that of ``local_multi_tensor_scale``, which makes copies."""
     source, target = tensors
-    # In place and in float32 this is the same to the bit; all else is left to Megatron-Core's copies.
+    # In place and in float32 the result is bitwise equal; all else is left to Megatron-Core, which copies.
     if _are_float32(source) and all(one is other for one, other in zip(source, target, strict=True)):
         torch._foreach_mul_(target, scale)
     else:
@@ -274,8 +281,8 @@ def _are_float32(tensors: Sequence[torch.Tensor]) -> bool:
     return all(tensor.dtype is torch.float32 for tensor in tensors)
 
 
-# What clipping goes over all gradients with, where Megatron-Core finds neither Transformer Engine nor Apex:
-# its own and ours.
+# Clipping applies these functions to all gradients if Megatron-Core finds neither Transformer Engine nor
+# Apex: its own, and ours.
 _OVER_ALL = {
     "l2_norm_impl": (local_multi_tensor_l2_norm, _norm_of_all),
     "multi_tensor_scale_impl": (local_multi_tensor_scale, _scale_all),
@@ -286,7 +293,7 @@ def _over_all() -> list[tuple[Any, str, Any]]:
     return [
         (clip_grads, name, ours)
         for name, (own, ours) in _OVER_ALL.items()
-        # With Transformer Engine or Apex these are fused kernels, which stay.
+        # With Transformer Engine or Apex these are fused kernels, which are kept.
         if getattr(clip_grads, name) is own
     ]
 
@@ -298,12 +305,12 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     ``get_grad_norm`` and ``step_with_ready_grads`` of the optimizer during the call.
     """
     norms: list[float] = []
-    # Asked before the step, which lowers the scale.
+    # Check this before the step, which lowers the scale.
     overflow_is_mended = _scale_can_fall(optimizer)
     norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
     def get_grad_norm() -> float:
-        # float() waits for the device. Whether to step has to be known on the host anyway.
+        # float() waits for the device, but the host needs the norm anyway to decide about the step.
         norms.append(float(norm_of()))
         return norms[-1]
 
@@ -330,9 +337,10 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     ):
         stepped, _, _ = optimizer.step()
     for adam in adams:
-        # After a refused step too: gradients that were copied ahead belong to this batch alone.
+        # Do this after a refused step too, because gradients that were copied early belong to this batch
+        # only.
         adam.forget_early()
-    # before any norm: float16's scaler has found an infinity
+    # Without any norm, float16's scaler has found an infinity.
     return StepOutcome(
         norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended
     )
@@ -350,6 +358,7 @@ def schedule_values(optimizer: MegatronOptimizer) -> dict[str, float]:
     groups = optimizer.param_groups
     return {
         "lr": float(groups[0]["lr"]) if groups else 0.0,
-        # Norms and biases are groups with weight decay 0; the largest is the one that the schedule sets.
+        # Norms and biases are in groups with weight decay 0; the largest value is the one that the schedule
+        # sets.
         "wd": max((float(group["weight_decay"]) for group in groups), default=0.0),
     }

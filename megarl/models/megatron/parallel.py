@@ -86,11 +86,11 @@ def expert_groups(groups: ParallelGroups) -> ExpertGroups:
         parallel_state.get_expert_tensor_parallel_group(),
     )
     replica = groups.tensor_size * groups.context_size
-    # in a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens
+    # Within a pipeline stage, the ranks of a replica are consecutive, and so are those that exchange tokens.
     coupled = math.lcm(dist.get_world_size(model) * dist.get_world_size(tensor), replica) // replica
     replicas = None
     if coupled > 1:
-        # Every rank names all subgroups, also those it is not in: creating groups is a collective.
+        # Every rank lists all subgroups, even those it is not in, because creating groups is a collective.
         firsts = range(0, dist.get_world_size(), coupled * replica)
         members = [
             list(range(first + place, first + coupled * replica, replica))
@@ -109,7 +109,7 @@ def initialize(
 
     Previous groups (another layout in the same process) are destroyed first.
     """
-    # Tests and megarl parity build one layout after another in the same processes.
+    # Tests and megarl parity build several layouts, one after another, in the same processes.
     if parallel_state.is_initialized():
         destroy()
     parallel_state.initialize_model_parallel(
@@ -119,17 +119,19 @@ def initialize(
         context_parallel_size=sizes.context,
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
-        # The order of NamedSharding and of the driver's batches, which are cut by data-parallel rank.
+        # This is the order of NamedSharding and of the driver's batches, which are divided by data-parallel
+        # rank.
         order="tp-cp-ep-dp-pp",
-        # Megatron-Core counts whole minutes, and a shorter timeout must not become 0.
+        # Megatron-Core takes whole minutes, and a shorter timeout must not become 0.
         distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        # Only Megatron-Core's own gathering of optimizer state wants them, which state_stream replaces.
+        # Only Megatron-Core's own gathering of optimizer state needs gloo groups, and state_stream replaces
+        # it.
         create_gloo_process_groups=False,
     )
     return ParallelGroups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
-        # Without context parallelism: its ranks share rows, whose losses would be counted twice.
+        # Exclude context parallelism, whose ranks share rows, so that their losses would be counted twice.
         data=parallel_state.get_data_parallel_group(with_context_parallel=False),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         ring=sizes.ring,

@@ -81,17 +81,17 @@ class SumAndNorm(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, norm, scale = _compiled()[0](_rows(tokens), _rows(residual), weight, epsilon)
-        # The sum and one number a token; the norm itself is computed again, which saves an activation.
+        # Save the sum and one number per token. The norm itself is computed again, which saves an activation.
         ctx.save_for_backward(total, scale, weight)
-        # Megatron-Core's layers put another tensor in the place of a view, of which the norm would not be
-        # there
+        # Detach the views: Megatron-Core's layers replace a view by another tensor, for which the stored norm
+        # would not be found.
         return total.view(tokens.shape).detach(), norm.view(tokens.shape).detach()
 
     @staticmethod
     def backward(ctx: Any, of_total: torch.Tensor, of_norm: torch.Tensor) -> tuple[Any, ...]:
         of_sum, of_weight = _compiled()[1](_rows(of_total), _rows(of_norm), *ctx.saved_tensors)
         of_sum = of_sum.view(of_total.shape)
-        # A sum hands the same gradient to both of its terms.
+        # A sum passes the same gradient to both of its terms.
         return of_sum, of_sum, of_weight, None
 
 
@@ -125,16 +125,17 @@ class JoinedAdd:
         probability: float,
     ) -> torch.Tensor:
         tokens, bias = tokens_and_bias
-        # What the compiled function does not compute: Megatron-Core's own
-        # serves it, and the norm makes its own.
+        # Leave other cases, which the compiled function does not compute, to Megatron-Core; the norm is then
+        # computed separately.
         if bias is not None or (training and probability > 0.0) or residual.dtype != tokens.dtype:
             return otherwise(tokens_and_bias, residual, probability)
-        # the layers add with gradients also where none are wanted, and the norm's weight would ask for one
+        # Layers add with gradients enabled even if none are needed, and the norm's weight would then require
+        # one.
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and (tokens.requires_grad or residual.requires_grad)
         ):
-            # its weight may still be on its way from the rank that keeps it: it is read in a call of the
-            # norm, which waits for that
+            # Read the weight in a call of the norm, which waits for it: the rank that holds it may still be
+            # sending it.
             total, norm = self._norm(functools.partial(SumAndNorm.apply, tokens, residual))
         self._norm.leave(total, norm)
         return total
@@ -159,8 +160,8 @@ def join_norms(chunks: Sequence[LanguageModule]) -> None:
             if not isinstance(norm, IdentityOp)
         ]
         last = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
-        # The sum of a layer's attention is followed by the norm
-        # before its MLP, that of the MLP by the next layer's.
+        # The sum after a layer's attention precedes its MLP's norm, and the sum after its MLP the next
+        # layer's norm.
         following = [norm for _, _, norm in sums[1:]] + ([] if last is None else [last])
         for (layer, name, _), norm in zip(sums, following, strict=False):
             setattr(layer, name, JoinedAdd(norm))

@@ -40,8 +40,8 @@ class Rotation:
     signed_sines: torch.Tensor
 
 
-# every layer of a micro-batch asks for the same one; two, because two model chunks take turns in an
-# interleaved pipeline
+# Cached, because all layers of a micro-batch use the same rotation; two, because two chunks of an interleaved
+# pipeline alternate.
 @functools.lru_cache(maxsize=2)
 def rotation(
     angles: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, factor: float
@@ -55,7 +55,7 @@ def rotation(
         dtype: dtype of the rotated tensors.
         factor: factor of cosines and sines (the concentration of yarn).
     """
-    # Cosines of half the table: both halves of a head turn by the same angles.
+    # Compute cosines of half the table, because both halves of a head rotate by the same angles.
     half = angles[..., : angles.shape[-1] // 2]
     if positions is not None:
         half = half[:, 0][positions if positions.ndim == 2 else positions[:, None]]
@@ -79,7 +79,8 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor
     ) -> torch.Tensor:
-        # The table alone, which all layers share: the rotated tensor is not needed to turn a gradient back.
+        # Save only the table, which all layers share: rotating a gradient back does not need the rotated
+        # tensor.
         ctx.save_for_backward(cosines, signed_sines)
         return _rotate_by(tensor, cosines, signed_sines, back=False)
 
@@ -91,7 +92,8 @@ class _Rotate(torch.autograd.Function):
 def _rotate_by(
     tensor: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor, *, back: bool
 ) -> torch.Tensor:
-    # Triton's interpreter, which tests set, takes tensors of any device
+    # Use the kernel only on CUDA: Triton's interpreter, which tests enable, would accept tensors of any
+    # device.
     way = by_kernel if triton is not None and tensor.is_cuda else rotated_by
     return way(tensor, cosines, signed_sines, back=back)
 
@@ -105,7 +107,7 @@ def rotated_by(
     turned, others = tensor[..., :width], tensor[..., width:]
     swapped = torch.cat((turned[..., width // 2 :], turned[..., : width // 2]), dim=-1)
     join = torch.sub if back else torch.add
-    # In place: swapped is a fresh copy, and nobody else sees it.
+    # Multiply in place, because swapped is a new copy that nobody else sees.
     rotated = join(turned * cosines, swapped.mul_(signed_sines))
     return torch.cat((rotated, others), dim=-1) if others.shape[-1] else rotated
 
@@ -133,7 +135,7 @@ if triton is not None:
         rest_block: tl.constexpr,
     ):
         """Rotate some heads of one token per program."""
-        # int64: tokens times the width of all heads exceeds 2**31 in long packed rows.
+        # Use int64, because tokens times the width of all heads exceeds 2**31 in long packed rows.
         token = (tl.program_id(0) // rows).to(tl.int64)
         row = (tl.program_id(0) % rows).to(tl.int64)
         head = tl.program_id(1) * head_block + tl.arange(0, head_block)
@@ -142,7 +144,7 @@ if triton is not None:
         column = tl.arange(0, half_block)
         table = token * table_token_stride + row * table_row_stride + column
         cosine = tl.load(cosines + table, mask=column < half, other=0.0).to(tl.float32)[None, :]
-        # of the second half, whose sign is the sine's own
+        # Load the sines of the second half, which are not negated.
         sine = tl.load(signed_sines + table + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
         if back:
             sine = -sine
@@ -170,7 +172,7 @@ def by_kernel(
 ) -> torch.Tensor:
     """Rotate as ``rotated_by`` does, in one kernel that rounds once."""
     tokens, rows, heads, width = tensor.shape
-    # Query and key are views into one projection, so only the last dimension has to be contiguous.
+    # Query and key are views of one projection, and only the last dimension needs to be contiguous.
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     half = cosines.shape[-1] // 2
     rotated = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -180,7 +182,7 @@ def by_kernel(
     rest = width - 2 * half
     _kernel[(tokens * rows, triton.cdiv(heads, head_block))](
         *(tensor, rotated, cosines, signed_sines, rows, heads, half, width, *tensor.stride()[:3]),
-        # Stride 0 broadcasts one row of the table to all rows.
+        # A stride of 0 broadcasts one row of the table to all rows.
         *(cosines.stride(0), cosines.stride(1) if cosines.shape[1] > 1 else 0),
         back=back,
         head_block=head_block,

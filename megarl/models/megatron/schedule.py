@@ -36,8 +36,8 @@ def sum_gradients(
 ) -> None:
     """Run Megatron's end of a backward pass (reductions over data, tensor and embedding groups) without its
     division by a token count."""
-    # None in the place of the token count: losses here are sums already, divided by counts of the whole
-    # global batch.
+    # Pass None as the token count, because losses are already sums, divided by counts of the whole global
+    # batch.
     finalize_model_grads(model, None, **options)
 
 
@@ -56,7 +56,7 @@ class _Work:
 
     def as_filler(self) -> _Work:
         """Return a copy that contributes nothing."""
-        # -1 means no sequence: routers count nothing of a filler.
+        # -1 means no sequence, so that routers count nothing of a filler.
         sequences = None if self.sequences is None else torch.full_like(self.sequences, -1)
         return dataclasses.replace(self, sequences=sequences, filler=True)
 
@@ -82,7 +82,7 @@ def _packed(model_input: ModelInput) -> PackedSequences | None:
         qkv_format="thd",
         cu_seqlens_q=limits,
         cu_seqlens_kv=limits,
-        # Limits include the padding of each sequence, so that the padded and the real ones are the same here.
+        # Limits include the padding of each sequence, so that padded and real limits are equal here.
         cu_seqlens_q_padded=limits,
         cu_seqlens_kv_padded=limits,
         max_seqlen_q=model_input.longest,
@@ -108,13 +108,13 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
             return plain(hidden, weight=weight, **options)
         group, low_rank = layer.tp_group, None
         if adapter is not None and adapter.switch.is_on:
-            # The adapter joins before the softmax, for the chosen rows alone; A is small, so it sees all
-            # positions.
+            # Add the adapter before the softmax, for the chosen rows only. A is small, so that it is applied
+            # to all positions.
             low_rank = request.rows(adapter.inner(hidden), sequence_first=True), adapter.up()
         if request.chunk_size is None:
             whole = (
-                # False: the layer, called without sequence parallelism, sums the gradient itself; True would
-                # do it twice.
+                # Pass False: the layer, called without sequence parallelism, sums the gradient itself, and
+                # True would sum it twice.
                 gather_from_sequence_parallel_region(hidden, False, group)
                 if layer.sequence_parallel
                 else hidden
@@ -123,15 +123,16 @@ def answer_requests(layer: ColumnParallelLinear) -> None:
                 _whole_sequences(layer),
                 contextlib.nullcontext() if adapter is None else adapter.switch.off(),
             ):
-                # Megatron's layer wants [s, b, h]: the chosen rows become a sequence of batch size 1.
+                # Pass the chosen rows as a sequence of batch size 1, because Megatron's layer takes [s, b,
+                # h].
                 output, _ = plain(request.rows(whole, sequence_first=True)[:, None], weight=weight, **options)
             return output if low_rank is None else output + F.linear(*low_rank)[:, None], None
         if layer.sequence_parallel:
-            # True: the backward pass reduce-scatters, which sums the gradients of all ranks' vocabulary
-            # columns.
+            # Pass True, so that the backward pass reduce-scatters, which sums the gradients of all ranks'
+            # vocabulary columns.
             whole = gather_from_sequence_parallel_region(hidden, True, group)
         else:
-            # Identity forward, all-reduce backward: each rank multiplies by its own columns of the
+            # Copy forward and all-reduce backward, because each rank multiplies by its own columns of the
             # vocabulary.
             whole = copy_to_tensor_model_parallel_region(hidden, group)
         answer = request.output(
@@ -164,7 +165,8 @@ def _forward_step(
     model_input = item.model_input
     with plain_torch():
         packed, sequences = _packed(model_input), item.sequences_for(model)
-        # The one argument of Megatron's layers that reaches routers per token: see moe_router.connect.
+        # This is the only argument of Megatron's layers that reaches routers per token: see
+        # moe_router.connect.
         options = {} if sequences is None else {"padding_mask": sequences}
         request = head.asks(model_input)
         with asking(request):
@@ -178,11 +180,13 @@ def _forward_step(
         if non_loss_data:
             return None if item.filler else result
         assert result.loss is not None, "a backward pass needs a head that returns a loss"
-        # Times 0 and not left out: the backward pass of all stages has to run as often.
+        # Multiply by 0 instead of leaving a filler out, because all stages must run equally many backward
+        # passes.
         loss = result.loss * 0 if item.filler else result.loss
-        # the schedule frees the storage of what it sends on, and on the last stage that is the loss itself
+        # Clone the loss: the schedule frees the storage of what it sends on, and on the last stage that is
+        # the loss itself.
         kept = None if item.filler else dataclasses.replace(result, loss=loss.detach().clone())
-        # Three values: with two, the schedule would divide the loss by the number of micro-batches.
+        # Return three values: with two, the schedule would divide the loss by the number of micro-batches.
         return loss, torch.zeros((), dtype=torch.int), kept
 
     return output, finish
@@ -192,8 +196,8 @@ def _fill_interleaved(work: list[_Work], config: TransformerConfig) -> list[_Wor
     """Append fillers until there are at least as many micro-batches as stages, and set a group size that the
     interleaved schedule accepts."""
     stages = config.pipeline_model_parallel_size
-    # The interleaved schedule refuses fewer micro-batches than stages, and a last group with fewer.
-    # A copy of the last micro-batch: fillers must have a shape that the pipeline can send.
+    # The interleaved schedule refuses fewer micro-batches than stages, and a smaller last group. Use copies
+    # of the last micro-batch, because fillers need a shape that the pipeline can send.
     filled = [*work, *[work[-1].as_filler()] * max(0, stages - len(work))]
     rest = len(filled) % stages
     config.microbatch_group_size_per_vp_stage = stages if rest == 0 else len(filled)
@@ -227,17 +231,18 @@ def forward_backward(
     with cuda_literals():
         results = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, head=head),
-            # One iterator for each chunk: the interleaved schedule takes every micro-batch once for every
-            # chunk.
+            # Pass one iterator per chunk, because the interleaved schedule takes every micro-batch once for
+            # each chunk.
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
             model=list(chunks),
             num_microbatches=len(work),
-            # All micro-batches have it where there is a pipeline (Shapes.equal); without one the schedule
+            # With a pipeline all micro-batches have this length (Shapes.equal); without one the schedule
             # allocates nothing by it.
             seq_length=first.micro_batch.length,
             micro_batch_size=first.tokens.shape[0],
             forward_only=not backward,
-            # Otherwise the schedule wants a loss of every micro-batch, and a log-probability pass has none.
+            # Otherwise the schedule requires a loss of every micro-batch, and a log-probability pass has
+            # none.
             collect_non_loss_data=not backward,
         )
     return [result for result in results if result is not None]

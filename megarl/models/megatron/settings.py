@@ -25,8 +25,8 @@ from megarl.models.megatron.moe_record import BalanceSettings
 from megarl.models.megatron.transformer_engine import find
 
 NO_CLIPPING = float("inf")
-# float16: Megatron starts at 2**32, which skips the first dozens of steps of any model; this is where torch's
-# own scaler starts
+# Use the initial scale of torch's scaler for float16: Megatron starts at 2**32, which skips dozens of first
+# steps of any model.
 INITIAL_LOSS_SCALE = 2.0**16
 
 
@@ -58,16 +58,15 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
     dtype = dtype_of(policy["precision"], "policy.precision")
     chunks = pipeline_chunks(megatron)
     if chunks > 1:
-        # In Megatron's default setting two stages that send to and receive from one another in one batch get
-        # each other's tensors mixed up over gloo, silently; sends and receives of their own, overlapped, do
-        # not.
+        # With Megatron's default, two stages that send to each other in one batch silently receive mixed-up
+        # tensors over gloo. Separate, overlapped sends and receives are correct.
         interleaved = {
             "virtual_pipeline_model_parallel_size": chunks,
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-        # Freeing what is still being sent is safe in a CUDA stream
-        # only: gloo would send what is written there next.
+        # Memory that is still being sent may only be freed within a CUDA stream: gloo would send what is
+        # written there next.
         interleaved["deallocate_pipeline_outputs"] = runtime().is_cuda
     else:
         interleaved = {"deallocate_pipeline_outputs": True}
@@ -89,27 +88,27 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         calculate_per_token_loss=True,
-        # Megatron marks sharded parameters while it initialises them, so initialisation stays on, but every
-        # weight is loaded afterwards
+        # Megatron marks sharded parameters while it initialises them, so that initialisation stays enabled,
+        # but every weight is loaded afterwards.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
         use_cpu_initialization=False,
         attention_softmax_in_fp32=True,
         deterministic_mode=policy["deterministic"] and runtime().is_cuda,
-        # fused, latent attention could neither rotate without yarn nor generate
+        # With this fusion, latent attention could neither rotate without yarn nor generate.
         apply_rope_fusion=fused
         and bool(megatron.get("apply_rope_fusion", True))
         and architecture.latent_attention is None,
-        # fused, Megatron-Core limits gates before it adds their bias
+        # With this fusion, Megatron-Core would limit gates before adding their bias.
         bias_activation_fusion=(fused or compiles()) and architecture.gate_limit is None,
-        # with biases Transformer Engine's experts do without
+        # Transformer Engine's experts with biases do not support this fusion.
         bias_dropout_fusion=(fused or compiles())
         and not (architecture.mixture is not None and architecture.mlp_bias),
         masked_softmax_fusion=fused,
         persist_layer_norm=fused,
         # Transformer Engine's layers add gradients of weights to their float32 sums inside the matrix
-        # products, which rounds once less; of the output layer, which is Megatron-Core's own,
+        # products, which rounds once less. For the output layer, which is Megatron-Core's own,
         # ``build_chunks`` decides.
         gradient_accumulation_fusion=fused,
         **_recomputation(megatron),
@@ -120,13 +119,14 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
             else {}
         ),
     )
-    # Set afterwards: the dataclass lacks some of these, and its constructor refuses the value of others.
+    # Set these afterwards: the dataclass lacks some of them, and its constructor refuses the values of
+    # others.
     for name, value in (settings.attributes | {"grouped_experts": _groups_experts(megatron)}).items():
         setattr(config, name, value)
     if architecture.latent_attention is not None and not fused:
-        # Asked for norms of queries, Megatron adds up the gradients of whatever is called q_layernorm over
-        # the tensor-parallel ranks. Here that is the norm of the latent queries, whose gradient is whole on
-        # every rank; the portable spec has it unasked.
+        # With this set, Megatron sums the gradients of any q_layernorm over the tensor-parallel ranks. Here
+        # q_layernorm is the norm of latent queries, whose gradient is complete on every rank, and the
+        # portable spec includes it anyway.
         config.qk_layernorm = False
     return config
 
@@ -140,7 +140,7 @@ def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
             "recompute_granularity": "selective",
             "recompute_modules": list(megatron["recompute_modules"]),
         }
-    # One layer at a time takes the least memory; hybrid_model makes it two, of half layers.
+    # Recomputing one layer at a time takes the least memory; hybrid_model changes it to two half layers.
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -155,7 +155,7 @@ def _experts(megatron: MegatronConfig, routing: Routing, fused: bool) -> dict[st
         "moe_router_dtype": megatron["moe_router_dtype"] or ("fp32" if routing.in_float32 else None),
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # Megatron-Core's grouped product needs Transformer Engine; ours is enabled by ``grouped_experts``.
+        # Megatron-Core's grouped product requires Transformer Engine; ours is enabled by ``grouped_experts``.
         "moe_grouped_gemm": fused and _groups_experts(megatron),
     }
 
@@ -213,7 +213,7 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
     chosen = megatron["distributed_data_parallel_config"]
     overlaps = chosen["overlap_grad_reduce"]
     if overlaps is None:
-        # on one rank too, where gradients go to host memory as they are reduced
+        # Overlap on one rank too if gradients are copied to host memory as soon as they are reduced.
         in_host_memory = at(megatron, "optimizer.optimizer_offload_fraction") or 0.0
         overlaps = chosen["overlap_param_gather"] or replicas > 1 or in_host_memory > 0
     return DistributedDataParallelConfig(
@@ -223,10 +223,10 @@ def ddp_config(policy: PolicyConfig, replicas: int) -> DistributedDataParallelCo
         use_distributed_optimizer=megatron["optimizer"]["use_distributed_optimizer"]
         if megatron.get("optimizer")
         else False,
-        # Losses are normalised over the global batch before the pass, so a mean over ranks would divide
+        # Losses are normalised over the global batch before the pass, so that a mean over ranks would divide
         # twice.
         average_in_collective=False,
-        # megarl itself looks at loss and norm, and can skip the batch; Megatron-Core would end the run.
+        # megarl itself checks loss and norm, and can skip the batch; Megatron-Core would end the run.
         check_for_nan_in_grad=False,
         bucket_size=chosen["bucket_size"],
     )

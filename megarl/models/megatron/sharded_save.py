@@ -60,10 +60,10 @@ def save_sharded(
     Raises:
         CheckpointError: on all ranks, with the reason, if one of them could not write.
     """
-    # Megatron would start a process that only hands results over, takes seconds to start, and outlives a rank
-    # that is killed.
+    # Megatron would start a process only to pass on results, which takes seconds to start and outlives a
+    # killed rank.
     if filesystem_async._results_queue is None:
-        # A thread's queue in the place of a manager's process.
+        # Use a thread's queue instead of a manager's process.
         filesystem_async._results_queue = queue.Queue()
     first = _FirstRank()
     strategy = StreamedSave(stream, first.writes, buffer)
@@ -73,7 +73,7 @@ def save_sharded(
             dist_checkpointing.save(shared_out(state, stream), str(directory), strategy)
     except (
         CheckpointException
-    ) as error:  # raised on all ranks, of which the first alone knows why; not even an Exception
+    ) as error:  # raised on all ranks, but only the first one knows why; not a subclass of Exception
         failure = error
     with failing_together(f"writing {directory}"):
         if failure is not None:
@@ -93,7 +93,8 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         state: the state dict; is modified.
         stream: the stream of the outlines in ``state``.
     """
-    # Factories make tensors out of tensors (gate and up of an MLP); those are what is dealt and written.
+    # Apply factories first: they split tensors, such as an MLP's gate and up, and the parts are what is
+    # distributed and written.
     apply_factories(state)
     outlined, rest = extract_matching_values(
         state, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
@@ -102,7 +103,7 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         distribution = determine_main_replica_uniform_distribution(rest, group)
         distribute_main_replicas_with_precomputed_distribution(rest, group, distribution)
     for each in nested_values(rest):
-        # Megatron-Core would copy those that share memory with others, all of them at once
+        # Separate tensors that share memory: Megatron-Core would copy all of them at once.
         if (
             isinstance(each, ShardedTensor)
             and type(each.data) in (torch.Tensor, torch.nn.Parameter)
@@ -110,7 +111,7 @@ def shared_out(state: dict[str, Any], stream: StateStream) -> dict[str, Any]:
         ):
             each.data = alone(each.data)
     pieces = dict(enumerate(itertools.chain.from_iterable(map(stream.pieces, nested_values(outlined)))))
-    # what is empty would be saved among what all ranks share
+    # Leave out an empty dict, which would be stored with the state that all ranks share.
     return {**rest, _PIECES: pieces} if pieces else rest
 
 
@@ -140,15 +141,16 @@ class StreamedSave(TorchDistSaveShardedStrategy):
         finishing: Callable[[Callable[..., Any]], Callable[..., None]],
         buffer: StagingBuffer | None = None,
     ) -> None:
-        # one file a rank: more would only make more files
+        # Write one file per rank, because more threads would only make more files.
         super().__init__("torch_dist", 1, thread_count=1)
         self._stream, self._finishing, self._buffer = stream, finishing, buffer
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, *arguments: Any) -> Any:
-        # Wrapped before the request is made, which takes the bound method.
+        # Wrap the method before the request is made, which takes the bound method.
         writer.finish = self._finishing(writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, *arguments)
-        # No preload: it would copy all of a rank's tensors to the host before the first is written.
+        # Do not preload, which would copy all of a rank's tensors to the host before the first one is
+        # written.
         return request._replace(
             async_fn=functools.partial(self._write, writer), async_fn_args=(), preload_fn=None
         )
@@ -162,7 +164,7 @@ class StreamedSave(TorchDistSaveShardedStrategy):
                 if self._buffer
                 else self._written(writer, path, name, plain, tensors)
             )
-            # The form that Megatron-Core's finalizer takes: results by writer, of which each rank has one.
+            # Megatron-Core's finalizer takes results by writer, of which each rank has one.
             results = written if isinstance(written, Exception) else {0: written}
         if writer.results_queue is not None:
             writer.results_queue.put(results)
@@ -172,10 +174,10 @@ class StreamedSave(TorchDistSaveShardedStrategy):
     ) -> list[WriteResult] | Exception:
         """Write the file; return where each piece of it is stored, or the error."""
         answer: queue.Queue[Any] = queue.Queue()
-        # Queues in the place of those between processes: the function is called here, in this thread.
+        # Use queues of this thread, not of processes, because the function is called here.
         counter: queue.Queue[int] = queue.Queue()
         counter.put(0)
-        # An argument of newer releases.
+        # Newer releases require this argument.
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         bucket = (path, name, (plain, self._stream.values(tensors)))
         FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, answer, counter, use_fsync=True)
@@ -221,7 +223,7 @@ class _FirstRank:
             try:
                 function(*arguments, **options)
             except Exception as error:
-                # The first error: those that follow are mostly its consequences.
+                # Keep the first error, because later ones are mostly its consequences.
                 self._failure = self._failure or error
 
         return kept
@@ -229,7 +231,7 @@ class _FirstRank:
     def replacements(self) -> list[tuple[Any, str, Any]]:
         """Return Megatron-Core's functions that write only on rank 0, wrapped, for ``patched``."""
         found: list[tuple[Any, str]] = [(serialization, "save_config")]
-        # later versions write what all ranks share with the tensors
+        # Later versions write what all ranks share together with the tensors.
         if hasattr(common, "TorchCommonSaveStrategy"):
             found.append((common.TorchCommonSaveStrategy, "save_common"))
         return [(owner, name, self.writes(getattr(owner, name))) for owner, name in found]

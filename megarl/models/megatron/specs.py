@@ -101,7 +101,7 @@ class PortableAttention(MegatronModule):
         windowed = is_layer_window_attention(
             window, getattr(config, "window_attn_skip_freq", None), layer_number
         )
-        # Megatron-Core counts the positions before a query, ours the query as well.
+        # Add 1, because Megatron-Core counts the positions before a query, and our window includes the query.
         self.window = None if window is None or window[0] < 0 or not windowed else window[0] + 1
         group = pg_collection.cp if pg_collection is not None else None
         size = 1 if group is None else dist.get_world_size(group)
@@ -122,8 +122,8 @@ class PortableAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.empty(heads, dtype=config.params_dtype, device=device)
             )
-            # Heads are divided over tensor-parallel ranks. Megatron-Core counts parameters without this mark
-            # on the first of them alone in the gradient's norm.
+            # Mark the sinks as sharded: heads are divided over tensor-parallel ranks, and Megatron-Core
+            # counts unmarked parameters in the gradient norm only on the first rank.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
@@ -142,7 +142,7 @@ class PortableAttention(MegatronModule):
         padding from every real token.
         """
         if packed_seq_params is not None:
-            # Packed tensors have no batch dimension in Megatron-Core; ours is [B, H, S, D].
+            # Megatron-Core's packed tensors have no batch dimension, while ours are [B, H, S, D].
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
             mixed = self._mixed(query, key, value, packed_seq_params.layout)
             return mixed[0].transpose(0, 1).flatten(1)
@@ -153,7 +153,8 @@ class PortableAttention(MegatronModule):
     def _mixed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SequenceLayout
     ) -> torch.Tensor:
-        # A step has a mask of its cache; reading prompts has row lengths instead; training has neither.
+        # A decoding step has a mask of its cache, a pass over prompts has row lengths instead, and training
+        # has neither.
         mask = None if self.rows is None else self.rows.mask(self.window, query.dtype)
         if mask is not None:
             return cached_attention(
@@ -175,7 +176,7 @@ class PortableAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return the sharded sinks; an empty dict if there are none."""
-        # Megatron-Core's default would save the sinks as equal copies of all tensor-parallel ranks.
+        # By default Megatron-Core would save the sinks as equal copies on all tensor-parallel ranks.
         own = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             own, prefix, {"softmax_offset": 0}, sharded_offsets
@@ -190,7 +191,7 @@ def portable_core(attention: Any) -> PortableAttention:
     config = attention.config
     portable = PortableAttention(config, attention.layer_number, getattr(core, "softmax_scale", None))
     if portable.softmax_offset is not None:
-        # The same parameter and not a copy: the optimizer goes on changing it.
+        # Share the parameter instead of copying it, because the optimizer continues to change it.
         portable.softmax_offset = core.softmax_offset
     return portable
 
@@ -204,7 +205,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=runtime().device)
-        # Megatron-Core adds up gradients of such parameters over tensor-parallel ranks, each of which saw a
+        # Megatron-Core sums the gradients of such parameters over tensor-parallel ranks, each of which saw a
         # part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel
         self.zero_centered = config.layernorm_zero_centered_gamma
@@ -219,10 +220,11 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         ``overlap_param_gather``, which waits for the weight."""
         if not isinstance(x, torch.Tensor):
             return x(self.weight, self.eps)
-        # Given out once: kept longer, it would hold the memory of two activations a layer.
+        # Return the stored norm only once: kept longer, it would hold the memory of two activations per
+        # layer.
         ready, self._ready = self._ready, None
-        # what came out of a recomputed layer is the same tensor with another history, in which the norm has
-        # no part
+        # Compare histories too: a recomputed layer returns the same tensor with another history, which does
+        # not include the norm.
         if (
             ready is not None
             and ready[0] is x
@@ -231,7 +233,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
         ):
             return ready[1]
         if self.zero_centered:
-            # in float32: near 1, 16 bits would lose most of a small weight
+            # Compute in float32: near 1, 16 bits would lose most of a small weight.
             wide = torch.promote_types(x.dtype, torch.float32)
             return torch.nn.functional.rms_norm(
                 x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps
@@ -255,7 +257,7 @@ def _grouped(experts: Any) -> Any:
     if isinstance(inner, ModuleSpec):
         inner.module = GroupedExperts
     else:
-        # Later releases have partial constructors, whose arguments go with them.
+        # Later releases have partial constructors, whose arguments must be passed on.
         submodules.experts = functools.partial(GroupedExperts, *inner.args, **inner.keywords)
     return experts
 
@@ -298,7 +300,7 @@ def _latent_attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-# Portable specs of what mixes the tokens of a layer, by ``LayerKind.mixer``.
+# Portable specs of the token mixer of a layer, by ``LayerKind.mixer``.
 _MIXERS: Mapping[str, Callable[[TransformerConfig], ModuleSpec]] = {
     "attention": _attention,
     "latent": _latent_attention,
@@ -311,8 +313,8 @@ def _portable_layer(config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    # checkpoints name these norms as Transformer Engine's fused layers do, so that both specs read each
-    # other's
+    # Use the names of Transformer Engine's fused layers for these norms, so that both specs load each other's
+    # checkpoints.
     names = {
         norm.removesuffix("weight"): inside.removesuffix("weight")
         for norm, inside in fused_norms(kind).items()
@@ -335,8 +337,8 @@ def _layers_of_chunk(config: TransformerConfig, chunk: int | None, stage: int | 
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=chunk, pp_rank=stage))
-    # Without a layout Megatron-Core divides the layers itself; its own functions say how, uneven ends
-    # included.
+    # Without a layout Megatron-Core divides the layers itself, which its own functions describe, including
+    # uneven ends.
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)))
 
@@ -363,8 +365,8 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
     kinds = kinds_of_chunk(config, chunk)
     if fused:
         logger.info("layer spec: Transformer Engine")
-        # Megatron-Core's own, in which only router and attention are replaced, so that fusions of new
-        # releases come along.
+        # Replace only router and attention in Megatron-Core's spec, so that fusions of new releases are
+        # included.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
         for layer, kind in zip(block.layer_specs, kinds, strict=True):
             layer.submodules.self_attention.module = (
@@ -374,7 +376,6 @@ def decoder_spec(config: TransformerConfig, chunk: int | None, *, fused: bool) -
                 with_our_router(layer.submodules.mlp)
         return block
     logger.info("layer spec: portable (Transformer Engine: %s)", find().reason or f"not taken, see {KEY}")
-    # A spec for each layer and not one for all: dense and sparse layers, attention and gated delta nets may
-    # alternate.
+    # Build a spec for each layer: dense and sparse layers, attention and gated delta nets may alternate.
     layers = [_portable_layer(config, kind) for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=PortableRMSNorm)

@@ -39,9 +39,9 @@ from megarl.models.megatron.adam import ShardedAdamW
 STATES = ("param", "exp_avg", "exp_avg_sq")
 SLICE_BYTES = 256 * 2**20
 """Number of bytes that a rank reads at once, and thus the host memory that a load takes."""
-# Bytes of an element: outlines are float32, whatever the states are stored in.
+# Bytes of an element: outlines are float32, whatever format the states are stored in.
 _ITEM = 4
-# Elements that all states of a rank together never reach; four bytes each stay below 2**63.
+# More elements than all states of a rank together; at four bytes each, they stay below 2**63 bytes.
 _ADDRESSES = 2**56
 
 
@@ -63,14 +63,14 @@ class _Source:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
         self._own = [self._kept_of(index) for index in range(len(optimizer.gbuf_ranges))]
-        # States in other formats than float32 that are read in
-        # several pieces, with the count that is missing.
+        # States in formats other than float32 that are read in several pieces, each with the number of
+        # missing elements.
         self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}
 
     def _kept_of(self, buffer: int) -> list[tuple[int, int, torch.nn.Parameter]]:
         """Return the start, the end and the parameter of each part of a buffer that this rank keeps, in
         order."""
-        # One dtype a buffer, which the unpacking checks.
+        # Each buffer has one dtype, which the unpacking checks.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
         ranges = (
             (parameter, found["gbuf_world"])
@@ -121,7 +121,7 @@ class _Source:
         adam, shard = self._optimizer.optimizer, self._shard_of(parameter)
         if isinstance(adam, ShardedAdamW):
             return adam.read_state(shard, state)
-        # A view of the state itself, so that fill reads a checkpoint straight into it.
+        # Return a view of the state itself, so that fill reads a checkpoint directly into it.
         return (shard if state == "param" else adam.state[shard][state]).detach().view(-1)
 
     def _store(self, parameter: torch.nn.Parameter, state: str, values: torch.Tensor, read: int) -> None:
@@ -138,7 +138,7 @@ class _Source:
             return
         _, missing = self._gathering.pop((parameter, state), (values, values.numel()))
         if missing > read:
-            # 8-bit blocks have one scale: half of a block cannot be stored.
+            # Wait for the rest, because an 8-bit block has one scale, and half a block cannot be stored.
             self._gathering[parameter, state] = values, missing - read
         else:
             adam.write_state(self._shard_of(parameter), state, values)
@@ -155,7 +155,7 @@ class _Source:
         """
         step = max(
             1, SLICE_BYTES // _ITEM // 2
-        )  # what is read may be put together from pieces: both are there then
+        )  # half, because pieces and the tensor they are joined into may exist together
         for begin, end, parameter in self._kept_between(buffer, start, stop):
             first, last = max(begin, start), min(end, stop)
             gathered = self._gathering.get((parameter, state))
@@ -171,7 +171,7 @@ class StateStream:
     request."""
 
     def __init__(self) -> None:
-        # One long tensor without memory, whose offsets tell all states of all optimizers apart.
+        # One long tensor without memory, whose offsets identify all states of all optimizers.
         self._addresses = torch.empty(_ADDRESSES, dtype=torch.float32, device="meta")
         self._sources: list[_Source] = []
         self._places: list[_Place] = []  # in the order of their addresses
@@ -182,7 +182,7 @@ class StateStream:
         buffer and dtype, each state is one float32 tensor of the meta device."""
         source = _Source(optimizer)
         self._sources.append(source)
-        # Megatron-Core's mark of buffers whose buckets are one tensor, padding included.
+        # Megatron-Core marks buffers in this way whose buckets are one tensor, padding included.
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for buffer, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
@@ -222,10 +222,10 @@ class StateStream:
                     data=self._addresses[address : address + count].view(shape),
                     local_shape=shape,
                     global_offset=tuple(map(operator.add, outline.global_offset, start)),
-                    # The layer axis becomes an ordinary one of length 1:
-                    # pieces have all dimensions of the whole tensor.
+                    # Turn the layer axis into an ordinary one of length 1: pieces have all dimensions of the
+                    # whole tensor.
                     prepend_axis_num=0,
-                    axis_fragmentations=None,  # the pieces of a tensor are no grid
+                    axis_fragmentations=None,  # the pieces of a tensor are not a grid
                     replica_id=0,
                 )
                 address += count
@@ -244,7 +244,7 @@ class StateStream:
             values = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.copy(tensor, values)
             yield item, values
-            # whoever wrote it has a name for it until the next one is there
+            # Free the memory now: the writer still refers to the tensor until it has the next one.
             values.untyped_storage().resize_(0)
 
     def copy(self, outline: torch.Tensor, target: torch.Tensor) -> None:
@@ -280,7 +280,7 @@ class StateStream:
                 f"a tensor of shape {list(tensor.shape)} without memory is no state of an optimizer; a "
                 "defect of megarl"
             )
-        # The last place that begins at or before the address.
+        # Take the last state that begins at or before the address.
         return self._places[
             bisect.bisect_right(self._places, tensor.storage_offset(), key=operator.attrgetter("first")) - 1
         ]
@@ -312,7 +312,7 @@ def _read(
     origin = outline.global_offset[outline.prepend_axis_num :]
     for box in boxes(outline.local_shape, first - begin, last - begin):
         count = math.prod(shape_of(box))
-        # Boxes come in row-major order, so their elements follow one another in the flat values.
+        # Boxes come in row-major order, so that their elements are consecutive in the flat values.
         target, values = values[:count], values[count:]
         wanted = (
             *leading,
@@ -320,7 +320,7 @@ def _read(
         )
         there = intersection(wanted, whole(stored))
         if there != wanted:
-            # Padding of a vocabulary that this layout has and the writer's had not.
+            # This layout has padding of the vocabulary that the writer's layout did not have.
             target.zero_()
         if there is not None:
             inside = relative(there, [start for start, _ in wanted])
@@ -338,9 +338,10 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
-    # an array of numpy begins and ends where it does; it has not all dtypes
+    # View the tensor as a numpy array, which begins and ends with it. It is viewed as bytes, because numpy
+    # lacks some dtypes.
     values = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype)
-    # dimensions of size 1 may have any stride, which is saved
+    # Restore the strides, which are saved: dimensions of size 1 may have any stride.
     return values.as_strided(tensor.shape, tensor.stride())
 
 
@@ -352,9 +353,10 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     if len(shape) < 2:
         yield ((start, stop),) * len(shape)
         return
-    # At most three kinds of boxes a dimension: the rest of a row, whole rows, the beginning of a row.
+    # There are at most three kinds of boxes per dimension: the rest of a row, whole rows, and the beginning
+    # of a row.
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are in it as a whole
+    first, last = -(-start // row), stop // row  # the rows that are included as a whole
     if first > last:  # inside one row
         yield from (((last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row))
         return
@@ -386,7 +388,7 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
     ) -> dict[str, Any]:
         """Load as Megatron-Core does, except that tensors of the meta device stay such, and tensors that are
         read into ``held`` memory are returned as tensors of the meta device."""
-        # Megatron-Core would allocate host memory for an outline and read all of it on every rank.
+        # Megatron-Core would allocate host memory for an outline, and read all of it on every rank.
         outlined, plain = extract_matching_values(
             sharded_state_dict, lambda each: isinstance(each, ShardedTensor) and each.data.is_meta
         )
@@ -397,7 +399,7 @@ class StreamedLoad(TorchDistLoadShardedStrategy):
         return loaded
 
     def _without_memory(self, value: Any) -> Any:
-        # Compared by storage: DCP reads into the tensors it was given, and so into the model itself.
+        # Compare storages, because DCP reads into the tensors that it is given, and so into the model itself.
         there = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._held
         return torch.empty_like(value, device="meta") if there else value
 

@@ -50,13 +50,13 @@ def find() -> Finding:
     """Import Transformer Engine, or hide it from this process if it cannot be used; return the result."""
     if importlib.util.find_spec(PACKAGE) is None:
         return Finding("it is not installed")
-    # Hidden on a CPU although it may be installed: its layers have CUDA kernels alone.
+    # Hide it on a CPU even if it is installed, because its layers have only CUDA kernels.
     if not will_use_cuda():
         _hide()
         return Finding("this process computes on a CPU")
     try:
         importlib.import_module(f"{PACKAGE}.pytorch")
-    # Any error: a mismatched library raises OSError or RuntimeError, not only ImportError.
+    # Catch any error: a mismatched library raises OSError or RuntimeError, not only ImportError.
     except Exception as error:
         _hide()
         return Finding(_told("it cannot be imported", error), is_fault=True)
@@ -68,7 +68,7 @@ def _hide() -> None:
     imported."""
     for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
         del sys.modules[name]
-    # this is how Python marks a module that must not be imported: it raises ModuleNotFoundError
+    # Python marks a module that must not be imported in this way, and then raises ModuleNotFoundError.
     sys.modules[PACKAGE] = None  # type: ignore[assignment]
 
 
@@ -95,7 +95,7 @@ def try_it() -> Finding:
                 _WIDTH, _WIDTH, params_dtype=torch.bfloat16, device=str(device)
             )
             layer(torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)).sum().backward()
-        # A kernel's failure shows when the device is waited for, not at its launch.
+        # A kernel's failure is reported when the host waits for the device, not at the launch.
         runtime().synchronize()
     except Exception as error:
         return Finding(_told("a small layer of it fails on this device", error), is_fault=True)
@@ -117,7 +117,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
     wanted = policy["megatron_cfg"]["transformer_engine"]
     if wanted is False or (wanted == AUTO and prefers_portable_layers(policy, has_experts=has_experts)):
         return False
-    # The configuration is the same on all ranks, so that all come to this collective, or none.
+    # The configuration is the same on all ranks, so that either all or none reach this collective.
     finding = try_it()
     on_all, on_any = _agreed(finding.reason is None)
     if on_all:
@@ -150,7 +150,7 @@ def _agreed(works: bool) -> tuple[bool, bool]:
     world."""
     if not dist.is_initialized():
         return works, works
-    # One MIN answers both: of the negated values the minimum is minus the maximum.
+    # One MIN computes both: the minimum of the negated values is minus their maximum.
     least = torch.tensor([int(works), -int(works)], device=runtime().device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     on_all, on_any = least.tolist()

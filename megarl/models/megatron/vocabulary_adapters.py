@@ -47,7 +47,8 @@ class EmbeddingAdapter(nn.Module):
     def _new(self, weight: torch.Tensor, rows: int, *, is_cut: bool) -> nn.Parameter:
         parameter: Any = nn.Parameter(weight.new_zeros(rows, self._settings.rank))
         set_tensor_model_parallel_attributes(parameter, is_parallel=is_cut, dim=0, stride=1)
-        # B is whole on all ranks and sees a run of the sequence on each: Megatron-Core adds its gradients up.
+        # B is complete on all ranks, each of which sees a part of the sequence, so that Megatron-Core must
+        # sum its gradients.
         parameter.sequence_parallel = self._scatters and not is_cut
         return parameter
 
@@ -63,8 +64,8 @@ class EmbeddingAdapter(nn.Module):
         H]."""
         local = tokens - self._start
         elsewhere = (local < 0) | (local >= len(self.lora_A))
-        # Tokens of other ranks look up row 0 and are zeroed, as in
-        # Megatron-Core's embedding; the sum mends it.
+        # Look up row 0 for tokens of other ranks and set it to zero, as Megatron-Core's embedding does; the
+        # sum over ranks fills it in.
         columns = F.embedding(local.masked_fill(elsewhere, 0), self.lora_A).masked_fill(
             elsewhere[..., None], 0
         )

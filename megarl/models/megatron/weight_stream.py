@@ -84,11 +84,12 @@ def _tensors(
     begins: Sequence[Mapping[int, int]],
 ) -> Iterator[FullTensor]:
     for rule, shape, there in zip(rules, shapes, begins, strict=True):
-        # A tied output layer repeats the embedding, which has emitted the weight already.
+        # A tied output layer repeats the embedding, which has already emitted the weight.
         if not rule.emits:
             continue
         layouts = _layouts(rule, tuple(shape), ranks, architecture)
-        # Of copies the first rank's: all are the same, and the order of ranks decides alike everywhere.
+        # Take the first rank's shard of copies: all are equal, and in the order of ranks every rank decides
+        # alike.
         shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
         for number, part in enumerate(rule.parts):
             where = slices.get(part.name)
@@ -162,7 +163,8 @@ def reach_of(
         everybody: all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
-    # First the far way: a rank that lacks the expert needs it, however the expert itself is cut.
+    # Check the farthest reach first: a rank that lacks the expert needs it, however the expert itself is
+    # sharded.
     if of_expert and any(_is_read(rule, wanted[one.engine]) for one in everybody if one.owner != owner):
         return Reach.ALL
     having = [one for one in everybody if not of_expert or one.owner == owner]
@@ -230,13 +232,13 @@ def _copies(
                 range(max(one.start, other.start), min(one.stop, other.stop))
                 for one, other in zip(here, wanted, strict=True)
             ]
-            # the spans before it are stored before it
+            # The preceding spans are stored in front of this one.
             first = [common.start - own.start for common, own in zip(both, here, strict=True)]
             first[layout.axis] += position
             source = begin + first[0] * width + first[1]
             target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
             rows, columns = map(len, both)
-            # Whole rows on both sides are one run of memory: one plain copy in place of a strided one.
+            # If both sides have whole rows, use one plain copy of contiguous memory instead of a strided one.
             if rows * columns and columns == width == len(wanted[1]):
                 yield Copy.run_of(rows * columns, source, target)
             elif rows * columns:
@@ -265,8 +267,8 @@ class _Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-# A parameter and those that are gathered together with it, whatever is read of them: none, or as many experts
-# of each rank that experts are divided over
+# A parameter with those that are always gathered together with it: none, or equally many experts of each
+# expert-parallel rank.
 _Unit = tuple[_Entry, ...]
 
 
@@ -308,23 +310,23 @@ class _Bucket:
         owners, self.source, self.group = [own], None, cut.tensor if len(shard_ranks) > 1 else None
         if reach is Reach.ALL and experts is not None and experts.model_size > 1:
             owners = sorted({entry.owner for entry in entries})
-            # Experts of one rank are broadcast; rounds of as many experts of each rank are one all-gather.
+            # Broadcast experts that only one rank has; gather rounds, which have equally many experts of each
+            # rank, in one all-gather.
             if len(owners) == 1:
                 self.source = owners[0]
             else:
                 self.group = experts.tensor_and_model
         self.rows = len(owners) * len(shard_ranks)
-        # the row of a rank whose experts are not among these is that of the same shard of the one rank that
-        # has them
+        # If this rank has none of these experts, use the row of the same shard on the one rank that has them.
         self.row = (owners.index(own) if own in owners else 0) * len(shard_ranks) + shard_ranks.index(
             cut.tensor_rank
         )
         self.names = [entry.name for entry in entries if entry.owner == own]
-        # The unpacking checks that all rows are of one length, which the all-gather relies on.
+        # The unpacking checks that all rows have one length, on which the all-gather relies.
         [self.length] = {
             sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners
         }
-        # element at which the next shard of an owner begins in the first of its rows
+        # The element at which an owner's next shard begins in the first of the owner's rows.
         coming = {owner: index * len(shard_ranks) * self.length for index, owner in enumerate(owners)}
         begins: list[dict[int, int]] = []
         for entry in entries:
@@ -364,18 +366,17 @@ def _set_out(
         everywhere: send to all stages.
     """
     device = held[next(iter(held))].device
-    # Memory of an earlier bucket where there is one: new pages would be cleared by the kernel for every
-    # bucket.
+    # Reuse an earlier bucket's memory if possible: the kernel would have to clear new pages for every bucket.
     shards = spare.empty(bucket.rows * bucket.length, bucket.first.dtype, device).view(
         bucket.rows, bucket.length
     )
     pending: dist.Work | None = None
-    # a rank may have none of the experts of a bucket that go nowhere
+    # A rank may have none of the experts of a bucket that is not sent.
     if bucket.length and groups.pipeline_rank == bucket.first.stage:
         own = shards[bucket.row]
         if bucket.names:
             torch.cat([held[name].flatten() for name in bucket.names], out=own)
-            # torch.cat resizes an output of another size instead of failing
+            # Check the size, because torch.cat resizes an output of another size instead of failing.
             if len(own) != bucket.length:
                 raise StateError(
                     f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has "
@@ -392,7 +393,7 @@ def _set_out(
             if pending is not None:
                 pending.wait()
             pending = dist.all_gather_into_tensor(shards.view(-1), own, group=bucket.group, async_op=True)
-    # Full rows, after they are gathered: other stages then need no gathering of their own.
+    # Broadcast full rows after they are gathered, so that the other stages need no gather of their own.
     if everywhere and groups.pipeline_size > 1 and bucket.length:
         if pending is not None:
             pending.wait()
@@ -470,15 +471,15 @@ class WeightStream:
             )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
-        # Positions of all ranks, so that each finds by itself the same way for every parameter.
+        # Gather the positions of all ranks, so that each derives the same reach for every parameter.
         dist.all_gather_object(everybody, here)
-        # The paths of collectives have to be the same on all ranks, so all or none take slices.
+        # Either all ranks or none take slices, because all must run the same collectives.
         if any(one.engine < 0 for one in everybody):
             return {}
         shapes = {
             place.name: place.shape for part in hf_tensors(self._architecture) for place in part.places[:1]
         }
-        # the copies out of shards see a weight as a matrix
+        # Exclude these slices, because the copies from shards treat a weight as a matrix.
         names = {name for slices in wanted for name in slices}
         names -= {
             name for slices in wanted for name, where in slices.items() if where.dim and len(shapes[name]) > 2
@@ -556,13 +557,13 @@ class WeightStream:
     ) -> Iterator[InFlightBucket]:
         """Yield the buckets in order; each is sent when it is requested."""
         if self._buckets is None:
-            # Transformer Engine's names become those of the rules
+            # Use the rules' names, which Transformer Engine's names are mapped to.
             named = places_of(self._chunks, self._experts)
             self._places = {rule_for(name, self._architecture).megatron_name: place for name, place in named}
         held: Mapping[str, torch.Tensor] = {name: owner[key] for name, (owner, key) in self._places.items()}
         if self._buckets is None:
             self._buckets = self._plan(held)
-        # After the plan, which needs names and shapes alone: merging adapters is done per bucket.
+        # Do this after the plan, which needs only names and shapes: adapters are merged per bucket.
         held = self._exported(held)
         chosen = self._sliced if sliced else self._buckets
         buckets = (
@@ -580,7 +581,7 @@ class WeightStream:
             stages = [None] * self._groups.pipeline_size
             dist.all_gather_object(stages, listing, group=self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
-        # groupby and no sort: the order of all weights is the order in which they are exported.
+        # Group without sorting, because the order of all weights is the order in which they are exported.
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
@@ -596,8 +597,8 @@ class WeightStream:
         rounds: dict[str, list[tuple[int, _Entry]]] = {}
         if is_expert(entries[0].name) and self._experts.model_size > 1:
             for place, entry in enumerate(entries):
-                # The same local expert of all ranks is a round: without
-                # the offset of its rank the names are equal.
+                # A round is the same local expert of all ranks, whose names are equal without their rank's
+                # offset.
                 rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
                     (place, entry)
                 )
