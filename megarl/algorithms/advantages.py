@@ -19,8 +19,8 @@ from megarl.import_path import load_object
 
 PART = "reward/"
 """Prefix of the names of columns and metrics of the parts of a reward."""
-# Relative to the mean, some twenty units in the last place of a
-# float32 reward; absolute, what is left where parts of size 1 cancel.
+# Bound below which rewards count as equal: relative to the mean, some twenty units in the last place of a
+# float32 reward; absolute, the rounding that is left when parts of size 1 cancel.
 _ROUNDING = 1e-6
 
 
@@ -60,9 +60,9 @@ def _baseline_and_std(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of ``calculate_baseline_and_std_per_prompt``, given the number of each row's group,
     [B] int64."""
-    # float64 throughout: differences of nearly equal rewards are what is divided by.
+    # Compute in float64 throughout, because the result is divided by differences of nearly equal rewards.
     valid = (valid_mask != 0).double()
-    # where and no product: the reward of an invalid row may be NaN.
+    # Use where instead of a product: the reward of an invalid row may be NaN.
     values = torch.where(valid != 0, rewards.double(), 0.0)
 
     count = _group_sums(valid, group)
@@ -72,7 +72,7 @@ def _baseline_and_std(
     own_count, own = (
         (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
     )
-    # Rows without others divide by 1 here, and get their own reward as the baseline below.
+    # Rows without others are divided by 1 here, and get their own reward as the baseline below.
     others = count - own_count
     mean = (_group_sums(centred, group) - own) / others.clamp(min=1)
     mean_square = (_group_sums(centred.square(), group) - own.square()) / others.clamp(min=1)
@@ -102,10 +102,10 @@ def group_advantages(
     group = _groups(prompts, rewards, valid_mask)
     baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
     group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
-    # A group of equal rewards can differ from its mean by rounding
-    # only; dividing that by itself would make noise an advantage.
+    # The rewards of a group that agrees may differ from their mean by rounding only; dividing that by itself
+    # would turn noise into an advantage.
     agreed = _agreed(deviation, group_mean)
-    # By where, as the reward of an invalid row may be NaN.
+    # Use where, because the reward of an invalid row may be NaN.
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
@@ -191,7 +191,7 @@ def estimated_advantages(
     )
     name = settings["adv_estimator"]["name"]
     estimate = estimator or estimator_of(name)
-    # Built-in estimators change no input, so that only those of a user get a copy of all columns.
+    # Built-in estimators change no input, so only a user's estimator gets a copy of all columns.
     found = estimate(inputs) if name in ESTIMATORS else _checked(estimate(_copied(inputs)), inputs, name)
     by_token = found.unsqueeze(1) if found.ndim == 1 else found
     return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(
@@ -227,7 +227,7 @@ def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
         raise BatchError(
             f"{name} returned a tensor of {found.dtype} and {found.layout}. Fix: return dense real numbers"
         )
-    # in the dtype that is trained with, in which they may overflow
+    # Convert to the dtype of training first, because the values may overflow in it.
     found = found.detach().to(inputs.rewards.dtype)
     counts = inputs.mask.any(dim=1) if found.ndim == 1 else inputs.mask != 0
     wrong = int((counts & ~found.isfinite()).sum())
@@ -253,7 +253,7 @@ def _grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def _rloo(inputs: AdvantageInputs) -> Tensor:
-    # RLOO (arXiv 2402.14740): the mean of the others, and no division by a deviation.
+    # RLOO (arXiv 2402.14740) subtracts the mean of the others, and does not divide by a deviation.
     return group_advantages(
         inputs.groups.unsqueeze(1),
         inputs.net_rewards,
@@ -407,8 +407,8 @@ def generalized_advantages(
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()
-    # Backwards, as each token needs what is behind it; positions that do not count carry both numbers
-    # through.
+    # Go backwards, because each token needs the values of the tokens after it; positions that do not count
+    # pass both numbers on.
     for token in reversed(range(values.shape[1])):
         here = counts[:, token]
         change = rewards[:, token] + discount * value - values[:, token]
@@ -428,7 +428,7 @@ def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | N
         token_penalties: [B, S] float, read under the mask; None for none.
     """
     counts = mask != 0
-    # Counted tokens from here to the end: 1 at the last one that counts.
+    # Number of counted tokens from here to the end: 1 at the last one that counts.
     behind = _to_the_end(counts.long())
     found = torch.where(counts & (behind == 1), rewards.double()[:, None], 0.0)
     return found if token_penalties is None else found - torch.where(counts, token_penalties.double(), 0.0)
@@ -503,10 +503,10 @@ def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
             f"{list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
-    # torch.unique refuses rows of size 0. Prompts without tokens are all equal, and so one group.
+    # torch.unique refuses rows of size 0. Prompts without tokens are all equal, and so form one group.
     if prompts.numel() == 0:
         return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
-    # answers to one prompt stand next to each other: one of each run is sorted, not all of them
+    # Responses to one prompt are adjacent, so only one prompt of each run is sorted.
     begins = torch.ones(prompts.shape[0], dtype=torch.bool, device=prompts.device)
     begins[1:] = (prompts[1:] != prompts[:-1]).any(dim=1)
     return torch.unique(prompts[begins], dim=0, return_inverse=True)[1][begins.cumsum(0) - 1]

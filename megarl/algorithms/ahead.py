@@ -41,7 +41,7 @@ def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
         try:
             return call()
         except MegarlError as error:
-            # raises where none is lost, or that was done too often
+            # This raises if no engine is lost, or if engines were replaced too often.
             engines.replace_lost_engines(error)
 
 
@@ -116,7 +116,7 @@ class SamplingAhead(ValidatesBeside):
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
-        # One thread, so that prompts are taken from the sampler in the order of steps.
+        # Use one thread, so that prompts are taken from the sampler in the order of steps.
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0
@@ -126,19 +126,19 @@ class SamplingAhead(ValidatesBeside):
         """Return the batch of a step, and begin to sample that of step + lag with the policy's current
         weights."""
         for early in range(step, step + self._lag):
-            # the first steps of a run have nobody to sample for them,
-            # nor has one that goes on from a checkpoint without batches
+            # The first steps of a run have no earlier step that could sample for them, nor have those of a
+            # run that continues from a checkpoint without batches.
             if early not in self._waiting and not self._is_behind_the_end(early):
                 self._waiting[early] = self._sample(early)
         with self._timer.phase("refit"):
             with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
-        # A run that was resumed has it already.
+        # A resumed run has this batch already.
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
         validate = self._take_wanted()
         if is_sampled or validate is not None:
-            # Before the thread begins: what it asks of the engines must bring
-            # them no weights of a policy that trains.
+            # Hold the engines before the thread starts, because its calls must not send them the weights of a
+            # policy that is being trained.
             self._engines.held, self._sampled_step = True, ahead
             self._coming = self._thread.submit(self._timed, ahead if is_sampled else None, validate)
         return self._waiting.pop(step)

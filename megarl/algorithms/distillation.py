@@ -138,8 +138,7 @@ class Distillation(Sampled):
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
-        # By the engine's log-probabilities, which both modes have:
-        # `topk` computes none of the policy's own.
+        # Use the engine's log-probabilities, which both modes have: `topk` computes none of the policy's own.
         apart = (
             (teacher_logprobs - batch["generation_logprobs"])
             * batch["token_mask"]
@@ -154,7 +153,7 @@ class Distillation(Sampled):
             scored = scored if segments is None else segments.by_response(scored)
             means = scored["apart"].sum(dim=1) / scored["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, scored, self.train_data.sources)
-        # Back from the teachers.
+        # The teachers had the devices.
         self.turns.take(ACTOR)
         self.empty_steps.look(batch, rollouts.samples, step)
         trained = self.train_policy(batch, step, rows)
@@ -189,13 +188,13 @@ class Distillation(Sampled):
 
     def _rows_of_teachers(self, records: list[int]) -> Iterator[tuple[str, list[int]]]:
         """Yield the rows of each teacher that has any, in the order of the teachers."""
-        # Records count through the sources, in their order.
+        # Records are numbered through all sources, in their order.
         ends = [source.end for source in self.train_data.sources]
         names = [
             self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)]
             for record in records
         ]
-        # By teacher and not by row: each is brought to the devices once a step.
+        # Go by teacher, not by row, so that each teacher is loaded onto the devices once per step.
         for name in self.teachers:
             rows = [row for row, other in enumerate(names) if other == name]
             if rows:
@@ -221,7 +220,8 @@ class Distillation(Sampled):
                 asked = inputs if len(rows) == inputs.size else inputs.select_indices(rows)
                 found: BatchedDataDict[Any]
                 if self.is_topk:
-                    # A teacher's output layer may be padded further: the policy has no logits for those rows.
+                    # A teacher's output layer may be padded further than the policy's, which has no logits
+                    # for those rows.
                     size = self.policy.vocab_size
                     found = teacher.get_topk_logits(
                         asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size
@@ -254,7 +254,7 @@ class Distillation(Sampled):
 
 def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
     if at(config, TEACHER) is not None:
-        # No directory in a checkpoint: a teacher is never trained.
+        # A teacher is never trained, so it has no directory in a checkpoint.
         return (Role(TEACHER, None, section=TEACHER),)
     return tuple(
         Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {}
@@ -269,7 +269,7 @@ def _divergences(
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
     def mean(rows: Any) -> float:
-        # float64: in float32 a sum over the tokens of a step loses digits of a small mean.
+        # In float32, a sum over the tokens of a step would lose digits of a small mean.
         return float(apart[rows].double().sum() / counts[rows].double().sum().clamp(min=1))
 
     name = "sampled_reverse_kl"

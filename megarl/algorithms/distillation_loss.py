@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 TOPK_LOGITS, TOPK_INDICES = "teacher_topk_logits", "teacher_topk_indices"
 
-# Probability of all other tokens that is told from 0, in units of the last place of 1: what a sum of rounded
-# probabilities may be off.
+# Smallest probability of all other tokens that is distinguished from 0, in units in the last place of 1: a
+# sum of rounded probabilities may be off by this.
 _LEAST_REST = 16
 
 
@@ -106,15 +106,15 @@ class DistillationLossFn:
         def mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
 
-        # masked before anything is computed: the gradient of an
-        # infinity that does not count would be 0 times infinity
+        # Mask before anything is computed: the gradient of an infinity that does not count would be 0 times
+        # infinity.
         policy = torch.where(counts, scored, 0.0)
         teacher = torch.where(counts, data[TOPK_LOGITS][:, :-1].to(scored.dtype), 0.0).detach()
         of_policy, of_teacher = self._outcomes(policy), self._outcomes(teacher)
         forward, reverse = mean(_divergence(of_teacher, of_policy)), mean(_divergence(of_policy, of_teacher))
         loss = scored.new_zeros(())
-        # No product with a weight of 0: the divergence that is only
-        # measured may be infinite, and 0 times that is NaN.
+        # Do not multiply by a weight of 0: the divergence that is only measured may be infinite, and 0 times
+        # infinity is NaN.
         if self.forward_weight > 0:
             loss = loss + self.forward_weight * forward
         if self.forward_weight < 1:
@@ -147,7 +147,7 @@ def _log_of_rest(total: Tensor, least: float) -> Tensor:
     a small exp(total) keeps four digits in float32. Near a rest of 0 it is lost in log1p.
     """
     is_small = total < -math.log(2)
-    # both branches are computed, and a gradient of the one not taken has to be finite to be dropped
+    # Both branches are computed, and the gradient of the discarded one is dropped only if it is finite.
     of_small = torch.log1p(-torch.where(is_small, total, -1.0).exp())
     of_large = (-torch.expm1(torch.where(is_small, -0.5, total))).clamp(min=least).log()
     return torch.where(is_small, of_small, of_large)

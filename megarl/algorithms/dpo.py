@@ -53,7 +53,7 @@ class DPO(Supervised):
 
         super().__init__(parts, DPOLossFn(at(parts.config, "dpo")))
         self.keeps_reference: bool = self.config["cache_reference_logprobs"]
-        # By identity: both data sets may hold equal records, and each has tables of its own.
+        # Key by identity: both data sets may hold equal records, and each has tables of its own.
         self.reference = {
             id(data): ReferenceLogprobs(
                 self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference
@@ -73,11 +73,11 @@ class DPO(Supervised):
 
         batch = super().batch(data, records, rows)
         with self.timer.phase("reference_logprobs"):
-            # the loss wants column i to be of the token that column i of its log-probabilities is of
+            # The loss expects column i to belong to the same token as column i of its log-probabilities.
             batch["reference_policy_logprobs"] = (
                 self.reference[id(data)].of(data.places(records), batch).roll(-1, dims=1)
             )
-            # Kept ones are read from a table: no model has passed over these tokens.
+            # Stored log-probabilities are read from a table, so no model has passed over these tokens.
             if not self.keeps_reference:
                 self.timer.passed(Sequences(batch["input_lengths"].numpy(), scored=scored_tokens(batch)))
         return batch

@@ -248,7 +248,7 @@ class GRPO(Sampled):
             REWARD_MODEL.name: self.config["reward_model_weight"],
         }
         self.pad_token_id = parts.tokenizer.pad_token_id
-        # Loaded once: a user's file that is saved meanwhile must not change the algorithm of the run.
+        # Load the estimator once: saving the user's file during the run must not change the algorithm.
         own = self.config.get("adv_estimator")
         self.estimator = (
             None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
@@ -276,22 +276,22 @@ class GRPO(Sampled):
         samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
-            # In the batch alone: samples keeps its mask, so that these responses stay in their groups.
+            # Mask only the batch: samples keeps its mask, so that these responses stay in their groups.
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
-        # With the engine's log-probabilities as the anchor there are no others to compare them with.
+        # If the engine's log-probabilities are the anchor, there are no others to compare them with.
         if self.needs_previous_logprobs and not self.anchors_at_engine:
             try:
                 mismatch_metrics = self.judge_mismatch(batch, step)
             except MismatchError as error:
-                # Raised only after the samples were logged, which are what a reader of the message wants to
-                # see.
+                # Raise only after the samples are logged, because the reader of the message will want to see
+                # them.
                 refusal = error
         with self.timer.phase("reward"):
             advantages, by_response, reward_metrics = self._advantages_of_responses(samples, batch)
         if self.sample_log is not None:
-            # also where nothing is trained on them: then they are needed most
+            # Log the samples even if they are not trained on: then they are needed most.
             self.sample_log.train(
                 step, rollouts, _means_of_rows(advantages, by_response), by_response, self.train_data.sources
             )
@@ -326,9 +326,9 @@ class GRPO(Sampled):
         scored = segments.by_response(batch)
         known = {*scored}
         counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
-        # Estimated once a response: a group counts responses, however many segments each has.
+        # Estimate once per response: a group counts responses, however many segments each has.
         advantages, metrics = self.advantages(segments.by_response(counted), scored)
-        # An estimator may take columns from its batch or add some, as PPO does: the rows follow.
+        # An estimator may remove columns from its batch or add some, as PPO does; the rows follow.
         for name in {*batch} & known - {*scored}:
             del batch[name]
         for name in {*scored} - known:
@@ -350,7 +350,7 @@ class GRPO(Sampled):
             self.turns.take(REWARD_MODEL)
             with self.timer.phase("reward_model"):
                 self._add_scores(rollouts.samples, self.reward_model)
-            # The actor samples again (dynamic sampling), or computes the
+            # The actor needs the devices next: it samples again (dynamic sampling), or computes the
             # log-probabilities of these samples.
             self.turns.take(ACTOR)
         return rollouts
@@ -373,7 +373,7 @@ class GRPO(Sampled):
             {key: samples[key] for key in ("input_ids", "input_lengths")}
         )
         scores = model.score(inputs)["scores"]
-        # scored=0: a score layer has one output, which costs nothing next to a vocabulary's.
+        # scored=0, because a score layer has one output, which costs nothing compared with a vocabulary's.
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
@@ -383,7 +383,7 @@ class GRPO(Sampled):
                 "reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
-        # Before the reward changes: where the environment says no accuracy, its reward is the accuracy.
+        # Do this before the reward changes: if the environment gives no accuracy, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
         # A masked response has no reward that a score could be added to.
@@ -401,8 +401,8 @@ class GRPO(Sampled):
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
-            # By the ordinal of a prompt in the run and not by the call, so that batch_multiplier changes no
-            # sample.
+            # Derive seeds from the ordinal of a prompt in the run instead of the call, so that
+            # batch_multiplier changes no sample.
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
             return self.collect(indices, seeds, step)
 
@@ -466,7 +466,7 @@ class GRPO(Sampled):
                 generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
             )
             metrics = {**metrics, **of_sequences}
-        # By what is kept: sequences that were left out are not trained on.
+        # Check only the sequences that are kept: those that were left out are not trained on.
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
@@ -482,7 +482,7 @@ class GRPO(Sampled):
 
         from megarl.algorithms.advantages import clipped, estimated_advantages
 
-        # two records with equal prompts are two groups
+        # Two records with equal prompts are two groups.
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
         penalties, metrics = self.penalties_of(samples, batch)
@@ -507,10 +507,11 @@ class GRPO(Sampled):
         if not self.loss_config["use_kl_in_reward"]:
             return None, {}
         divergence = kl_of_tokens(self.loss_config, {**batch, "sample_mask": samples["sample_mask"]})
-        # What the error threshold left out may be NaN, which would make the whole group NaN.
+        # The divergence of what the error threshold left out may be NaN, which would make the whole group
+        # NaN.
         divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-        # Without column 0: the first token of a row has no log-probability.
+        # Leave out column 0: the first token of a row has no log-probability.
         mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 
@@ -541,7 +542,7 @@ def _sample_metrics(
     rewards = all_samples["reward"][~all_samples["masked"]]
     return {
         **answer_metrics(all_samples),
-        # correction=0: divided by n - 1, a single reward would give NaN.
+        # correction=0, because a single reward would give NaN if it were divided by n - 1.
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),

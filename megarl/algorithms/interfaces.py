@@ -124,7 +124,7 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
         raise ConfigError(f"loss_fn = {loss_fn!r} cannot be called. Fix: give a loss {wanted}")
     try:
         signature = inspect.signature(loss_fn)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # a function that is not written in Python
         return
     try:
         signature.bind(None, None, None, **{read: None})

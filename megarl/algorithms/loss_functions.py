@@ -186,7 +186,7 @@ class ClippedPGLossFn:
         self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
         self.force_on_policy_ratio = cfg["force_on_policy_ratio"]
         if self.force_on_policy_ratio:
-            # A mapping of the instance: that of the class is shared by all losses.
+            # Give the instance a mapping of its own: the class's mapping is shared by all losses.
             mismatch = {
                 MISMATCH_MEAN: Reduction.SUM,
                 MISMATCH_MAX: Reduction.MAX,
@@ -196,7 +196,7 @@ class ClippedPGLossFn:
         self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
         self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
         self.truncation = cfg["truncated_importance_sampling_type"]
-        # null and 0 are no bound; an infinite one needs no further branch.
+        # null and 0 mean no bound; an infinite bound needs no further branch.
         self.weight_max = cfg["truncated_importance_sampling_ratio"] or math.inf
         self.weight_min = cfg["truncated_importance_sampling_ratio_min"] or 0.0
         if self.truncation is not None:
@@ -209,7 +209,7 @@ class ClippedPGLossFn:
             self.metric_reductions = {**self.metric_reductions, KL_CLAMPED: Reduction.SUM}
         self.use_cispo = cfg["use_cispo"]
         self.sequence_normalizer = cfg["sequence_normalizer"]
-        # k2's own gradient is the exact one.
+        # The gradient of k2 is the exact one.
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact" or self.kl_type == "k2"
         self.log_ratio_bound = cfg["log_ratio_clamp_value"]
         self.kl_input_bound = cfg["kl_input_clamp_value"]
@@ -244,14 +244,14 @@ class ClippedPGLossFn:
             data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
         )
 
-        # By where and not by a product, since 0 times infinity is NaN.
+        # Use where instead of a product, because 0 times infinity is NaN.
         def visible(values: Tensor) -> Tensor:
             return torch.where(mask != 0, values, 0.0)
 
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
-            # Not mask: rows that do not count are left out by the second mean.
+            # Use token_mask instead of mask: the second mean leaves out rows that do not count.
             by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=tokens_of_response)
             return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 
@@ -263,7 +263,7 @@ class ClippedPGLossFn:
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous, mask)
-        # A constant: the correction weights a token, and has no gradient of its own.
+        # The correction is a constant weight of a token, without a gradient of its own.
         drawn_apart = (previous - generation).detach()
         weight, finite = _importance_weight(self._of_level(drawn_apart, mask))
         bounded = self._bounded(weight, drawn_apart, mask)
@@ -294,7 +294,7 @@ class ClippedPGLossFn:
             "sampling_importance_ratio": token_mean(weight),
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": _valid_responses(data, sample_mask, mask),
-            # Weighted by importance, because the tokens were sampled by the generating policy.
+            # Weight by importance, because the tokens were sampled by the generating policy.
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
             **of_penalty,
             **of_entropy,
@@ -336,7 +336,8 @@ class ClippedPGLossFn:
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
-            # By the ratio itself: in the weight an infinite one counts as 0, and here it is the bound.
+            # Compare the ratio itself: in the weight, an infinite ratio counts as 0, and here it counts as
+            # the bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
         judged = weight
@@ -353,7 +354,7 @@ class ClippedPGLossFn:
         values = torch.maximum(-advantages * ratio, -advantages * clamped)
         if self.ratio_clip_c is None:
             return values
-        # Only where A < 0: there -A r grows with the ratio without a bound (arXiv 1912.09729).
+        # Bound the loss only where A < 0: there -A r grows with the ratio without a bound (arXiv 1912.09729).
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
     def _kl(
@@ -376,12 +377,12 @@ class ClippedPGLossFn:
         weight, _ = _importance_weight(
             constant - (generation if self.use_on_policy_kl_approximation else constant)
         )
-        # The gradient is written down, because autograd would stop it at a clamp. An infinite one, of
-        # a token that is impossible (-inf) for either policy, has no direction that could be followed.
+        # The gradient is computed explicitly, because autograd would stop it at a clamp. An infinite
+        # gradient, of a token that is impossible (-inf) for either policy, has no usable direction.
         slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(
             posinf=0.0, neginf=0.0
         )
-        # 0 in value, and with the gradient of the log-probability.
+        # This term is 0 in value, and has the gradient of the log-probability.
         moving = torch.where(constant.isfinite(), current - constant, 0.0)
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
@@ -394,8 +395,8 @@ class ClippedPGLossFn:
         slope = -torch.expm1(difference)
         if self.kl_output_bound is None:
             return slope
-        # 1 - exp(d) is -(k3 + d): bounded as k3 is, or a token that
-        # is hardly ever sampled would have a gradient of exp(20).
+        # 1 - exp(d) is -(k3 + d). It is bounded like k3, because a token that is hardly ever sampled would
+        # have a gradient of exp(20).
         return torch.maximum(slope, -(self.kl_output_bound + difference.clamp(min=0.0)))
 
 
@@ -538,8 +539,8 @@ class DPOLossFn:
 
         # A pair that does not count must not reach the gradient, not even by 0 times NaN.
         mask = mask * pair_mask.repeat_interleave(2)[:, None]
-        # The reference is rolled left by one, so its first S
-        # - 1 columns already line up with the predictions.
+        # The reference is rolled left by one position, so its first S - 1 columns already match the
+        # predictions.
         difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
         rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
         chosen, rejected = rewards[::2], rewards[1::2]
@@ -632,7 +633,7 @@ def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 def _finite_exp(logarithms: Tensor) -> Tensor:
     """Return ``exp(logarithms)``; where it is infinite, the largest finite number, without a gradient."""
     infinite = torch.exp(logarithms.detach()).isposinf()
-    # Masked before the exponential: the gradient of a discarded infinity would be 0 times infinity.
+    # Mask before the exponential: the gradient of a discarded infinity would be 0 times infinity.
     finite = torch.exp(torch.where(infinite, 0.0, logarithms))
     return torch.where(infinite, torch.finfo(logarithms.dtype).max, finite)
 

@@ -147,7 +147,7 @@ class PPO(GRPO):
     PROMPTS = "ppo.num_prompts_per_step"
     GENERATIONS = "ppo.num_generations_per_prompt"
 
-    # every method that reads keys of GRPO's section alone is overridden
+    # Every method that reads keys of only GRPO's section is overridden.
     config: PPOConfig  # type: ignore[assignment]
 
     def __init__(self, parts: Parts) -> None:
@@ -155,7 +155,7 @@ class PPO(GRPO):
 
         super().__init__(parts)
         self.critic = parts.models[CRITIC]
-        # a loss of values is called with these in the place of what the protocol's type says
+        # A loss of values is called with other arguments than the protocol's type has.
         self.value_loss: Any = ValueLoss(self.config["value_clip"])
 
     @classmethod
@@ -171,7 +171,8 @@ class PPO(GRPO):
     def sample(self, step: int) -> Sampling:
         """Sample responses to the next prompts. Each has a signal, because responses are not compared with
         others."""
-        # Not GRPO's, which reads keys of dynamic sampling that the section of PPO does not have.
+        # Do not call GRPO's method, which reads keys of dynamic sampling that the section of PPO does not
+        # have.
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -214,7 +215,7 @@ class PPO(GRPO):
         before = values_before(values).where(counts, 0.0)
         bootstrapped = counts.any(dim=1) & samples["truncated"].bool() & self.config["bootstrap_truncated"]
         after_end = last_values(values, samples["input_lengths"]).where(bootstrapped, 0.0)
-        # A single one would make every whitened advantage NaN.
+        # A single value that is not finite would make every whitened advantage NaN.
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
@@ -236,7 +237,7 @@ class PPO(GRPO):
             after_end=after_end,
         )
         metrics["explained_variance"] = explained_variance(before, returns, counts)
-        # float64 up to here: a return sums up thousands of tokens.
+        # The computation is in float64 up to here, because a return sums thousands of tokens.
         batch["prev_values"], batch["returns"] = before, returns.float()
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
@@ -250,7 +251,7 @@ class PPO(GRPO):
 
         if not self.config["rewards_by_turn"]:
             return torch.zeros(counts.shape, dtype=torch.float64)
-        # The weight belongs to a sum with a score; without a reward model the reward counts as it is.
+        # The weight belongs to a sum with a score; without a reward model the reward counts unweighted.
         weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         return weight * samples["token_rewards"].double().where(counts, 0.0)
 
@@ -262,12 +263,12 @@ class PPO(GRPO):
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
-        # Taken out of the batch: the actor's workers have no use for them.
+        # Remove these columns from the batch, because the actor's workers do not need them.
         learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
         inputs = [key for key in (*MODEL_INPUTS, RESPONSE) if key in batch]
         of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in inputs}, **learned})
         epochs_of_critic = self.config["critic_ppo_epochs"]
-        # The critic first: then the actor has the devices when the next step samples.
+        # Train the critic first, so that the actor has the devices when the next step samples.
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
@@ -276,7 +277,7 @@ class PPO(GRPO):
             )
             self.critic.finish_training()
             for result in results:
-                # scored by a layer with one output, which is nothing beside the others
+                # scored=0, because a layer with one output costs nothing compared with the other layers.
                 self.timer.passed(
                     Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0)
                 )

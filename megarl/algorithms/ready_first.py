@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megarl.rollout.collector import Rollouts
 
 _RUN = "run.json"
-# Between looks at the engines while groups are waited for.
+# Seconds between checks of the engines while groups are waited for.
 _LOOK_SECONDS = 0.5
 
 
@@ -145,14 +145,14 @@ class ReadyFirst(ValidatesBeside):
         version = step - 1
         self._go_on(version, self._take_wanted())
         for group in self._begun_again:
-            # sampled from the start, with the weights of now
+            # These groups are sampled from the start, with the current weights.
             group.version = version
             self._begin(group)
         self._begun_again = []
         self._fill(step, version)
         with self._timer.phase(ROLLOUT_WAIT):
             chosen, dropped = self._chosen(step)
-        # engines have work again before the step trains
+        # Give the engines work before the step trains.
         self._fill(step + 1, version)
         rollouts = self._join([each.rollouts for each in chosen if each.rollouts is not None])
         for group in chosen:
@@ -182,7 +182,7 @@ class ReadyFirst(ValidatesBeside):
         try:
             self._shared.pause()
         except MegarlError as error:
-            # the next step goes on with new ones and the newest weights
+            # The next step continues with new engines and the newest weights.
             self._engines.replace_lost_engines(error)
         busy, now = self._shared.take_busy_seconds(), time.perf_counter()
         # A validation has a phase of its own, in which engines are not idle.
@@ -199,7 +199,7 @@ class ReadyFirst(ValidatesBeside):
     def save(self, directory: Path) -> None:
         """Write the waiting groups, and the numbers of those in progress; call it during a pause."""
         with self._changed:
-            # In the order in which they were complete, by which a resumed run chooses too.
+            # Store the order of completion, by which a resumed run chooses too.
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
             running = [
                 [each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready
@@ -221,7 +221,7 @@ class ReadyFirst(ValidatesBeside):
         groups, batches = groups_of(directory), load_batches(directory, data)
         if groups is not None:
             self.resume(groups, batches)
-        # Without batches that wait, nothing is lost by another schedule.
+        # If no batches wait, another schedule loses nothing.
         elif batches:
             raise other_schedule(directory, len(batches), "in_order")
 
@@ -233,7 +233,7 @@ class ReadyFirst(ValidatesBeside):
             groups: see ``groups_of``.
             batches: groups that were complete, by ordinal.
         """
-        # in the order in which they were complete, by which a step chooses
+        # Keep the order of completion, by which a step chooses.
         for ordinal in groups["arrived"]:
             rollouts = batches[ordinal].rollouts
             version = int(rollouts.samples["weight_version"].min())
@@ -251,7 +251,7 @@ class ReadyFirst(ValidatesBeside):
             if validate is None:
                 self._shared.resume(version)
 
-        # engines that are lost before they go on are replaced and refitted too
+        # Engines that are lost before they continue are replaced and refitted too.
         with_new_engines(self._engines, go_on)
         if validate is not None:
             self._engines.held = True
@@ -269,7 +269,8 @@ class ReadyFirst(ValidatesBeside):
                 self._engines.held = False
             self._shared.resume(version)
         except BaseException as error:
-            # The step waits for groups that nobody samples, and for this only at its end.
+            # The step waits for groups that nobody samples now, and would notice this failure only at its
+            # end.
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -292,16 +293,16 @@ class ReadyFirst(ValidatesBeside):
     def _begin(self, group: _Group) -> None:
         with self._changed:
             self._groups[group.ordinal] = group
-        # Daemons, because groups may be under way when a run ends, and nobody waits for them.
+        # Use daemon threads, because groups may be in progress when a run ends, and nobody waits for them.
         threading.Thread(target=self._run, args=(group,), name=f"group-{group.ordinal}", daemon=True).start()
 
     def _run(self, group: _Group) -> None:
-        # One a group: a timer serves one thread.
+        # Each group has a timer of its own, because a timer serves one thread.
         timer = PhaseTimer()
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)
         except BaseException as error:
-            # nobody waits for this thread: whoever takes the next batch raises it
+            # Nobody waits for this thread, so whoever takes the next batch raises its error.
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -318,8 +319,8 @@ class ReadyFirst(ValidatesBeside):
         dropped, oldest = 0, step - 1 - self._order.most_age
         while True:
             self._raise_failure()
-            # Asked each time: engines that fail wake nobody here, and the
-            # threads of groups wait for the next resume.
+            # Check each time: engines that fail wake nobody here, and the threads of groups wait for the next
+            # resume.
             if self._shared.failed:
                 self._recover(step - 1)
             with self._changed:
@@ -329,13 +330,13 @@ class ReadyFirst(ValidatesBeside):
                     self._forget(stale)
                 found = self._enough(oldest)
                 if found is not None:
-                    # in the order of the data, so that a batch depends on which groups it has alone
+                    # Use the order of the data, so that a batch depends only on which groups it has.
                     groups = [self._groups[ordinal] for ordinal in sorted(found)]
                     self._forget(found)
                     return groups, dropped
                 if not self._order.drops or not stale:
                     self._changed.wait(_LOOK_SECONDS)
-            # Others take the place of dropped groups while the step waits.
+            # Other groups replace the dropped ones while the step waits.
             self._fill(step, step - 1)
 
     def _enough(self, oldest: int) -> list[int] | None:
@@ -390,7 +391,7 @@ class Ledger:
         """Write the batch of a step."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_json_atomic(self.directory / _RUN, self._run)
-        # a checkpoint of the step must not outlive what it was trained on
+        # A checkpoint of the step must not outlive the data that it was trained on.
         for path in save_batch(self.directory, step, batch):
             fsync_file(path)
         fsync_directory(self.directory)

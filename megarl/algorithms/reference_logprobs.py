@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of the form of a kept table; another one is made anew.
+# Version of the format of a stored table; a table of another version is computed again.
 _FORM = 1
-# Rows of a table: what a run that is killed while it computes loses at most.
+# Rows per table, which is the most that a run loses if it is killed while it computes.
 _ROWS_OF_TABLE = 8192
-# Rows that the policy is asked for at once; it brings the reference's weights to the device for each call.
+# Rows per call of the policy, which loads the reference's weights onto the device for each call.
 _ROWS_OF_CALL = 1024
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
-# Keys of ``policy.megatron_cfg`` that say in which type something of the model is computed.
+# Keys of ``policy.megatron_cfg`` that decide the dtype of a part of the computation.
 _NUMERIC = ("float32_logits", "moe_router_dtype")
 _COLUMN = "logprobs"
 
@@ -92,7 +92,7 @@ class ReferenceLogprobs:
         for row, place in enumerate(places):
             source, example = self._dataset.examples.origin(place)
             table, inner = divmod(example, _ROWS_OF_TABLE)
-            # a copy: what is mapped from a file cannot be written
+            # Copy the values: those that are mapped from a file cannot be written.
             found[row, learned[row]] = torch.from_numpy(
                 np.array(self._tables[source][table].columns[_COLUMN][inner])
             )
@@ -122,15 +122,15 @@ class ReferenceLogprobs:
 
     def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
         directory = cache_directory(self._config["data"]) / _digest(
-            # By user: a table that another user wrote is not trusted, and
-            # would only be in the way under this name.
+            # The name includes the user: a table that another user wrote is not trusted, and would only block
+            # this name.
             [os.geteuid(), identity, examples.digest(first, last)]
         )
         table = read_table(directory)
         if table is not None:
             return table
         values = self._values(examples, first, last)
-        # Nothing in memory: the next start has to find even a small table.
+        # Keep nothing in memory, because the next start has to find even a small table.
         writer = TableWriter({_COLUMN: "float32"}, directory, most_in_memory=0)
         try:
             writer.append({_COLUMN: values})
@@ -147,7 +147,7 @@ class ReferenceLogprobs:
     def _values(self, examples: Examples, first: int, last: int) -> list[Any]:
         """Return the log-probabilities of the targets of each of the examples [first, last), [tokens]
         float32."""
-        # rows of a call are padded to the longest
+        # Sort by length, because the rows of a call are padded to the longest one.
         by_length = np.argsort(examples.lengths(with_answers=True)[first:last], kind="stable").tolist()
         found: list[Any] = [None] * len(by_length)
         for start in range(0, len(by_length), _ROWS_OF_CALL):
@@ -175,7 +175,7 @@ def _identity(policy: PolicyConfig) -> list[Any]:
     numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
     return [
         _FORM,
-        # Another release of megarl may compute them otherwise.
+        # Another release of megarl may compute them differently.
         env.installed_version(env.DISTRIBUTION),
         enabled_backend(policy),
         policy["precision"],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A port was free when it was asked for, and may be taken a moment later.
+# Number of attempts, because a port that was free when it was chosen may be taken a moment later.
 CONNECTION_ATTEMPTS = 3
 
 
@@ -44,7 +44,8 @@ def refit_policy_generation(
     """
     if colocated_inference:
         policy.offload_before_refit()
-        # In two parts: the cache takes the memory that the policy's weights have until they are handed over.
+        # Prepare in two parts: the cache takes the memory that the policy's weights occupy until they are
+        # sent.
         policy_generation.prepare_for_generation(tags=["weights"])
         _hand_over(policy, policy_generation, _refit_buffer_size_gb)
         policy.offload_after_refit()
@@ -58,7 +59,7 @@ def refit_policy_generation(
             policy.worker_group.get_all_worker_results(sending)
             policy_generation.loaded(policy_generation.results(receiving))
         except MegarlError:
-            # the group may be broken; one that is not is soon made again
+            # The group may be broken, and one that is not is soon created again.
             policy_generation.disconnect()
             raise
     if policy_generation.version is None:
@@ -72,15 +73,15 @@ def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | No
     """Have the policy's ranks send all weights to the engines' ranks on the same devices: one call on either
     side for any number of groups, after one in which they agree on sizes."""
     generation.take_slices(policy.send_slices(generation.slices_wanted()))
-    # By the ticket both sides tell this refit from one that was given up.
+    # By this id both sides distinguish this refit from one that was given up.
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
     sending = policy.hand_over_weights(session, ticket, buffer_gib)
     receiving = generation.update_weights_from_policy(ticket)
     try:
         policy.worker_group.get_all_worker_results(sending)
     except MegarlError:
-        # the engines hear of it, and end by themselves; what
-        # they have does not count, even where all of it came
+        # The engines notice this and end the transfer by themselves; their weights do not count, even if all
+        # arrived.
         generation.loaded([])
         raise
     generation.loaded(generation.results(receiving))
@@ -93,21 +94,22 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
     Raises:
         RefitError: the engines and the policy did not connect.
     """
-    # The engines' ranks and one of the policy, however many pipeline stages send in turn.
+    # The group has the engines' ranks and one of the policy, however many pipeline stages send one after
+    # another.
     size = generation.ranks + 1
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
         sending = policy.init_collective(address, port, size)
         receiving = generation.init_collective(address, port, size)
-        # all are waited for: an engine that still looks for the
-        # policy at one port would come too late to the next one
+        # Wait for all of them: an engine that still searches for the policy at one port would be too late at
+        # the next one.
         failures = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
         failures += [_failure_of(generation.results, future) for future in receiving]
         error = next((failure for failure in failures if failure is not None), None)
         if error is None:
             return
         generation.disconnect()
-        # Another error is that of a lost worker, which would not come to the next port either.
+        # Another error is that of a lost worker, which would not connect at the next port either.
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
         logger.warning(

@@ -81,7 +81,7 @@ class WaitingBatches(dict[int, Sampling]):
         """See ``RolloutSource``."""
         groups, batches = groups_of(directory), load_batches(directory, data)
         waiting = 0 if groups is None else len(batches) + len(groups["running"])
-        # Without batches that wait, and groups whose prompts were taken, nothing is lost by another schedule.
+        # If no batches wait, and no groups whose prompts were taken, another schedule loses nothing.
         if waiting:
             raise other_schedule(directory, waiting, "ready_first")
         self.update(batches)
@@ -146,7 +146,7 @@ class ValidatesBeside:
     def validated(self) -> Validated | None:
         """See ``RolloutSource``."""
         self._wanted = None
-        # Taken, so that a stop before the next validation does not find the figures of this one again.
+        # Clear the result, so that a stop before the next validation does not find these metrics again.
         found, self._found = self._found, None
         return found
 

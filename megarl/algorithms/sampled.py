@@ -159,7 +159,8 @@ class Sampled(Algorithm):
     config: SampledConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
-        # Within functions, here and below: a configuration is checked by these classes without torch.
+        # Import within functions, here and below, because a configuration is checked against these classes
+        # without torch.
         from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
@@ -188,7 +189,7 @@ class Sampled(Algorithm):
         )
         if asynchrony is not None and parts.refit is not None and asynchrony["max_trajectory_age_steps"]:
             engine = held = HeldEngines(parts.refit)
-            # A timer serves one thread, and what goes on during training has its own.
+            # A timer serves one thread, so the work during training has its own.
             timer = PhaseTimer()
             if asynchrony["schedule"] == "in_order":
                 lag = asynchrony["max_trajectory_age_steps"]
@@ -198,12 +199,12 @@ class Sampled(Algorithm):
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
-            # groups are scored in threads of their own, while a validation may run
+            # Groups are scored in threads of their own, while a validation may run.
             self.collector = replace(self.collector, judging=threading.Lock())
             self.source = self._ready_first(asynchrony, parts, engine, timer)
         self.scorer: ScoredAhead | None = None
         parts_of_step: int = at(self.config, "logprob_parts") or 1
-        # One part is the whole batch, which ``batch_of`` scores once it is complete.
+        # A single part is the whole batch, which ``batch_of`` scores once it is complete.
         if parts_of_step > 1 and self.needs_previous_logprobs:
             self.scorer = ScoredAhead(self.policy, parts_of_step, parts.tokenizer.pad_token_id, parts.timer)
         self._sampling_collector = replace(self.collector, timer=timer, scorer=self.scorer)
@@ -258,11 +259,12 @@ class Sampled(Algorithm):
             return {}
         self.turns.take(ACTOR)
         if self.refit is not None and not self.refit.colocated:
-            # A refit to engines apart reads the weights on the device, where another model may be now.
+            # A refit to engines on other devices reads the actor's weights on its device, where another model
+            # may be now.
             self.turns.bring(ACTOR)
         validated = self._validated(self.collector)
         if self.refit is not None:
-            # the engines may have had its devices; whoever saves or exports next finds it there again
+            # The engines may have used the actor's devices; a later save or export expects the actor there.
             self.policy.prepare_for_lp_inference()
         return self._figures(validated, self.done_steps)
 
@@ -298,10 +300,10 @@ class Sampled(Algorithm):
     def take(self, step: int) -> Sampling:
         """Return the batch that a step trains on: sampled now, or while an earlier step trained."""
         if self.refit is not None and not self.refit.colocated:
-            # engines apart get its weights, which another model may have moved to host memory
+            # Engines on other devices get the actor's weights, which another model may have moved to host
+            # memory.
             self.turns.bring(ACTOR)
-        # what is sampled from here to the next step is sampled
-        # with the weights that all steps before this one have made
+        # From here to the next step, sampling uses the weights after all steps before this one.
         self._version = step - 1
         return self.source.next(step)
 
@@ -388,7 +390,7 @@ class Sampled(Algorithm):
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
         """Sample responses to the prompts of some records."""
         if self.refit is None or self.refit.colocated:
-            # while engines apart sample, another model may have its devices
+            # While engines on other devices sample, another model may use the actor's devices.
             self.turns.take(ACTOR)
         version = step - 1 if self._version is None else self._version
         return self._sampling_collector.collect(
@@ -416,7 +418,7 @@ class Sampled(Algorithm):
         inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
         further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
         batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
-        # Computed in parts already, while other responses were sampled (ScoredAhead).
+        # The log-probabilities were computed in parts while other responses were sampled (ScoredAhead).
         if previous and PREV_LOGPROBS in samples:
             batch[PREV_LOGPROBS], previous = samples[PREV_LOGPROBS], False
         if not previous and not reference:
@@ -449,7 +451,7 @@ class Sampled(Algorithm):
             self.policy.finish_training()
             for result in results:
                 self.timer.passed(trained_sequences(kept, result, self.loss_fn))
-        # Without a global batch no weight has changed, and engines need none.
+        # If no global batch was trained on, no weight has changed, and engines need none.
         if self.refit is not None and results:
             self.refit.stale = True
         return metrics
@@ -472,7 +474,7 @@ class Sampled(Algorithm):
 
         section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
         size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
-        # Segments of a response share a global batch, whose rows are known only now.
+        # Segments of a response share a global batch, so its rows are known only now.
         if RESPONSE in batch:
             batch, size, rows = global_batches(
                 batch, size, rows_of_a_round(section, model.data_parallel_size)

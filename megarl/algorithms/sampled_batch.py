@@ -74,19 +74,19 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     tensors = {
         f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)
     }
-    # Mostly they are one: written once, and one again when they are read.
+    # Mostly both are the same object, which is then written once and read as one object again.
     if judged is not samples:
         tensors |= {
             f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)
         }
     tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
     path = _path_of(place, number)
-    # Cloned, because safetensors refuses tensors that share memory.
+    # Clone the tensors, because safetensors refuses tensors that share memory.
     save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
     numbers: dict[int, int] = {}
     told = {
         "records": [record.index for record in batch.rollouts.records],
-        # rows of one prompt share an object, by which samples are numbered; a step may have a record twice
+        # Rows of one prompt share an object, by which samples are numbered; a step may have a record twice.
         "prompts": [numbers.setdefault(id(record), len(numbers)) for record in batch.rollouts.records],
         "columns": list(samples),
         "others": {name: value for name, value in samples.items() if not isinstance(value, torch.Tensor)},
@@ -183,7 +183,7 @@ def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
     }
     records = data.select(told["records"])
     prompts: dict[int, Example] = {}
-    # batches of earlier versions do not say which rows share a prompt
+    # Batches of earlier versions do not record which rows share a prompt.
     shared = [
         prompts.setdefault(number, record)
         for number, record in zip(told.get("prompts", range(len(records))), records, strict=True)

@@ -51,7 +51,7 @@ class ScoredAhead:
             generations: responses per prompt.
         """
         prompts = len(segments) // generations
-        # Whole prompts, so that the size of a part is known before its responses are.
+        # Divide by whole prompts, so that the size of a part is known before its responses are.
         bounds = [part * prompts // self._parts * generations for part in range(self._parts + 1)]
         self._segments, self._bounds, self._coming = segments, bounds, {}
         self._missing = [end - start for start, end in pairwise(bounds)]
@@ -84,7 +84,7 @@ class ScoredAhead:
 
         for part, missing in enumerate(self._missing):
             if missing:
-                # conversations that an environment could not begin have no response
+                # Conversations that an environment could not begin have no response.
                 self._begin_part(part)
         with self._timer.phase(LOGPROBS):
             found = [self._coming[part].result() for part in sorted(self._coming)]
@@ -102,7 +102,7 @@ class ScoredAhead:
         from megarl.rollout.trajectory import batch_of
 
         samples = batch_of(rows, self._pad)
-        # without the mask of responses: who is left out is known when all are rewarded
+        # Leave out the mask of responses: which ones are left out is known only when all are scored.
         inputs: BatchedDataDict[Any] = BatchedDataDict(
             {name: samples[name] for name in ("input_ids", "input_lengths", "token_mask")}
         )

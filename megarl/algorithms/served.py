@@ -32,8 +32,8 @@ ENGINE_CHECK_ERROR = "engine_check_error"
 """Metric: the mean absolute difference between the engine's and the policy's log-probability of a token,
 right after a refit, for the engine with the largest one."""
 
-# Differences of other kernels in a precision, below which none counts, mixtures included: another expert is
-# chosen now and then.
+# Differences that other kernels cause in a precision; smaller ones do not count. They include mixtures, in
+# which another expert is chosen now and then.
 _FLOORS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 _REMEMBERED, _DRIFT, _ALARM = 20, math.log(2), math.log(8)
 _NAMED = 3
@@ -64,10 +64,10 @@ class RoundingTest:
         usual = statistics.median(self._usual) if self._usual else self.floor
         self._sum = max(0.0, self._sum + math.log(counted / usual) - _DRIFT)
         if self._sum >= _ALARM:
-            # From the beginning again: a run that only warns hears of the next fault too.
+            # Start from 0 again, so that a run that only warns reports the next fault too.
             self._sum = 0.0
             return True
-        # Errors behind an alarm are not among the usual ones.
+        # An error after an alarm is not one of the usual errors.
         self._usual.append(counted)
         return False
 
@@ -104,8 +104,8 @@ class ServedCheck:
             batch: BatchedDataDict[Any] = BatchedDataDict(
                 {name: samples[name] for name in names}
             ).select_indices(rows)
-            # an engine that scores a prompt draws a token behind it,
-            # for which a sequence of full length would have no room
+            # An engine that scores a prompt samples a token after it, for which a sequence of maximum length
+            # would have no room.
             batch["input_lengths"] = batch["input_lengths"] - 1
             inside = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
             batch["input_ids"], batch["token_mask"] = (
@@ -125,7 +125,8 @@ class ServedCheck:
         self.metrics = {}
         if not self._count:
             return
-        # Weights first: bits that differ are proof at once, and scores need a test over several refits.
+        # Compare weights first: different bits are proof at once, while scores need a test over several
+        # refits.
         fault = self._fault_of_weights()
         if fault is None and self._batch is not None:
             fault = self._fault_of_scores(self._batch)
@@ -174,7 +175,7 @@ class ServedCheck:
             return None
         apart = torch.stack([each[:, 1:] - ours[:, 1:] for each in theirs])[:, counts]
         errors = apart.double().abs().mean(dim=1)
-        # one of many engines with other weights would be lost in a mean of all; NaN counts as the largest
+        # In a mean over all engines, one with wrong weights would be hidden. NaN counts as the largest error.
         worst = int(errors.argmax())
         error = float(errors[worst])
         self.metrics = {ENGINE_CHECK_ERROR: error}

@@ -37,5 +37,5 @@ class SFT(Supervised):
         """Return ``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first
         ``val_batches`` global batches."""
         found = super().validate()
-        # exp() of more than 709 overflows.
+        # math.exp overflows above 709.
         return {**found, "perplexity": math.exp(min(found["loss"], 700.0))} if found else {}

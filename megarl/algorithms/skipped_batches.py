@@ -51,7 +51,7 @@ class SkippedBatches:
     """
 
     directory: Path | None = None
-    # By name; a launch that repeats a step of an earlier one writes over it.
+    # Counts by name; a launch that repeats a step of an earlier one overwrites its files.
     _kept: Counter[str] = field(default_factory=Counter, init=False)
 
     def train(
@@ -108,7 +108,7 @@ class SkippedBatches:
         self._kept[name] += 1
         times = f"_{self._kept[name]}" if self._kept[name] > 1 else ""
         try:
-            # What is kept is for people: a full disk must not end a run that goes on.
+            # The files are for people to read: a full disk must not end a run that continues.
             self._write(self.directory / f"{name}{times}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(
@@ -127,7 +127,7 @@ class SkippedBatches:
         records: Sequence[int],
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Counted in the directory, so that a resumed run goes on counting.
+        # Count the files in the directory, so that a resumed run continues the count.
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted({row for found in skipped for row in _rows(found)})
@@ -198,7 +198,7 @@ def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
 
     from megarl.models.engine.microbatches import under_mask
 
-    # Nothing predicts the first token of a row. Global batches are neighbouring rows.
+    # Nothing predicts the first token of a row. The rows of a global batch are adjacent.
     counts = under_mask(batch)[:, 1:].any(dim=1).view(-1, size).any(dim=1)
     rows = torch.arange(batch.size).view(-1, size)[counts].flatten().tolist()
     left_out = int((~counts).sum())
@@ -289,7 +289,7 @@ def warn_of_no_signal(
         return
     if bool((advantages != 0).any()) and bool((rewards != rewards[0]).any()):
         return
-    # Rewards are float32: unrounded, 0.1 reads 0.10000000149.
+    # Round, because rewards are float32: 0.1 would be shown as 0.10000000149.
     values = sorted({float(f"{value:.6g}") for value in rewards.tolist()})
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
     causes = "; ".join(likely_causes(samples, records, config)) or "none is known"

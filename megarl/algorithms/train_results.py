@@ -54,7 +54,7 @@ def trained_sequences(
     if reads_values(loss_fn):
         scored = int(
             batch["input_lengths"].sum()
-        )  # a score layer, which is small, says something of every token
+        )  # A score layer, which is small, has an output for every token.
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 

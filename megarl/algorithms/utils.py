@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megarl.distributed.device import seed_everything
 
-# Keeps an empty mask at 0 / epsilon = 0; below half a unit
-# in the last place of any float32 count of 1 or more.
+# Keeps an empty mask at 0 / epsilon = 0, and is below half a unit in the last place of any float32 count of 1
+# or more.
 _EPSILON = 1e-8
 
 
@@ -32,7 +32,7 @@ def masked_mean(
         global_normalization_factor: the divisor, for example the valid tokens of the whole global batch.
     """
     weights = mask.to(values.dtype if values.is_floating_point() else torch.float32)
-    # No product alone: 0 times NaN or infinity is NaN.
+    # Do not use a product alone: 0 times NaN or infinity is NaN.
     kept = (
         torch.where(
             weights != 0,

@@ -67,7 +67,7 @@ class PreferenceLoss:
             return masked_mean(of_pairs, pair_mask, global_normalization_factor=global_valid_seqs / 2)
 
         rewards = last_values(values, data["input_lengths"])
-        # Masked before the loss: the gradient of a NaN that does not count would be 0 times NaN.
+        # Mask before the loss: the gradient of a NaN that does not count would be 0 times NaN.
         rewards = torch.where(pair_mask.repeat_interleave(2) != 0, rewards, 0.0)
         chosen, rejected = rewards[::2], rewards[1::2]
         loss = pair_mean(-logsigmoid(chosen - rejected))
@@ -136,7 +136,7 @@ class ValueLoss:
         sample_mask = data["sample_mask"].to(values.dtype)
         mask = data["token_mask"][:, 1:].to(values.dtype) * sample_mask[:, None]
 
-        # By where and not by a product, since 0 times infinity is NaN.
+        # Use where instead of a product, because 0 times infinity is NaN.
         def visible(column: Tensor) -> Tensor:
             return torch.where(mask != 0, column, 0.0)
 
@@ -149,11 +149,11 @@ class ValueLoss:
             visible(data["prev_values"][:, 1:]),
         )
         error = clipped = (current - returns).square()
-        # The clip of OpenAI's PPO2.
+        # This is the clip of OpenAI's PPO2.
         if self.value_clip is not None:
             moved = current - previous
             near = previous + moved.clamp(-self.value_clip, self.value_clip)
-            # within the clip the two are one number, which rounding would make two
+            # Within the clip both errors are the same number, which rounding would make two.
             clipped = torch.where(moved.abs() > self.value_clip, (near - returns).square(), error)
         loss = 0.5 * mean(torch.maximum(error, clipped))
         metrics = {

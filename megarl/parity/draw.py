@@ -349,8 +349,8 @@ def _adapters(generator: random.Random, fields: Mapping[str, Any]) -> dict[str, 
     else, so that they never cause a case to be sampled again.
 
     A written layout may have a stage without layers, where nothing would be trained. With Adam's small
-    epsilon, a gradient that cancels to rounding errors (that of a key that is the only one seen) moves a
-    number of a factor, and thereby a whole row of the weight.
+    epsilon, a gradient that cancels to rounding errors (such as that of the only visible key) moves a number
+    of a factor, and thereby a whole row of the weight.
     """
     possible = (
         fields["backend"] != "fsdp1" and not fields.get("layout") and fields.get("eps") != RECIPE_EPSILON

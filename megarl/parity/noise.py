@@ -1,13 +1,13 @@
-"""Rounding noise where no one number bounds it: measured, case by case, on plain transformers.
+"""Rounding noise of cases that no fixed bound fits, measured case by case on plain transformers.
 
-Nobody can say beforehand how far a model in bfloat16 or float16 comes out from the same model in float32, or
-how far one in float32 does that Adam trains with a small epsilon. So the reference itself computes the case
-in its precision, ``MEMBERS`` times. Each time a random relative error of the size of a rounding error is
-added to what every module gives, and to what the loss reads, forward and backward, as computing in another
-order would add (Monte Carlo arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble
-with floating point and win", 2000). The farthest of these from the reference, quantity by quantity, is its
-noise; a backend may be ``FACTOR`` times as far from it. Other cases in float32 have one bound for all
-quantities, and are judged like this where they miss it.
+The rounding error of a model in bfloat16 or float16, or of one in float32 that Adam trains with a small
+epsilon, cannot be predicted. So the reference itself computes the case in its precision, ``MEMBERS`` times.
+Each time a random relative error of the size of a rounding error is added to the output of every module and
+to the inputs of the loss, forward and backward, as another order of computation would do (Monte Carlo
+arithmetic: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win",
+2000). The noise of each quantity is the largest distance of these results from the reference; a backend may
+be ``FACTOR`` times as far away. Other cases in float32 have one bound for all quantities, and use measured
+bounds only if they miss it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megarl.parity.settings import adapter_directory
 
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
-"""Number of members by which a case that fails is judged again."""
+"""Number of members that confirm the failure of a case."""
 # A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those
 # are larger by the root of two, as the added errors make them.
 FACTOR = 4.0
 SPREAD = 0.25
-"""Standard deviation of the random errors, by the distance of 1 to the next number; rounding alone gives
-errors of up to half of that."""
+"""Standard deviation of the random errors, in units of the distance from 1 to the next number; rounding alone
+gives errors of up to half of that distance."""
 ROUTER_FACTOR = 4.0
-"""Routers get errors so many times as large: whether a token goes to one expert or another is not a matter of
-a little more or less, and one that might go either way has to go both ways among the members."""
+"""Factor on the errors of routers. A token goes to one expert or to another, without intermediate results, so
+a token that might go either way must go both ways among the members."""
 LOSS_SCALES = {"float32": 1.0, "bfloat16": 1.0, "float16": 2.0**16}
-"""Both backends with loss scaling start there."""
+"""Initial loss scale by precision, the same in both backends that scale the loss."""
 LOGPROBS, LOGPROBS_AFTER, MEAN, WEIGHT = (
     "log-probabilities",
     "log-probabilities after training",
@@ -59,7 +59,7 @@ class Bounds:
     """The largest relative error that each quantity may have.
 
     Attributes:
-        noise: its noise, by its name; what is not there has none.
+        noise: noise of each quantity, by its name; other quantities have none.
     """
 
     noise: Mapping[str, float] = field(default_factory=dict)
@@ -79,8 +79,8 @@ def bounds_of(
         model: its transformers model.
         batch: the whole batch.
         logprobs: [B, S] of the model in float32, before training.
-        expected: what training it in float32 reports.
-        members: runs with random errors; the first of them are the same whatever their number.
+        expected: results of training the model in float32.
+        members: number of runs with random errors; the first ones are the same whatever their number.
     """
     plain = load_model(model, dtype_of(case.precision, "case.precision"), adapter_directory(case, model))
     runs = [_member(case, copy.deepcopy(plain), batch, number) for number in range(members)]
@@ -97,30 +97,30 @@ def bounds_of(
 
 
 def _may_be_missed(quantity: str, error: float) -> bool:
-    """Return whether members may all have had too small an error of a metric by chance. Below the bound of
-    float32 is what no rounding in 16 bit has touched, but for an accuracy: it stays as it is until a pair
-    changes sides."""
+    """Return whether all members may have too small an error of a metric by chance. Errors below the float32
+    bound belong to quantities that 16-bit rounding does not affect. An accuracy is the exception: it does not
+    change until a pair changes sides."""
     return (error > BOUND and not quantity.startswith(WEIGHT)) or quantity.endswith(" accuracy")
 
 
 def _of_one_token(found: Sequence[Tensor], logprobs: Tensor) -> float:
-    """Return the root mean square error of a log-probability, which eight draws of a single number may miss
-    by chance. Metrics are measured by what such an error makes of them, so that it is a floor for theirs
-    too."""
+    """Return the root mean square error of the log-probabilities, over all tokens and members. Eight samples
+    of a single number may all be too small by chance. Metrics are scaled by the effect of such an error, so
+    it is a lower bound for theirs too."""
     return root_mean_square(torch.stack([token_errors(values, logprobs)[logprobs != 0] for values in found]))
 
 
 def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tuple[Tensor, Expected]:
-    """Return log-probabilities and training of the model, in the precision of the case, with random errors.
-    Trains it in place."""
+    """Return the log-probabilities and training results of the model, in the precision of the case, with
+    random errors. The model is trained in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
 
     def read(scores: Tensor) -> Tensor:
-        """Return the numbers that a loss reads, with rounding errors: they are float32 in every precision.
-        Gradients of a distribution's tokens that should cancel do so up to these errors; where probabilities
-        come from logarithms, their sum misses 1 by a rounding error of the logarithms."""
+        """Return the inputs of the loss with rounding errors of float32, which they have in every precision.
+        Gradients of a distribution's tokens that should cancel do so only up to these errors: if
+        probabilities come from logarithms, their sum differs from 1 by the rounding of the logarithms."""
         size = float(scores.detach().abs().mean().clamp(min=1.0)) if case.likeliest else 1.0
         return _noisy(scores, SPREAD * size * torch.finfo(torch.float32).eps, generator)
 
@@ -134,7 +134,7 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
 
 
 class _Noisy(torch.autograd.Function):
-    """A value, and the gradient that comes back to it, times 1 plus a normal error of size ``spread``."""
+    """A value and its gradient, each multiplied by 1 plus a normally distributed error of size ``spread``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
@@ -152,15 +152,16 @@ def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tens
 
 
 def _noisy(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    """Return the value disturbed, forward and backward; what is no floating-point number as it is."""
+    """Return the value with errors, forward and backward; a tensor that is not floating-point is returned
+    unchanged."""
     if not value.is_floating_point():
         return value
     return _Noisy.apply(value, spread, generator)  # type: ignore[no-untyped-call]
 
 
 def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generator) -> None:
-    """Disturb what every innermost module gives (projections, norms, embeddings, experts) and what routers
-    get."""
+    """Add errors to the output of every innermost module (projections, norms, embeddings, experts) and to the
+    input of routers."""
 
     gates = set(gates_of(model))
     for gate in gates:
@@ -179,7 +180,7 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
 def _errors(
     case: Case, found: Tensor, member: Expected, logprobs: Tensor, expected: Expected
 ) -> dict[str, float]:
-    """Return relative errors of a member, by the names that the comparison gives to quantities."""
+    """Return the relative errors of a member, by the names of quantities in the comparison."""
     rows = slice(case.logprob_rows)
     by_token = token_errors(found[rows], logprobs[rows])
     errors = {LOGPROBS: float(by_token.max()), MEAN_LOGPROBS: root_mean_square(by_token[logprobs[rows] != 0])}

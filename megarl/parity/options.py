@@ -1,9 +1,8 @@
-"""Options of losses and of estimators of advantages: words behind plus signs, some with numbers behind
-colons.
+"""Options of losses and of advantage estimators: words after plus signs, some with numbers after colons.
 
 ``pg+seq+constant:2.5`` is the clipped policy gradient with the options ``seq`` and ``constant``, the latter
-with the number 2.5. An option without its numbers has the first of those that are listed here; the others are
-drawn as well. ``none`` is no bound.
+with the number 2.5. An option without numbers has the first ones that are listed here; the others are sampled
+as well. ``none`` is no bound.
 """
 
 from __future__ import annotations
@@ -62,29 +61,35 @@ LOSSES: Mapping[str, Options] = MappingProxyType(
         },
     }
 )
-"""Options of each loss with their numbers.
+"""Options of each loss, with their numbers.
 
-Of ``pg``, the clipped policy gradient: ``kl`` is the divergence from the reference policy, with its weight,
-``approx`` weighs it by how much likelier a token is than where it was sampled, ``k1`` and ``k2`` estimate it
-otherwise, ``pathwise`` leaves the score function's part of its gradient out, ``in-reward`` takes it from the
-rewards that advantages are made of; ``is`` weighs tokens by how likely they were where they were sampled, and
-``tis`` (upper bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights; ``dual`` is
-the second clip; ``seq`` the mean over sequences, ``constant`` that by a constant (Dr.GRPO); ``noratio`` has
-the log-probability in the place of the ratio, ``forced`` takes the current log-probabilities for the previous
-ones, ``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or of the token,
-``cispo`` has the clipped ratio as a weight; ``cliprange`` is how far below and above 1 ratios are clipped;
-``entropy`` is the weight of an entropy bonus; the clamps are bounds of logarithms of ratios, of the
-differences that the divergence is estimated from, and of the estimate.
+Options of ``pg``, the clipped policy gradient:
 
-Of ``dpo``: ``ipo`` has IPO's square in the place of DPO's logarithm; ``mean`` rewards the mean over tokens;
-``sft`` adds the likelihood of the chosen answers, ``sft-mean`` its mean over tokens; ``beta`` and ``weight``
-are those of the preference loss.
+* ``kl`` adds the divergence from the reference policy, with its weight. ``approx`` weights it by how much
+  likelier a token is now than when it was sampled. ``k1`` and ``k2`` are other estimators of it, ``pathwise``
+  omits the score function's part of its gradient, and ``in-reward`` subtracts it from the rewards before
+  advantages are computed.
+* ``is`` weights tokens by importance weights, relative to the policy that sampled them. ``tis`` (upper
+  bound), ``icepop`` and ``seq-mask`` (lower and upper bound) bound these weights.
+* ``dual`` is the second clip. ``seq`` takes the mean over sequences, and ``constant`` divides by a constant
+  instead (Dr.GRPO).
+* ``noratio`` uses the log-probability instead of the ratio. ``forced`` uses the current log-probabilities as
+  the previous ones. ``gspo`` and ``gspo-token`` are ratios of sequences, with the gradient of the sequence or
+  of the token. ``cispo`` uses the clipped ratio as a weight.
+* ``cliprange`` is the distance below and above 1 at which ratios are clipped. ``entropy`` is the weight of an
+  entropy bonus. The clamps bound the logarithms of ratios, the differences that the divergence is estimated
+  from, and the estimate.
 
-Of ``value``, a value model's: ``clip`` bounds the change of a value. ``rm`` is Bradley-Terry.
+Options of ``dpo``: ``ipo`` uses IPO's square instead of DPO's logarithm; ``mean`` uses the mean over tokens
+as the reward; ``sft`` adds the likelihood of the chosen answers, ``sft-mean`` its mean over tokens; ``beta``
+and ``weight`` are those of the preference loss.
 
-Of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` of them,
-``forward`` the other divergence, ``mixed`` the weight of the forward one in a sum of both; other tokens are
-one outcome, and with ``renorm`` none.
+Option of ``value``, the loss of a value model: ``clip`` bounds the change of a value. ``rm`` is
+Bradley-Terry.
+
+Options of ``distill``, the reverse divergence from a teacher over its most likely tokens: ``topk`` is their
+number, ``forward`` uses the forward divergence, ``mixed`` is the weight of the forward divergence in a sum of
+both. All other tokens form one outcome, unless ``renorm`` excludes them.
 """
 
 _OF_GROUPS: Options = {
@@ -110,25 +115,26 @@ ADVANTAGES: Mapping[str, Options] = MappingProxyType(
         "teacher": {"clip": ((-0.3, 0.4), (-0.5, None), (None, 0.2))},
     }
 )
-"""Where advantages come from: ``given``, or made as a driver makes them, of rewards, of values (``gae``,
-PPO's) or of a teacher's log-probabilities (``teacher``, distillation by a policy gradient). ``reinforce`` is
-REINFORCE++.
+"""Options of each source of advantages: ``given``, or computed as a driver does from rewards, from values
+(``gae``, of PPO) or from a teacher's log-probabilities (``teacher``, distillation by a policy gradient).
+``reinforce`` is REINFORCE++.
 
-``raw`` does not divide by the deviation of a group, ``sample`` divides by that of a sample, ``plain`` has an
-answer's own reward in its baseline, ``clip`` bounds advantages. Of generalized advantages: ``gamma``,
-``lambda``, ``bootstrap`` behind answers that were truncated, and ``white`` whitens them.
+``raw`` does not divide by the deviation of a group, ``sample`` divides by the sample deviation, ``plain``
+includes a response's own reward in its baseline, ``clip`` bounds advantages. Options of generalized
+advantages are ``gamma``, ``lambda``, ``bootstrap`` after truncated responses, and ``white``, which whitens
+them.
 """
 ONE_OF = (("gspo", "gspo-token"), ("k1", "k2"), ("tis", "icepop", "seq-mask"), ("forward", "mixed"))
-"""Of each of these a loss has one at most: one key has them as its values."""
+"""Groups of options that exclude each other, because they are values of the same configuration key."""
 
 
 @cache
 def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
-    """Return the kind, and the options that stand behind it, each with the numbers that stand there; none
-    where it has those that it begins with.
+    """Return the kind and its options, each with the numbers that the text gives; empty numbers stand for the
+    option's defaults.
 
     Raises:
-        ValueError: a number is none.
+        ValueError: a number is invalid.
     """
     kind, *words = text.split("+")
     options = {}
@@ -140,24 +146,24 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
 
 
 def numbers_of(text: str, option: str) -> Numbers:
-    """Return the numbers of an option of a loss or an estimator, also where it does not have the option:
-    those that it begins with."""
+    """Return the numbers of an option of a loss or an estimator, or the option's default numbers if the text
+    does not give any."""
     kind, options = split(text)
     return options.get(option) or {**LOSSES, **ADVANTAGES}[kind][option][0]
 
 
 def word_of(option: str, numbers: Numbers = ()) -> str:
-    """Return an option as it stands in a line."""
+    """Return an option with its numbers as a word of a line."""
     return ":".join([option, *("none" if number is None else f"{number:g}" for number in numbers)])
 
 
 def joined(kind: str, words: Iterable[str]) -> str:
-    """Return a kind with its options, as ``split`` reads them."""
+    """Return a kind with its options, in the form that ``split`` reads."""
     return "+".join([kind, *words])
 
 
 def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
-    """Describe the fault of a loss or an estimator of advantages; empty if there is none."""
+    """Return what is wrong with a loss or an advantage estimator; empty if nothing is."""
     kind, *words = text.split("+")
     if kind not in kinds:
         return f"expected one of {', '.join(kinds)}"

@@ -1,11 +1,11 @@
-"""The two ways that a case's worker can compute: by the fast paths of the engine and the backends, or by the
-plain ones that they replace.
+"""The two kinds of paths that a case's worker can compute by: the fast paths of the engine and the backends,
+or the plain ones that they replace.
 
-Both have to give the reference's numbers. What runs on GPUs alone is played here: a variable-length attention
-kernel by torch's own attention sequence by sequence, functions that torch.compile fuses without the compiler,
-the Triton kernels in Triton's interpreter where Triton is installed. What else only ``fast`` has: positions
-under a mask are skipped, the output layer may compute in chunks, rotations have a backward pass of their own,
-Adam updates in one pass, and on DTensor a rank alone computes on whole parameters and reduces once.
+Both must give the reference's numbers. Code that runs only on GPUs is emulated here: the variable-length
+attention kernel by torch's own attention, sequence by sequence; functions that torch.compile fuses, without
+the compiler; Triton kernels in Triton's interpreter, if Triton is installed. Other features of ``fast`` are:
+positions under a mask are skipped, the output layer may compute in chunks, rotations have their own backward
+pass, Adam updates in one pass, and on DTensor a single rank computes on full parameters and reduces once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.patched import patched
 
 @contextlib.contextmanager
 def taken(case: Case) -> Iterator[None]:
-    """Inside, workers are built and compute as ``case.paths`` says."""
+    """Make workers inside the block use the paths of ``case.paths``, when built and when computing."""
     with contextlib.ExitStack() as stack:
         for path in _FAST if case.is_fast else _PLAIN:
             path(stack, case)
@@ -44,8 +44,8 @@ KERNELS = ("MEGARL_LOGPROB_KERNEL", "MEGARL_GATED_DELTA_KERNEL")
 
 
 def _on_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
-    """The kernels of log-probabilities and gated delta nets in Triton's interpreter, where there is
-    Triton."""
+    """Use the Triton kernels of log-probabilities and gated delta nets in Triton's interpreter, if Triton is
+    installed."""
     if importlib.util.find_spec("triton") is not None:
         _computing(stack, {**dict.fromkeys(KERNELS, "1"), "TRITON_INTERPRET": "1"})
 
@@ -63,7 +63,7 @@ def _computing(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
 
 
 def _compiled(stack: contextlib.ExitStack, case: Case) -> None:
-    """Megatron's fused functions of gates and biases, as they are before a compiler gets them."""
+    """Use Megatron's fused functions of gates and biases, without compiling them."""
     if case.backend == "megatron":
         stack.enter_context(
             patched((importlib.import_module("megarl.models.megatron.settings"), "compiles", lambda: True))
@@ -83,8 +83,8 @@ def attention_of_runs(
     scale: float | None,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """[T, H, D]: what ``varlen_attn`` of torch gives, one run after another; masks are aligned with a run's
-    last query and last key."""
+    """Return attention [T, H, D] like torch's ``varlen_attn``, one run after another. Masks align a run's
+    last query with its last key."""
     mixed = []
     for begin, end, first, last in zip(
         *(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True
@@ -131,7 +131,7 @@ def _adam_in_many_operations(stack: contextlib.ExitStack, case: Case) -> None:
 
 
 def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:
-    """Have every worker plain as soon as it is built."""
+    """Make every worker plain as soon as it is built."""
     original = EngineWorker.__init__
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -142,7 +142,7 @@ def _build_plain(stack: contextlib.ExitStack, case: Case) -> None:
 
 
 def _plain_worker(worker: Any, case: Case) -> None:
-    """Parts of the torch backends that a built worker has."""
+    """Turn off the fast paths that a built worker of a torch backend has."""
     backend = worker.backend
     if case.backend == "dtensor":
         backend._stays_whole = backend._reduces_once = False

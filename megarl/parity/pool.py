@@ -1,8 +1,7 @@
-"""A pool of worker processes on one machine that run any number of jobs over gloo, whatever layout each job
-wants.
+"""A pool of worker processes on one machine that run any number of jobs over gloo, each in its own layout.
 
 Torch, transformers and Megatron are imported once, in a server process from which the workers are forked, so
-that a worker starts in a fraction of a second and shares their memory. Nothing listens beyond loopback.
+that a worker starts in a fraction of a second and shares their memory. No socket listens beyond loopback.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ class JobError(AssertionError):
 
 
 class WorkerPool:
-    """Runs functions on ``world`` processes with an initialised gloo group.
+    """A pool that runs functions on ``world`` processes with an initialised gloo group.
 
-    Functions and arguments travel by pickle through pipes, so functions have to be importable. When a rank
-    fails and another still works, which may mean that it waits in a collective indefinitely, all processes
-    are replaced.
+    Functions and arguments travel by pickle through pipes, so functions must be importable. If a rank fails
+    while another still works, and so may wait in a collective indefinitely, all processes are replaced.
 
     Args:
         job_seconds: longest time that a job may take.
@@ -61,11 +59,11 @@ class WorkerPool:
         self._dead = False
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what ``function(*arguments)`` returned on each rank.
+        """Return the result of ``function(*arguments)`` on each rank.
 
         Raises:
-            JobError: it failed on a rank.
-            TimeoutError: a rank gave no answer in time. The message holds the stacks of those that did not.
+            JobError: the function failed on a rank.
+            TimeoutError: a rank did not reply in time. The message holds the stacks of such ranks.
         """
         port = self._serve_store()
         while len(self._workers) < world:
@@ -117,11 +115,11 @@ class WorkerPool:
         return results
 
     def _stacks(self, ranks: Sequence[int]) -> str:
-        """Return the stacks of all threads of silent ranks."""
+        """Return the stacks of all threads of ranks that do not reply."""
         return "".join(f"\n--- rank {rank} ---\n{read_stack(self._workers[rank][0].pid)}" for rank in ranks)
 
     def _receive(self, rank: int, connection: Any) -> tuple[str, Any, bool]:
-        """Status, result or traceback, and whether the process has had its day."""
+        """Return the status, the result or traceback, and whether the process is about to end."""
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError):
@@ -131,7 +129,7 @@ class WorkerPool:
             return "error", f"the process died with exit code {process.exitcode}", False
 
     def _replace(self, rank: int) -> None:
-        """Put a new process in the place of one that ends by itself."""
+        """Replace a process that ends by itself with a new one."""
         process, connection = self._workers[rank]
         connection.close()
         process.kill()
@@ -186,7 +184,7 @@ def _is_echo(error: str) -> bool:
 
 
 def _serve(connection: Connection, port: int) -> None:
-    """The life of a worker process: jobs, until None comes or the other end is gone."""
+    """Run a worker process: execute jobs until None arrives or the other end is gone."""
     env.set_variables({"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": "cpu", "TOKENIZERS_PARALLELISM": "false"})
     import faulthandler
     import warnings
@@ -219,8 +217,8 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that the pool lives in is gone, also in the middle of a collective that
-    nobody else joins any more."""
+    """End this process once the pool's process is gone, even in the middle of a collective that no other rank
+    will join."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is always somebody's child"
     parent.join()
@@ -235,7 +233,7 @@ def _in_group(
     function: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> Any:
-    """``function(*arguments)`` inside a gloo group of its own."""
+    """Return the result of ``function(*arguments)`` inside a new gloo group."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
     # With a prefix, because the store outlives the job, and keys of the next one must be others.

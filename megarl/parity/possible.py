@@ -1,4 +1,4 @@
-"""Check of whether a case can be run: the configuration's rules accept it, and its batches can be planned."""
+"""Check whether a case can run: the configuration's rules accept it, and its batches can be planned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accepted_config(case: Case, model: Path) -> PolicyConfig:
     """Return the configuration of a case, checked and filled in.
 
     Raises:
-        ConfigError: the case cannot be run; carries every violation.
+        ConfigError: the case cannot run; the error carries every violation.
     """
     own = _own_violations(case)
     if own:
@@ -48,7 +48,7 @@ def accepted_config(case: Case, model: Path) -> PolicyConfig:
 
 
 def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
-    """Return why the case cannot be run; None when it can."""
+    """Return why the case cannot run; None if it can."""
     try:
         accepted_config(case, shelf.described(case))
     except ConfigError as error:
@@ -57,7 +57,7 @@ def refusal(case: Case, shelf: ModelShelf) -> ConfigError | None:
 
 
 def absent_model_class() -> Violation | None:
-    """Return why no case can have a HybridModel here; None if one can."""
+    """Return why no case can have a HybridModel with the installed Megatron-Core; None if one can."""
     return absent_hybrid_model("case.model_class", installed_version("megatron-core") or "0")
 
 
@@ -125,7 +125,7 @@ def _own_violations(case: Case) -> list[Violation]:
 
 
 def _faults_of_family(case: Case) -> list[Violation]:
-    """Return why a family that the Megatron backend alone is compared with cannot be what a case says."""
+    """Return the violations of a case whose family only the Megatron backend supports."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     found = []
@@ -160,7 +160,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
 
 
 def _faults_of_advantages(case: Case) -> list[Violation]:
-    """Yield why the inputs of advantages and their use do not go together."""
+    """Return the violations between the source of advantages and the loss that reads them."""
     kind, found = case.advantages_kind, []
     if case.segments > 1 and kind != "given":
         bound = f"segments share an advantage that is given, and {kind} makes one of each row"
@@ -193,7 +193,7 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
 
 
 def _plan_violations(case: Case, config: PolicyConfig) -> list[Violation]:
-    """Return what the driver would say when it deals the batches."""
+    """Return the violations that the driver would report when it plans the batches."""
     batch, together = token_batch(case), rows_together(make_loss(case))
     found: list[Violation] = []
     if case.batching == "fixed" and case.mbs % together:

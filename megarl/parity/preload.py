@@ -1,4 +1,4 @@
-"""Modules that the pool's server imports once, before it forks workers: everything that is slow to import."""
+"""Modules that the pool's server imports once, before it forks workers, because they are slow to import."""
 
 from __future__ import annotations
 

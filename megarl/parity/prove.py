@@ -1,4 +1,4 @@
-"""The proof that the comparison detects faults: each is planted in cases that have to show it, and has to be
+"""The proof that the comparison detects faults: each fault is planted in cases that must show it, and must be
 caught."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.parity.lines import words_of
 from megarl.parity.runner import CaseOutcome, CaseRunner
 
 LINE_SECONDS = 20.0
-"""Seconds between two lines of progress where no terminal shows it live."""
+"""Seconds between two progress lines if no terminal shows the progress live."""
 CAUGHT, SURVIVED, BELOW_NOISE, NO_ANSWER, BROKEN = (
     "caught",
     "survived",
@@ -38,9 +38,9 @@ class Verdict:
     Attributes:
         name: the fault.
         case: line of the case.
-        state: ``caught``; ``survived``; ``below noise`` where 16 bit alone makes a difference as large as the
-            fault; ``no answer`` in time; ``fails without the fault``, which shows nothing.
-        detail: the kinds of quantities that showed it, or what the workers died of.
+        state: ``caught``; ``survived``; ``below noise`` if 16-bit rounding alone makes a difference as large
+            as the fault; ``no answer`` in time; ``fails without the fault``, which proves nothing.
+        detail: the kinds of quantities that showed the fault, or the error that ended the workers.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Verdict:
 def cases_of(
     fault: Fault, backends: Sequence[str], max_world: int, seed: int, fixed: Mapping[str, Any]
 ) -> list[Case]:
-    """Return the cases of a fault: each of its lines on each backend that has all that it asks for.
+    """Return the cases of a fault: each of its lines on each backend that has all the features it asks for.
 
     Args:
         fault: the fault.
-        backends: which workers, where a line names none.
-        max_world: most ranks.
-        seed: of a line that names none.
+        backends: backends of the workers, if a line names none.
+        max_world: largest number of ranks.
+        seed: seed of a line that names none.
         fixed: further fields of each case.
     """
     cases = []
@@ -79,18 +79,18 @@ def prove(
 ) -> int:
     """Plant faults in cases.
 
-    A fault with a kind has to be caught in each of its cases, by a quantity of that kind; one without in any
-    of them, by any quantity, or because the workers fail.
+    A fault with a kind must be caught in each of its cases, by a quantity of that kind. A fault without a
+    kind must be caught in any of its cases, by any quantity, or because the workers fail.
 
     Args:
         runner: runs the cases.
-        faults: by name.
-        cases: of each fault; none of one that has no case.
+        faults: faults by name.
+        cases: cases of each fault; empty if it has none.
         console: shows progress and the verdicts.
-        file: gets the verdicts as JSON, again after each case; None for none.
+        file: JSON file for the verdicts, written again after each case; None for none.
 
     Returns:
-        0 when all faults with a case are caught, and there is one; otherwise 1.
+        0 if all faults with a case are caught, and there is at least one; otherwise 1.
     """
     plan: dict[Case, list[str]] = {}
     for name in faults:
@@ -124,8 +124,8 @@ def prove(
 
 
 def _verdicts(runner: CaseRunner, case: Case, faults: Mapping[str, Fault]) -> list[Verdict]:
-    """Return the verdicts of faults in a case, which runs once without one; none where the rules refuse the
-    case."""
+    """Return the verdicts of faults in a case, which first runs once without a fault; empty if the rules
+    refuse the case."""
     if not faults or not runner.possible(case):
         return []
     clean = runner.run(case)
@@ -151,11 +151,11 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
 
 
 def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
-    """Return whether a fault's effect in float32 is for some quantity more than twice the bound in 16 bit, so
-    that no rounding can hide it.
+    """Return whether a fault's effect in float32 exceeds twice the bound in 16 bit for some quantity, so that
+    rounding cannot hide it.
 
-    Weights are rounded once more when they are exported, which can undo a difference of up to one step of
-    their type.
+    Weights are rounded once more when they are exported, which can undo a difference of up to one unit in the
+    last place of their dtype.
     """
     if in_float32.error:
         return True
@@ -168,7 +168,7 @@ def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
 
 
 def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: Console) -> int:
-    """Show the verdicts and the faults that survive. Returns the exit code."""
+    """Print the verdicts and the faults that survive, and return the exit code."""
     by_name: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_name.setdefault(verdict.name, []).append(verdict)

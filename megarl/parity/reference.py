@@ -1,5 +1,5 @@
-"""The independent reference: plain transformers in one process, plain torch optimizers, the whole global
-batch at once, no line of the engine."""
+"""The independent reference: plain transformers in one process with plain torch optimizers, which computes
+the whole global batch at once and uses no code of the engine."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _STACKED_BIAS = "_proj_bias"
 
 
 class _Adapted(torch.nn.Linear):
-    """A linear layer with an adapter, whose factors alone are trained."""
+    """A linear layer with an adapter; only the adapter's factors are trained."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map inputs [..., in] to outputs [..., out]."""
         return super().forward(inputs) + ADAPTER_SCALE * ((inputs @ self.lora_A.T) @ self.lora_B.T)
 
 
 class _AdaptedEmbedding(torch.nn.Embedding):
-    """An embedding with an adapter, whose factors alone are trained."""
+    """An embedding with an adapter; only the adapter's factors are trained."""
 
     lora_A: torch.nn.Parameter
     lora_B: torch.nn.Parameter
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] to [..., h]."""
+        """Map tokens [...] to embeddings [..., h]."""
         columns = torch.nn.functional.embedding(tokens, self.lora_A.T)
         return super().forward(tokens) + ADAPTER_SCALE * (columns @ self.lora_B.T)
 
 
 def _with_adapter(experts: Any, stack: str) -> Tensor:
-    """Return a stack of experts with what its adapter adds to it, differentiable."""
+    """Return a stack of experts plus its adapter's product, differentiable."""
     weight = experts._parameters[stack]
     down, up = (experts.get_parameter(f"lora_{letter}_{stack}") for letter in "AB")
     # As PEFT views them: A [experts, rank, in], B [out, rank, experts].
@@ -65,14 +65,14 @@ def _with_adapter(experts: Any, stack: str) -> Tensor:
 
 
 class _AdaptedStacks(torch.nn.Module):
-    """Mixed into a class of experts: its stacks have adapters, which alone are trained."""
+    """Mixin for a class of experts whose stacks have adapters; only the adapters are trained."""
 
     gate_up_proj = property(lambda experts: _with_adapter(experts, "gate_up_proj"))
     down_proj = property(lambda experts: _with_adapter(experts, "down_proj"))
 
 
 def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
-    """Put the stored factors beside the layers that they are of."""
+    """Attach the stored factors to their layers."""
     from safetensors.torch import load_file
 
     stored = load_file(directory / "adapter_model.safetensors")
@@ -108,7 +108,8 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
 def load_model(
     directory: Path | str, dtype: torch.dtype = torch.float32, adapter: Path | None = None
 ) -> torch.nn.Module:
-    """Return the transformers model of a directory, in evaluation mode, with the adapters of another one."""
+    """Return the transformers model of a directory, in evaluation mode, with the adapters of the directory
+    ``adapter``."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
@@ -138,8 +139,8 @@ def load_model(
 
 
 def saved_weights(model: Any) -> dict[str, Tensor]:
-    """Return the weights as transformers stores them: their names on disk are not always those in memory, and
-    a tied weight is there once. Adapters are added to theirs."""
+    """Return the weights as transformers stores them. Their names on disk may differ from those in memory,
+    and a tied weight is stored once. Adapters are merged into their weights."""
     from safetensors.torch import load_file
 
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
@@ -163,8 +164,8 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
 def distributions(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """[B, S-1, V] float32, logarithms of what the next tokens are sampled from, differentiable; padding is
-    masked out of the attention."""
+    """Return the log-probabilities of the distributions that the next tokens are sampled from, [B, S-1, V]
+    float32, differentiable. Padding is masked out of the attention."""
     mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
     logits = (
         model(input_ids=data["input_ids"], attention_mask=mask.long()).logits[:, :-1].float()
@@ -176,7 +177,7 @@ def distributions(
 def next_token_logprobs(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """[B, S-1] float32, differentiable."""
+    """Return the log-probabilities of the next tokens, [B, S-1] float32, differentiable."""
     return _of_next_tokens(distributions(model, data, sampling), data)
 
 
@@ -185,7 +186,8 @@ def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
 
 
 def entropies_of(logarithms: Tensor) -> Tensor:
-    """[...] the entropies, in nats, of distributions whose logarithms are [..., V]; differentiable."""
+    """Return the entropies [...], in nats, of distributions with log-probabilities [..., V];
+    differentiable."""
     # a token that cannot be sampled has no part, and no gradient
     can_be = logarithms.isfinite()
     return -torch.where(
@@ -194,7 +196,8 @@ def entropies_of(logarithms: Tensor) -> Tensor:
 
 
 def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor:
-    """Minus infinity where transformers' own top-k and top-p leave a token out that is not the target."""
+    """Return the logits, with minus infinity where transformers' own top-k and top-p remove a token other
+    than the target."""
     from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
     warpers: list[LogitsProcessor] = [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
@@ -207,8 +210,8 @@ def _kept(logits: Tensor, targets: Tensor, sampling: SamplingSettings) -> Tensor
 
 
 def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF) -> Tensor:
-    """Return what losses read of the model, differentiable float32: ``next_token_logprobs``; of a model that
-    scores the values of tokens [B, S], padding 0."""
+    """Return the model outputs that losses read, differentiable float32: ``next_token_logprobs``, or for a
+    model that scores, the values of tokens [B, S] with padding 0."""
     if not hasattr(model, "score"):
         return next_token_logprobs(model, data, sampling)
     inside = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
@@ -219,7 +222,8 @@ def read_by_loss(model: Any, data: Mapping[str, Any], sampling: SamplingSettings
 def token_logprobs(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
-    """[B, S] float32 with column 0 and padding 0; of a model that scores, its values."""
+    """Return log-probabilities [B, S] float32, 0 in column 0 and in padding; for a model that scores, its
+    values."""
     with torch.no_grad():
         values = read_by_loss(model, data, sampling)
     if not hasattr(model, "score"):
@@ -230,20 +234,20 @@ def token_logprobs(
 
 @dataclass
 class Expected:
-    """Figures that training has to report, one entry a call of ``train()``.
+    """Figures that training must report, with one entry per call of ``train()``.
 
     Attributes:
-        losses: one a global batch.
-        norms: gradient norms before clipping, one a global batch.
-        norm_scales: for each of them, the size of the terms it is made of.
-        metrics: reduced over the call's global batches.
+        losses: one per global batch.
+        norms: gradient norms before clipping, one per global batch.
+        norm_scales: for each gradient norm, the size of the terms that it is computed from.
+        metrics: metrics reduced over the call's global batches.
         scales: for each metric, the size of its terms, or of their change with the log-probabilities if that
-            is more; the metric itself may be much smaller, when they cancel.
-        weights: afterwards, by Hugging Face name.
-        logprobs: [B, S] afterwards.
-        base_logprobs: [B, S] of the reference policy; None where that is the model before training.
-        distributions: [B, S-1, V] logarithms of what the next tokens are sampled from, before and after
-            training, where the case asks for the most likely ones.
+            is larger; the metric itself may be much smaller, because terms cancel.
+        weights: weights after training, by Hugging Face name.
+        logprobs: [B, S] after training.
+        base_logprobs: [B, S] of the reference policy; None if that is the model before training.
+        distributions: log-probabilities [B, S-1, V] of the distributions that the next tokens are sampled
+            from, before and after training, if the case requests the most likely tokens.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -273,19 +277,19 @@ def _as_it_is(scores: Tensor) -> Tensor:
 
 
 class ReferenceTrainer:
-    """Trains ``model`` in place: gradient of the whole global batch, clipped by its norm, then one optimizer
-    step.
+    """Trainer that updates ``model`` in place: gradient of the whole global batch, clipped by its norm, then
+    one optimizer step.
 
-    In 16-bit precision the optimizer updates float32 copies of the parameters, from which the model's are
-    rounded.
+    In 16-bit precision the optimizer updates float32 copies of the parameters, and the model's parameters are
+    rounded from them.
 
     Args:
         model: a transformers model.
-        hyper: the optimizer.
+        hyper: settings of the optimizer.
         loss_fn: a ``LossFunction``.
-        sampling: how tokens count as sampled.
-        loss_scale: factor of the loss on its way backward.
-        read: what the loss reads instead of each of the model's scores.
+        sampling: settings that the tokens count as sampled with.
+        loss_scale: factor of the loss in the backward pass.
+        read: function that replaces each of the model's scores before the loss reads it.
     """
 
     def __init__(
@@ -316,8 +320,8 @@ class ReferenceTrainer:
         self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
-        """The ``number``-th call of ``train()``, over its global batches; what it has to report is appended
-        to ``expected``."""
+        """Run the ``number``-th call of ``train()`` over its global batches, and append the figures that it
+        must report to ``expected``."""
         rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
         steps = [self._step(batch, rate, decay) for batch in batches]
         expected.losses.append([step.loss for step in steps])
@@ -365,8 +369,8 @@ class ReferenceTrainer:
         )
 
     def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
-        """Return what the loss reads, differentiable: log-probabilities, perhaps with entropies or those of
-        further tokens, or values."""
+        """Return the inputs of the loss, differentiable: log-probabilities, with entropies or
+        log-probabilities of further tokens if needed, or values."""
         if self._loss_fn.scored_tokens is not None:
             logarithms = distributions(self.model, data, self._sampling)
             return [
@@ -379,8 +383,8 @@ class ReferenceTrainer:
         return [_of_next_tokens(logarithms, data), entropies_of(logarithms)]
 
     def _size_of_gradients(self, terms: Tensor | None) -> float:
-        """Return the sum of the norms of the gradients of ``terms``; the gradient of their sum is smaller, as
-        far as they cancel."""
+        """Return the sum of the norms of the gradients of ``terms``. The gradient of the terms' sum is
+        smaller if they cancel."""
         if terms is None:
             return 0.0
         size = 0.0
@@ -415,10 +419,10 @@ class ReferenceTrainer:
     def _scales(
         self, data: Mapping[str, Any], sequences: Tensor, tokens: Tensor, scores: Sequence[Tensor]
     ) -> dict[str, float]:
-        """Return for each metric, how large it is row by row, or, if more, how fast it changes with what the
-        loss reads of the model: the factor by which an error of these, relative to the larger of themselves
-        and 1, comes back in the metric. Where terms cancel within a token, as much as makes their rounding
-        errors relative ones of ``BOUND``."""
+        """Return the scale of each metric: its size summed row by row, or, if larger, its slope with respect
+        to the model outputs. The slope is the factor by which an error of the outputs, relative to the larger
+        of their size and 1, appears in the metric. If terms cancel within a token, the scale is large enough
+        for their rounding errors to be within ``BOUND``."""
         moved = [values + SMALL_CHANGE * values.abs().clamp(min=1.0) for values in scores]
         parts: dict[str, list[float]] = {}
         for first in range(0, data["input_ids"].shape[0], self._together):
@@ -438,7 +442,7 @@ class ReferenceTrainer:
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
-        """Return the size of a metric from those of its rows."""
+        """Return the size of a metric from the sizes of its rows."""
         return sum(sizes) if self._reduction(name) is Reduction.SUM else max(sizes, default=0.0)
 
     def _reduction(self, name: str) -> Reduction:
@@ -446,8 +450,8 @@ class ReferenceTrainer:
         return declared[name] if name in declared else default_reduction(name)
 
     def _over_batches(self, batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Sums and means are averaged over the global batches of a call; extremes are those of all of
-        them."""
+        """Combine the global batches of a call: sums and means are averaged, and extremes are taken over all
+        batches."""
         combined = {}
         for name in batches[0]:
             values = [batch[name] for batch in batches]
@@ -460,7 +464,8 @@ class ReferenceTrainer:
 def _optimizer(
     parameters: Sequence[Tensor], decays: Sequence[bool], hyper: Hyperparameters
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD, with weight decay on some parameters: not on vectors (norms and biases)."""
+    """Return AdamW or SGD, with weight decay only on the parameters that ``decays`` marks, which excludes
+    vectors (norms and biases)."""
     groups: list[dict[str, Any]] = [{"params": [], "decays": kind} for kind in (True, False)]
     for parameter, decayed in zip(parameters, decays, strict=True):
         groups[not decayed]["params"].append(parameter)
@@ -476,8 +481,8 @@ def trained(
     loss_scale: float = 1.0,
     read: Callable[[Tensor], Tensor] = _as_it_is,
 ) -> Expected:
-    """Return what training ``model`` on the whole batch of a case, call by call, has to report. Trains it in
-    place; the loss reads ``read`` of its scores."""
+    """Train ``model`` in place on the whole batch of a case, call by call, and return the figures that
+    training must report. The loss reads ``read`` of the model's scores."""
     expected = Expected()
 
     def look() -> None:

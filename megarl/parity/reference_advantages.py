@@ -1,8 +1,8 @@
-"""The reference's own advantages: a row or a token at a time, written from the papers and from nothing of the
-driver's.
+"""The reference's own advantages, computed per row or per token, written from the papers without any code of
+the driver.
 
 GRPO (arXiv 2402.03300), RLOO (2402.14740), GDPO (2601.05242), REINFORCE++ (2501.03262), generalized
-advantages (1506.02438, equation 16) and, of a teacher, MOPD's (2601.02780, equation 8).
+advantages (1506.02438, equation 16) and, with a teacher, those of MOPD (2601.02780, equation 8).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megarl.parity.case import Case
 from megarl.parity.options import numbers_of
 
 PART_WEIGHTS = {"one": 0.6, "other": 0.02}
-"""Of the parts of a reward."""
+"""Weights of the parts of a reward."""
 Columns = Mapping[str, Any]
 
 
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Return the signals of one call, made of rewards, values or the teacher's log-probabilities, each [B, S]
-    float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
+    """Return the signals of one call, computed from rewards, values or the teacher's log-probabilities, each
+    [B, S] float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
     # In float64, so that no rounding of the reference counts against the driver.
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
@@ -42,15 +42,15 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
-    """Return the positions of the tokens that count, of rows that are trained on, or with ``rewarded`` of
-    those that have a reward."""
+    """Return the positions of unmasked tokens in each row that is trained on, or with ``rewarded`` in each
+    row that has a reward."""
     rows = [row for row in range(len(data[which])) if float(data[which][row]) != 0]
     return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
 
 
 def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
-    """Return what the divergence takes from the reward of each token: its weight times k1, with the clamps of
-    the loss."""
+    """Return the amount that the divergence subtracts from the reward of each token: its weight times k1,
+    with the clamps of the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
     bounds = [
@@ -87,8 +87,8 @@ def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
 
 
 def _of_groups(case: Case, data: Columns) -> dict[int, float]:
-    """Return one advantage a row that has a reward: those that are left out of training are compared with as
-    well."""
+    """Return one advantage for each row that has a reward, because rows that are not trained on count in the
+    comparison as well."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
         parts: dict[str, dict[int, float]] = {}
@@ -105,8 +105,9 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
 
 
 def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict[int, float]:
-    """For each row its reward less the mean of the others of its prompt, or of all of them, by the deviation
-    of all of them or as it is."""
+    """Return each row's reward less a baseline: the mean of the other rewards of its prompt, or of all of
+    them. The difference is divided by the deviation of all rewards of the prompt, unless the options include
+    ``raw``."""
     values = {}
     for row in rewards:
         peers = [rewards[other] for other in rewards if data["prompt"][other] == data["prompt"][row]]
@@ -120,8 +121,8 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
 
 
 def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
-    """Rewards less the penalties of a token and of those after it, less the mean of the prompt, whitened over
-    tokens."""
+    """Write advantages into ``found``: the reward, less the penalties of the token and of those after it,
+    less the mean of the prompt for ``reinforce-baseline``, whitened over tokens."""
     answered = {row: places for row, places in _answers(data).items() if places}
     places_of, returns = [], []
     for row, places in answered.items():
@@ -141,8 +142,8 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 
 
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
-    """Equation 16 as it stands: each advantage is the sum of all later errors of the values, each by its
-    discount."""
+    """Compute equation 16 literally: each advantage is the sum of all later errors of the values, each with
+    its discount."""
     advantages, before, returns = (
         torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3)
     )
@@ -177,7 +178,7 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
 
 
 def _standardised(values: list[float]) -> list[float]:
-    """Return values less their mean, by their deviation; nothing where they are all alike."""
+    """Return the values less their mean, divided by their deviation; zeros if all values are equal."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
     # Values that are alike but for rounding have no deviation to be divided by.

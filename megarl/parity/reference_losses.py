@@ -1,8 +1,8 @@
-"""The reference's own losses: one row after another in float64, written from the papers and from nothing of
-the engine's or the trainer's.
+"""The reference's own losses, computed row by row in float64, written from the papers without any code of the
+engine or the trainer.
 
-Numbers are those of the case. Three steps of one may take a token past the trainer's default clamps, so that
-these losses have them too. Advantages are ``megarl.parity.reference_advantages``'s.
+The case gives all numbers. Three steps of a case may take a token past the trainer's default clamps, so these
+losses have them too. Advantages are computed by ``megarl.parity.reference_advantages``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megarl.parity.losses import loss_weight
 
 _BOUNDED = frozenset({"tis", "icepop", "seq-mask"})
 LEAST_REST = 16 * 2.0**-23
-"""Probability of all other tokens that float32 tells from 0."""
+"""Smallest probability of all other tokens that float32 can distinguish from 0."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a loss: its batch, and the numbers that it divides by, each above 0."""
+    """A call of a loss: its batch and its divisors, each above 0."""
 
     case: Case
     data: Mapping[str, Any]
@@ -37,36 +37,37 @@ class _Call:
     pairs: float
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number and target positions (in log-probabilities, which begin with the second token) of
-        the rows that count."""
+        """Yield the number of each unmasked row, and its target positions among the log-probabilities, which
+        begin with the second token."""
         for row in range(self.data["input_ids"].shape[0]):
             if float(self.data["sample_mask"][row]) != 0.0:
                 yield row, self.data["token_mask"][row, 1:].nonzero().squeeze(1)
 
     def pairs_of_rows(self) -> Iterator[tuple[tuple[int, Tensor], tuple[int, Tensor]]]:
-        """Yield pairs of consecutive rows that both count."""
+        """Yield pairs of consecutive rows that are both unmasked."""
         counted = dict(self.rows())
         for first in range(0, self.data["input_ids"].shape[0], 2):
             if first in counted and first + 1 in counted:
                 yield (first, counted[first]), (first + 1, counted[first + 1])
 
     def at(self, key: str, row: int, places: Tensor) -> Tensor:
-        """Return numbers of the batch at target positions, float64."""
+        """Return a column's numbers at target positions, float64."""
         return self.data[key][row, 1:][places].double()
 
     @property
     def samples(self) -> float:
-        """Responses that count."""
+        """Number of responses that count."""
         return float(responses(self.data))
 
     def tokens_of_response(self, row: int, own: int) -> int:
-        """Tokens that count of the response that a row is a segment of; its own where it is the whole."""
+        """Return the number of unmasked tokens of the response that a row is a segment of; ``own`` if the row
+        is the whole response."""
         return int(self.data["response_tokens"][row]) if "response_tokens" in self.data else own
 
 
 def responses(data: Mapping[str, Any]) -> Fraction:
-    """The number of responses that count in a batch: rows, or the shares of their tokens that segments
-    have."""
+    """Return the number of responses that count in a batch. A segment counts by its share of the response's
+    tokens, any other row as one."""
     if "response_tokens" not in data:
         return Fraction(int(data["sample_mask"].sum()))
     total = Fraction(0)
@@ -82,32 +83,33 @@ Loss = tuple[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class ReferenceLoss:
-    """A loss as the NeMo-RL policy API calls it, with what the trainer asks of one; it computes in float64.
+    """A loss as the NeMo-RL policy API calls it, with the attributes that the trainer needs; it computes in
+    float64.
 
-    Its scores are log-probabilities [B, S-1] or values [B, S]; behind them come, where it needs them,
-    entropies [B, S-1], or log-probabilities [B, S-1, K] of further tokens.
+    Its scores are log-probabilities [B, S-1] or values [B, S]. If needed, they are followed by entropies [B,
+    S-1] or by log-probabilities [B, S-1, K] of further tokens.
     """
 
     case: Case
 
     @property
     def needs_entropies(self) -> bool:
-        """True if it needs the entropies of the distributions that tokens are sampled from."""
+        """True if the loss needs the entropies of the distributions that tokens are sampled from."""
         return "entropy" in self.case.loss_options
 
     @property
     def scored_tokens(self) -> str | None:
-        """Key of the further tokens whose log-probabilities it needs; None for none."""
+        """Key of the further tokens whose log-probabilities the loss needs; None for none."""
         return "teacher_topk_indices" if self.case.loss_kind == "distill" else None
 
     @property
     def rows_together(self) -> int:
-        """Consecutive rows that it reads together."""
+        """Number of consecutive rows that the loss needs in one micro-batch."""
         return 2 if self.case.loss_kind in PAIRED else 1
 
     @property
     def metric_reductions(self) -> Mapping[str, Reduction]:
-        """Reductions of the extremes; all else is a sum."""
+        """Reductions of metrics that are minima or maxima; all other metrics are sums."""
         extremes = {MISMATCH_MAX: Reduction.MAX}
         for name in ("probs_ratio", "probs_ratio_clamped"):
             extremes[f"{name}_min"] = Reduction.MIN
@@ -122,7 +124,7 @@ class ReferenceLoss:
         *scores: Tensor,
         **named: Tensor,
     ) -> Loss:
-        """See the class. The loss is float32 again."""
+        """Return the loss as float32, and its metrics."""
         compute, _ = _LOSSES[self.case.loss_kind]
         call, weight = (
             self._call(data, float(global_valid_seqs), float(global_valid_toks)),
@@ -134,9 +136,9 @@ class ReferenceLoss:
     def rounded(
         self, data: Mapping[str, Any], sequences: float, tokens: float, *scores: Tensor
     ) -> dict[str, float]:
-        """Return by metric the sum of the sizes of the numbers that cancel in it, where they do within one
-        token: rounding errors are relative to these and not to what is left. Of the loss too, which is made
-        of the metrics."""
+        """Return, for each metric with terms that cancel within one token, the sum of the sizes of these
+        terms. Rounding errors are relative to them, not to their difference. The loss is included, because it
+        is computed from the metrics."""
         _, rounded = _LOSSES[self.case.loss_kind]
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
@@ -146,18 +148,18 @@ class ReferenceLoss:
 
 
 def reference_loss(case: Case) -> ReferenceLoss:
-    """Return the loss that a case names, after its paper."""
+    """Return the loss that a case names, as its paper defines it."""
     return ReferenceLoss(case)
 
 
 def _number(case: Case, option: str) -> float:
-    """Return the number of an option; no bound is an infinite one."""
+    """Return the number of an option; infinity stands for no bound."""
     number = case.loss_number(option)
     return float("inf") if number is None else number
 
 
 def _bounds(case: Case, option: str) -> tuple[float, float]:
-    """Return the lower and the upper bound of an option."""
+    """Return the lower and upper bound of an option; 0 and infinity stand for no bound."""
     low, high = case.loss_numbers(option)
     return 0.0 if low is None else low, float("inf") if high is None else high
 
@@ -172,8 +174,8 @@ def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
-    """Return, for the pairs that count, the rewards of the chosen and the rejected answer, the size of the
-    numbers that cancel in their difference, and the log-probabilities of the chosen one."""
+    """Yield, for each unmasked pair, the rewards of the chosen and the rejected answer, the size of the terms
+    that cancel in their difference, and the log-probabilities of the chosen answer."""
     # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled
     # by one
     reference = call.data["reference_policy_logprobs"].double()
@@ -187,9 +189,9 @@ def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _undecided(margins: Sequence[tuple[float, float]], pairs: float) -> float:
-    """Return the size of an accuracy that rounding may change, given for each pair its margin and the size of
-    the numbers that cancel in it. An error of these numbers that makes the least decided pair change sides
-    then comes back in the accuracy as large as it is."""
+    """Return the scale of an accuracy that rounding may change, from each pair's margin and the size of the
+    terms that cancel in the margin. With this scale, an error of the terms that makes the closest pair change
+    sides gives a relative error of the accuracy that passes."""
     least = min((abs(margin) / size for margin, size in margins if size), default=math.inf)
     return 1 / pairs / max(least, 1e-12) * BOUND / ROUNDING
 
@@ -204,8 +206,8 @@ def _rounded_in_accuracy(call: _Call, logprobs: Tensor) -> dict[str, float]:
 
 
 def _preference(call: _Call, logprobs: Tensor) -> Loss:
-    """Rafailov et al., arXiv 2305.18290, equation 7, or Azar et al., arXiv 2310.12036, equation 17; and the
-    chosen answer's likelihood."""
+    """Compute DPO (Rafailov et al., arXiv 2305.18290, equation 7) or IPO (Azar et al., arXiv 2310.12036,
+    equation 17), plus the chosen answer's likelihood."""
     case, options, beta = call.case, call.case.loss_options, _number(call.case, "beta")
     preference = likelihood = 0.0 * logprobs.sum()
     sums = dict.fromkeys(("accuracy", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
@@ -231,14 +233,16 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
 
 
 def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores of chosen and rejected, each the value of the last token, of the pairs that count."""
+    """Yield the scores of the chosen and the rejected answer of each unmasked pair. The score of an answer is
+    the value of its last token."""
     for pair in call.pairs_of_rows():
         chosen, rejected = (values[row, int(call.data["input_lengths"][row]) - 1] for row, _ in pair)
         yield chosen, rejected
 
 
 def _bradley_terry(call: _Call, values: Tensor) -> Loss:
-    """Ouyang et al., arXiv 2203.02155, equation 1, for two answers a prompt."""
+    """Compute the Bradley-Terry loss of Ouyang et al., arXiv 2203.02155, equation 1, for two answers per
+    prompt."""
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("accuracy", "margin", "rewards_chosen_mean", "rewards_rejected_mean"), 0.0)
     count = 0
@@ -252,8 +256,8 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 
 
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
-    """Return sizes of the scores that cancel in a margin, and in the loss that is made of it. An error of a
-    score is relative to the score, which is more than the error of a difference of given numbers."""
+    """Return the size of the scores that cancel in a margin, and the scale of the accuracy. An error of a
+    score is relative to the score, which is more than the rounding error of their difference."""
     margins = [
         (float(chosen - rejected), float(chosen.abs() + rejected.abs()))
         for chosen, rejected in _scores_of_pairs(call, values)
@@ -263,14 +267,14 @@ def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
 
 
 def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
-    """Return sizes of the returns, which are of both signs."""
+    """Return the size of the returns, which have both signs and may cancel in their mean."""
     sizes = (float(call.at("returns", row, places).abs().sum()) for row, places in call.rows())
     return {"returns_mean": sum(sizes) / call.tokens * BOUND / ROUNDING}
 
 
 def _value_error(call: _Call, values: Tensor) -> Loss:
-    """Return half the squared error of a value, or, if more, of the nearest value to the old one that the
-    clip allows."""
+    """Compute the value loss: half the squared error of the value or, if larger, of the value clipped to the
+    allowed range around the old one."""
     clip = _number(call.case, "clip") if "clip" in call.case.loss_options else math.inf
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
@@ -294,9 +298,9 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
 
 
 def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
-    """KL(teacher || policy), KL(policy || teacher), or a sum of both, over the teacher's tokens and, as one
-    outcome, all others, or over the teacher's tokens alone: token by token, by the definition of the
-    divergence."""
+    """Compute KL(teacher || policy), KL(policy || teacher), or a weighted sum of both, token by token from
+    the definition. The outcomes are the teacher's tokens, with or without one more outcome for all other
+    tokens."""
     share, total = _forward_share(call.case), 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     for teacher, policy in _of_teacher_and_policy(call, scored):
@@ -309,7 +313,7 @@ def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
 
 
 def _forward_share(case: Case) -> float:
-    """Weight of the forward divergence."""
+    """Return the weight of the forward divergence."""
     return (
         1.0
         if "forward" in case.loss_options
@@ -320,13 +324,14 @@ def _forward_share(case: Case) -> float:
 
 
 def _has_rest(case: Case) -> bool:
-    """Return whether all tokens but the teacher's form one outcome. Of a whole vocabulary there is no rest
-    but rounding."""
+    """Return whether all tokens except the teacher's form one outcome. If the teacher gives the whole
+    vocabulary, only rounding would be left."""
     return "renorm" not in case.loss_options and case.likeliest < case.vocab
 
 
 def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """[K] the probabilities that both give to the teacher's tokens, in front of each token that counts."""
+    """Yield, for each target token, the probabilities [K] that the teacher and the policy give to the
+    teacher's tokens."""
     for row, places in call.rows():
         # the teacher's column of a token stands at the token before it
         yield from zip(
@@ -337,16 +342,17 @@ def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor
 
 
 def _outcomes(probabilities: Tensor, case: Case) -> Tensor:
-    """With the rest as one outcome, which is at least what float32 tells from 0 (16 units in the last place
-    of 1); else given these alone."""
+    """Return the probabilities with that of the rest as one more outcome, at least the smallest that float32
+    can distinguish from 0 (16 units in the last place of 1). Without a rest, return them normalised to sum 1.
+    """
     if not _has_rest(case):
         return probabilities / probabilities.sum()
     return torch.cat([probabilities, (1 - probabilities.sum())[None].clamp(min=LEAST_REST)])
 
 
 def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str, float]:
-    """Return how far an error of 1 in the probability of both rests, each a difference of 1 and a sum,
-    returns in a divergence."""
+    """Return the factor by which an error in the probabilities of both rests, each 1 less a sum, appears in a
+    divergence."""
     sizes, share = {"forward_kl": 0.0, "reverse_kl": 0.0}, _forward_share(call.case)
     for both in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
         one, other = (float(_outcomes(each, call.case)[-1]) for each in both)
@@ -360,10 +366,10 @@ def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str,
 
 
 def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = None) -> Loss:
-    """PPO (arXiv 1707.06347, equation 7) with its two bounds apart (2503.14476, equation 8) and a bound for
-    negative advantages (1912.09729, equation 4); ratios of sequences (2507.18071, equations 7 and 14); CISPO
-    (2506.13585, equation 4); Dr.GRPO's constant (2503.20783); a divergence with the score function's part of
-    its gradient (2506.09477)."""
+    """Compute the policy gradient loss of PPO (arXiv 1707.06347, equation 7) with separate lower and upper
+    bounds (2503.14476, equation 8) and a bound for negative advantages (1912.09729, equation 4). Options are
+    ratios of sequences (2507.18071, equations 7 and 14), CISPO (2506.13585, equation 4), Dr.GRPO's constant
+    (2503.20783), and a divergence with the score function's part of its gradient (2506.09477)."""
     case, options, tokens = call.case, call.case.loss_options, call.tokens
     in_loss = "kl" in options and "in-reward" not in options
     low, high = _bounds(case, "cliprange")
@@ -426,7 +432,7 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
 
 
 def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
-    """Return the quantity that a loss has in the place of the ratio, for each token of a sequence."""
+    """Return the ratio of each token of a sequence, or what a loss uses in its place."""
     options, clamp = case.loss_options, _number(case, "ratio-clamp")
     if "noratio" in options:
         return current
@@ -443,15 +449,16 @@ def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
 
 
 def _of_level(logarithms: Tensor, options: Any) -> Tensor:
-    """Logarithms of ratios of a sequence's tokens, or for each of them that of the geometric mean."""
+    """Return the log-ratios of a sequence's tokens, or for losses on the sequence level, the log of their
+    geometric mean for each token."""
     if not {"gspo", "gspo-token"} & options:
         return logarithms
     return (logarithms.sum() / len(logarithms)).repeat(len(logarithms))
 
 
 def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
-    """Importance weights of a sequence, truncated, or 0 out of bounds; ``logarithms`` are those of its
-    tokens."""
+    """Return the importance weights of a sequence, truncated, or set to 0 if they are out of bounds;
+    ``logarithms`` are the log-weights of the tokens."""
     options = case.loss_options
     if "tis" in options:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
@@ -468,7 +475,7 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
 
 
 def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tensor, case: Case) -> Tensor:
-    """Return the objective to be maximized, for each token of a sequence."""
+    """Return the objective to be maximised, for each token of a sequence."""
     if "cispo" in case.loss_options:
         return clipped.detach() * advantage * current
     objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -478,7 +485,7 @@ def _objective(advantage: Tensor, ratio: Tensor, clipped: Tensor, current: Tenso
 
 
 def _share(length: int, call: _Call) -> float:
-    """Return how much a token of a response of that length counts."""
+    """Return the weight of a token of a response with that length."""
     if "seq" not in call.case.loss_options:
         return 1 / call.tokens
     return 1 / (
@@ -487,10 +494,10 @@ def _share(length: int, call: _Call) -> float:
 
 
 def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Case) -> Tensor:
-    """Return the sum of the divergence over the tokens, weighted by how much likelier they are than where
-    they were sampled; its gradient is worked out by hand: that of the divergence is the expectation of
-    log(current / reference) times the gradient of the log-probability, whichever estimator the value has;
-    clamps bound it, and do not end it."""
+    """Return the sum of the divergence over the tokens, each weighted by how much likelier it is now than
+    when it was sampled. The gradient is derived by hand: it is the expectation of log(current / reference)
+    times the gradient of the log-probability, whichever estimator gives the value. Clamps bound the gradient
+    without setting it to 0."""
     options, most, bound = (
         case.loss_options,
         _number(case, "kl-input-clamp"),
@@ -510,7 +517,7 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
 
 
 def _estimate(above: Tensor, options: Any) -> Tensor:
-    """Return the divergence of each token, from the logarithm of how much likelier it is than under the
+    """Return the estimated divergence of each token, from the logarithm of its probability relative to the
     reference."""
     if "k1" in options:
         return above
@@ -518,7 +525,7 @@ def _estimate(above: Tensor, options: Any) -> Tensor:
 
 
 def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
-    """Count the tokens of a sequence that are past a clamp of the divergence."""
+    """Return the number of tokens of a sequence that exceed a clamp of the divergence."""
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
     above = current.detach() - reference
     past = (above.abs() > most) | (_estimate(torch.clip(above, -most, most), case.loss_options).abs() > bound)
@@ -528,8 +535,8 @@ def _clamped_share(current: Tensor, reference: Tensor, case: Case) -> float:
 def _rounded_in_divergence(
     call: _Call, logprobs: Tensor, entropies: Tensor | None = None
 ) -> dict[str, float]:
-    """Return sizes of the terms of exp(d) - d - 1, each as it is weighed in the loss. Near d = 0 they cancel
-    to d^2 / 2; k1 and k2 have nothing that cancels but d itself, and an error of that is one of the
+    """Return the size of the terms of exp(d) - d - 1, each weighted as in the loss. Near d = 0 they cancel to
+    d^2 / 2. In k1 and k2 only d itself is a difference, and an error of d is an error of the
     log-probabilities."""
     case, options = call.case, call.case.loss_options
     most, bound = _number(case, "kl-input-clamp"), _number(case, "kl-output-clamp")
@@ -552,7 +559,7 @@ def _rounded_in_divergence(
 
 
 def _mismatch(apart: list[Tensor], tokens: float) -> dict[str, float]:
-    """Return the distance of the generation's log-probabilities from the current ones."""
+    """Return metrics of the distance between the generation's log-probabilities and the current ones."""
     joined = torch.cat(apart) if apart else torch.zeros(0)
     return {
         MISMATCH_MEAN: float(joined.sum()) / tokens,

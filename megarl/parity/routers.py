@@ -1,12 +1,13 @@
-"""Routers of a transformers mixture of experts over a global batch, and the losses that balance them, by
-their definitions.
+"""Routers of a transformers mixture of experts over a global batch, and their balancing losses, computed from
+the definitions.
 
-For T real tokens, E experts, k of them a token, p the softmax over a router's logits (or their sigmoids
-divided by their sum, where a router takes sigmoids; DeepSeek-V3, arXiv:2412.19437, equation 18) and c[i] the
-tokens of expert i: the load-balancing loss is ``E * sum_i (c[i] / (T k)) * mean_t p[t, i]`` (Fedus et al.,
-arXiv:2101.03961, equations 4 to 6), the same for each sequence alone and averaged (DeepSeek-V2,
-arXiv:2405.04434, section 2.2.3), the z-loss ``mean_t logsumexp(logits[t])**2`` (Zoph et al.,
-arXiv:2202.08906, equation 5). Each layer's are added to the loss. Padding and masked samples do not count.
+There are T real tokens and E experts, k of them per token. p is the softmax over a router's logits, or their
+sigmoids divided by the sum of the sigmoids if the router uses sigmoids (DeepSeek-V3, arXiv:2412.19437,
+equation 18). c[i] is the number of tokens of expert i. The load-balancing loss is ``E * sum_i (c[i] / (T k))
+* mean_t p[t, i]`` (Fedus et al., arXiv:2101.03961, equations 4 to 6), or the same for each sequence, averaged
+(DeepSeek-V2, arXiv:2405.04434, section 2.2.3). The z-loss is ``mean_t logsumexp(logits[t])**2`` (Zoph et al.,
+arXiv:2202.08906, equation 5). The losses of each layer are added to the loss. Padding and masked samples do
+not count.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Z_COEFFICIENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """Settings by which routers are kept balanced.
+    """Settings of the losses that balance routers.
 
     Attributes:
         kind: ``none``, ``aux`` over the global batch, or ``seq`` over each sequence.
         z: whether the z-loss is added too.
-        frozen: the routers are not trained.
+        frozen: whether the routers are frozen.
         weight: factor of both losses.
     """
 
@@ -45,10 +46,10 @@ class Judged:
     """Choices and losses of the routers in one forward pass.
 
     Attributes:
-        loss: what they add to the loss; None in a dense model.
-        by_expert: the terms of the load-balancing loss, [E], differentiable; their gradients may cancel, and
-            do where all experts get the same number of tokens. None where that loss is not added.
-        metrics: by name.
+        loss: the sum of the routers' losses; None in a dense model.
+        by_expert: the terms of the load-balancing loss, [E], differentiable. Their gradients may cancel, as
+            they do if all experts get the same number of tokens. None if that loss is not added.
+        metrics: metrics by name.
     """
 
     loss: Tensor | None = None
@@ -57,16 +58,16 @@ class Judged:
 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the routers of a transformers model; none in a dense one."""
+    """Return the routers of a transformers model; an empty list for a dense one."""
     return [module for name, module in model.named_modules() if name.endswith(_GATES)]
 
 
 class Routers:
-    """Listens to the routers of a model.
+    """Records the outputs of a model's routers.
 
     Args:
-        model: a transformers model; nothing is found in a dense one.
-        balancing: the losses.
+        model: a transformers model; a dense one has no routers.
+        balancing: settings of the losses.
     """
 
     def __init__(self, model: torch.nn.Module, balancing: Balancing) -> None:
@@ -82,11 +83,11 @@ class Routers:
         self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
     def forget(self) -> None:
-        """Begin again."""
+        """Clear the recorded outputs."""
         self._heard.clear()
 
     def judged(self, data: Mapping[str, Any]) -> Judged:
-        """Return the one forward pass over ``data`` since ``forget``."""
+        """Return the choices and losses of the one forward pass over ``data`` since ``forget``."""
         if not self._heard:
             return Judged()
         rows, width = data["input_ids"].shape
@@ -130,8 +131,8 @@ class Routers:
 
 
 def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
-    """Return the load-balancing loss of some tokens by expert, [E], from [t, E] and [t, E], zero where a
-    token does not count."""
+    """Return the load-balancing loss by expert, [E], from probabilities and assignments of tokens, both [t,
+    E] and zero for tokens that do not count."""
     assignments = went_to.sum().clamp(min=1)
     # A token that does not count went to no expert.
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
@@ -140,6 +141,6 @@ def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
 
 
 def _relative_load(went_to: Tensor) -> Tensor:
-    """[E], 1 for the mean load; 0 everywhere when no token counts."""
+    """Return the load of each expert relative to the mean load, [E]; zeros if no token counts."""
     load = went_to.flatten(0, -2).sum(0).double()
     return load / load.mean().clamp(min=1e-9)

@@ -1,4 +1,5 @@
-"""Runs one case: the reference here, the workers in the pool, and the comparison of the two."""
+"""Runner of one case: the reference in this process, the workers in the pool, and the comparison of
+the two."""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ class CaseOutcome:
     Attributes:
         case: the case.
         differences: every quantity that was compared.
-        error: what a worker died of, or why its answers cannot be compared; empty for neither.
-        timed_out: the workers gave no answer in time, which says nothing of what they compute.
-        seconds: time it took.
+        error: the error that ended a worker, or the reason why the results cannot be compared; empty for
+            neither.
+        timed_out: whether the workers did not reply in time, which shows nothing about their results.
+        seconds: time that the case took.
     """
 
     case: Case
@@ -43,7 +45,7 @@ class CaseOutcome:
 
     @property
     def mismatches(self) -> list[Difference]:
-        """The quantities that are out of bounds, worst first."""
+        """Quantities that are out of bounds, worst first."""
         return sorted(
             (found for found in self.differences if not found.passes),
             key=lambda found: -found.error / found.bound,
@@ -51,11 +53,11 @@ class CaseOutcome:
 
     @property
     def passes(self) -> bool:
-        """True if all was within bounds."""
+        """True if all quantities are within bounds."""
         return not self.error and not self.mismatches
 
     def summary(self, lines: int = 3) -> list[str]:
-        """Return what went wrong, worst first."""
+        """Return what failed, worst first, in ``lines`` lines and one that counts the others."""
         if self.error:
             return [f"error: {self.error.strip().splitlines()[-1]}"]
         wrong = self.mismatches
@@ -64,7 +66,7 @@ class CaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Inputs of the workers, and the figures that they have to give."""
+    """Inputs of the workers, and the figures that they must return."""
 
     model: Path
     config: PolicyConfig
@@ -76,10 +78,10 @@ class _Prepared:
 
 
 class CaseRunner:
-    """Runs cases, one after the other.
+    """Runs cases one after the other.
 
     Args:
-        shelf: makes their models.
+        shelf: creates their models.
         pool: runs their workers.
     """
 
@@ -89,7 +91,7 @@ class CaseRunner:
         self._prepared: tuple[Case, _Prepared] | None = None
 
     def possible(self, case: Case) -> bool:
-        """Return whether the case can be run."""
+        """Return whether the case can run."""
         return refusal(case, self._shelf) is None
 
     def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
@@ -130,8 +132,8 @@ class CaseRunner:
     def _with_more_members(case: Case, ready: _Prepared) -> _Prepared:
         """Return the same case with bounds from many more runs of the reference.
 
-        A token whose ratio of probabilities is about to be clipped makes a gradient that jumps, one way in a
-        few runs of many, which the first eight may all miss. And where gradients of tokens cancel, plain
+        A token whose probability ratio is about to be clipped has a gradient that jumps. It jumps in only a
+        few of many runs, so the first eight may all miss it. And where gradients of tokens cancel, plain
         transformers in float32 may be farther from float64 than the fixed bound.
         """
         bounds = bounds_of(
@@ -140,8 +142,8 @@ class CaseRunner:
         return replace(ready, bounds=bounds, confirms=True)
 
     def _prepare(self, case: Case) -> _Prepared:
-        """Return the reference's side of a case. That of the last one is kept: a fault is put into a case
-        that has just been run without."""
+        """Return the reference's side of a case. The last result is cached, because a fault is planted in a
+        case that has just run without it."""
         if self._prepared is None or self._prepared[0] != case:
             model = self._shelf.complete(case)
             config = accepted_config(case, model)

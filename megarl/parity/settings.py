@@ -1,9 +1,9 @@
 """The policy configuration of a case, as a user would write it, and its optimizer in the terms of torch.
 
-Tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``: ``written`` is the
-built-in plan, as a user's, by a function without arguments; ``names`` a dictionary with torch's plain column
-and row styles by name, without sequence parallelism; ``mlp`` one that divides the MLPs alone and leaves every
-rank whole attentions.
+It also defines tensor-parallel plans that a user might write for ``dtensor_cfg.custom_parallel_plan``:
+``written`` is the built-in plan, returned by a user's function without arguments; ``names`` is a dictionary
+with torch's plain column and row styles by name, without sequence parallelism; ``mlp`` divides only the MLPs,
+so that every rank has the whole attention.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def plan_path(case: Case) -> str | None:
 
 
 def whole() -> dict[str, Any]:
-    """Return the built-in plan, for a family that does not normalise heads."""
+    """Return the built-in plan without head norms, for a family that does not normalise heads."""
     return _without_head_norms(whole_head_norms())
 
 
 def sequence() -> dict[str, Any]:
-    """Return the same with sequence parallelism."""
+    """Return the built-in plan with sequence parallelism and without head norms."""
     return _without_head_norms(sequence_head_norms())
 
 
@@ -71,11 +71,11 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
 FIRST_RATE, LAST_RATE = 0.25, 0.1
-"""Where the learning rate starts in a warm-up and ends in a decay, by its largest value."""
+"""First learning rate of a warm-up and last one of a decay, relative to the largest one."""
 FIRST_DECAY = 0.02
-"""Where the weight decay starts when it grows."""
+"""Initial weight decay if it grows."""
 DECAY_CALLS = 3
-"""Calls of ``train()`` after which the learning rate and the weight decay are where they end."""
+"""Calls of ``train()`` after which the learning rate and the weight decay have their final values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class Hyperparameters:
     Attributes:
         kind: ``adam`` (decoupled weight decay) or ``sgd``.
         clip: largest gradient norm, or None.
-        warmup: calls of ``train()`` until the learning rate is full; it starts at a quarter.
+        warmup: calls of ``train()`` until the learning rate reaches its peak; it starts at a quarter.
         peak: the largest learning rate.
         schedule: how the learning rate falls after that, to a tenth.
         decay: how the weight decay grows.
-        balancing: of routers.
-        epsilon: of Adam.
+        balancing: balancing losses of routers.
+        epsilon: Adam's epsilon.
     """
 
     kind: str
@@ -116,7 +116,7 @@ class Hyperparameters:
         return self.peak * (LAST_RATE + (1 - LAST_RATE) * left)
 
     def weight_decay(self, call: int) -> float:
-        """Return the weight decay in that call."""
+        """Return the weight decay in the ``call``-th call of ``train()``, counted from 0."""
         progress = min(1.0, call / DECAY_CALLS)
         grown = {"constant": 1.0, "linear": progress, "cosine": (1 - math.cos(math.pi * progress)) / 2}[
             self.decay
@@ -134,29 +134,31 @@ def hyperparameters(case: Case) -> Hyperparameters:
 
 
 def _warmup_calls(case: Case) -> int:
-    """Two, or one where a decay follows, which few calls are to show too."""
+    """Return the number of warm-up calls, if the case has a warm-up: two, or one if a decay follows, which
+    also needs to fit into the few calls."""
     return 0 if not case.warmup else 2 if case.schedule == "constant" else 1
 
 
 STACKS = ("gate_up_proj", "down_proj")
-"""The parameters in which transformers holds the matrices of all experts of a layer, in their order."""
+"""The parameters in which transformers stacks the matrices of all experts of a layer, in their order."""
 
 
 OUTER = ("embed_tokens", "lm_head")
-"""Ends of the names of embedding and output layer."""
+"""Suffixes of the names of embedding and output layer."""
 NOT_ADAPTED = ["*.experts.*", "*.linear_attn.*"]
 
 
 def adapter_directory(case: Case, model: Path) -> Path | None:
-    """Return the directory of a case's adapter, in PEFT's form: random factors beside all linear layers, and
-    of its stacks of experts, and of embedding and output layer, where the case says so. None for a case
-    without."""
+    """Return the directory of a case's adapter in PEFT's format; None for a case without one. It has random
+    factors for all linear layers and, if the case asks for them, for stacks of experts and for embedding and
+    output layer."""
     parts = f"{'-stacks' * case.stacks}{'-outer' * case.outer}"
     return model / f"adapter-{case.lora}{parts}" if case.lora else None
 
 
 def policy_config(case: Case, model: Path) -> Config:
-    """Return the case as a user would write it; what is left to defaults is left out."""
+    """Return the policy configuration of a case as a user would write it, without most keys that are at their
+    defaults."""
     config: Config = {
         "model_name": str(model),
         "tokenizer": {"name": str(model)},
@@ -268,7 +270,7 @@ def _megatron_scheduler(case: Case) -> Config:
 
 
 def _exchange(case: Case) -> Config:
-    """Return how context-parallel ranks exchange keys and values; the default goes without saying."""
+    """Return the key for how context-parallel ranks exchange keys and values; empty for the default."""
     return {} if case.comm == "all_gather" else {"context_parallel_comm_type": case.comm}
 
 
@@ -305,7 +307,7 @@ def _torch_optimizer(case: Case) -> Config:
 
 
 def _torch_schedule(case: Case) -> Config:
-    """Return one schedule, or a list of two with the call at which the second takes over."""
+    """Return one schedule, or a list of two with the call at which the second one starts."""
     kinds, warmup = "torch.optim.lr_scheduler", _warmup_calls(case)
     left = DECAY_CALLS - warmup
     growing = {

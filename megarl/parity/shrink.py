@@ -1,5 +1,5 @@
-"""Makes a failing case smaller: features go first, then sizes are halved, one change at a time, always in the
-same order."""
+"""Shrinking of a failing case: features are removed first, then sizes are halved, one change at a time and
+always in the same order."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield cases that are one change simpler; none is the case itself."""
+    """Yield cases that are one change simpler than the case."""
     for name in _ORDER:
         yield from _simpler_in(case, name)
 
 
 def _simpler_in(case: Case, name: str) -> Iterator[Case]:
-    """Yield cases that are simpler in one field, and in those that go with it."""
+    """Yield cases that are simpler in one field, and in the fields that depend on it."""
     value, default = getattr(case, name), _DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
         default = min(value, 2)
@@ -94,7 +94,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
 
 
 def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
-    """Other losses than a policy gradient have no advantages."""
+    """Return the change of advantages that a new loss needs; empty if the loss can use the present ones."""
     kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
     return {} if kept else {"advantages": _DEFAULTS["advantages"]}
 
@@ -105,8 +105,8 @@ def _changed(case: Case, name: str, value: Any) -> Case:
 
 
 def _smaller(value: int, default: int) -> Iterator[int]:
-    """Yield the default, half of the number, three quarters, and for small numbers one less, as far as they
-    are not below the default."""
+    """Yield the default, half of the number, three quarters of it and, for small numbers, one less; values
+    below the default are left out."""
     tried = {value}
     for smaller in (default, value // 2, 3 * value // 4, value - 1 if value <= SMALL else value):
         if smaller not in tried and smaller >= default:
@@ -121,7 +121,7 @@ def _simpler_losses(case: Case) -> Iterator[str]:
 
 
 def _without_one_word(text: str) -> Iterator[str]:
-    """Yield a loss or an estimator with one option less, or without the numbers of one."""
+    """Yield a loss or an estimator with one option fewer, or without one option's numbers."""
     kind, *options = text.split("+")
     for option in options:
         yield joined(kind, (other for other in options if other != option))
@@ -131,13 +131,13 @@ def _without_one_word(text: str) -> Iterator[str]:
 
 
 def shrink(case: Case, still_fails: Callable[[Case], bool], possible: Callable[[Case], bool]) -> Case:
-    """Return the smallest failing case that single steps lead to, field by field and again from the start
-    until nothing helps any more.
+    """Return the smallest failing case that single changes lead to. Fields are tried one by one, and again
+    from the start until no change helps.
 
     Args:
-        case: fails.
-        still_fails: runs a case and says whether it fails.
-        possible: whether a case can be run; only such ones are.
+        case: a failing case.
+        still_fails: runs a case and returns whether it fails.
+        possible: returns whether a case can run; other cases are skipped.
     """
     tried: set[Case] = {case}
 

@@ -21,13 +21,14 @@ from megarl.weight_sync.manifest import Manifest, WeightIterator, drain, expect_
 from megarl.weight_sync.plan import ALIGNMENT, Group, checksum
 from megarl.weight_sync.transfer_group import NEW_GROUP, TransferGroup
 
-# Two: one is on its way while the other is packed or loaded. A third would take its memory from the groups,
-# which are then smaller and more.
+# With two buffers, one is in transit while the other is packed or loaded. A third would take its memory from
+# the groups, which would then be smaller and more numerous.
 BUFFERS = 2
-# in front of every group: int64 round, version, index of its first weight, checksum, whether there is one
+# Each group begins with a header of int64 words: round, version, index of its first weight, checksum, and
+# whether there is a checksum.
 HEADER, WORDS = ALIGNMENT, 5
 CONFIRM_SECONDS = 120.0
-# the round of groups that hold nothing, because the policy failed before
+# This round marks groups without content, because the policy failed earlier.
 _GIVEN_UP = -1
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
@@ -54,13 +55,13 @@ class _Channel:
         self._works: dict[int, list[dist.Work]] = {}
         try:
             size = HEADER + group.buffer_bytes
-            # zeros, because what is between weights is sent as well, and is not to be what this process had
-            # there before
+            # Initialise with zeros: the gaps between weights are sent too, and must not contain this
+            # process's earlier data.
             self._memory = [torch.zeros(size, dtype=torch.uint8, device=group.device) for _ in range(BUFFERS)]
-            # Worked out on each side alone, from the same manifest and the same buffer size: no message has
-            # to say what comes in which group.
+            # Each side derives the groups from the same manifest and buffer size, so that no message has to
+            # list a group's content.
             every = group.stages.parts(manifest, group.buffer_bytes)
-            # with the stages that send them
+            # Each group is paired with the stage that sends it.
             self.parts: list[tuple[int, Group]] = [
                 part for part in every if part[0] == group.stage or not group.sends
             ]
@@ -75,7 +76,7 @@ class _Channel:
 
     def _header(self, index: int) -> torch.Tensor:
         """Return the header of group ``index``, int64 [``WORDS``]."""
-        # A view of the buffer, so that header and weights travel as one broadcast; a second one would double
+        # Use a view of the buffer, so that one broadcast sends header and weights; a second one would double
         # the latency of small groups.
         return self._memory[index % BUFFERS][: 8 * WORDS].view(torch.int64)
 
@@ -88,8 +89,8 @@ class _Channel:
         """Begin to send or receive group ``index``."""
         stage, part = self.parts[index]
         buffer = self._memory[index % BUFFERS][: HEADER + part.nbytes]
-        # By buffer and not by group: what has to be over before group n starts is the operation of group n -
-        # BUFFERS.
+        # Store operations by buffer, because group n can only start after the operation of group n - BUFFERS
+        # has ended.
         self._works.setdefault(index % BUFFERS, []).append(self._group.broadcast(buffer, stage))
 
     def _wait(self, index: int) -> None:
@@ -143,34 +144,35 @@ class WeightBroadcaster(_Channel):
         sending: Exception | None = None
         with self._leaving_on_error():
             for index in range(len(self.parts)):
-                # The buffer is written again only when its last operation is over. After a first failure
-                # nothing more is sent, but packing goes on, which is collective.
+                # Write the buffer again only after its last operation has ended. After a first failure
+                # nothing more is sent, but packing, which is collective, continues.
                 sending = sending or _failure_of(self._wait, index)
-                # A failure is kept and not raised: the other ranks of this stage gather the same weights, and
-                # would wait for this one.
+                # Store a failure instead of raising it: the other ranks of this stage gather the same
+                # weights, and would wait for this one.
                 packing = packing or _failure_of(self._fill, index, stream, version)
                 if packing is not None:
-                    # The engines wait for every group that was announced, so that a failure here has to
-                    # travel too.
+                    # Send a failure too, because the engines wait for every group that was announced.
                     self._head(index, [_GIVEN_UP, version, self.parts[index][1].first, 0, 0])
                 sending = sending or _failure_of(self._start, index)
-            # The last two groups may still be on their way.
+            # The last two groups may still be in transit.
             for slot in range(BUFFERS):
                 sending = sending or _failure_of(self._wait, slot)
             if packing is not None:
-                # whatever else fails there, the engines hear of the first failure
+                # Suppress further errors, because the engines must receive the first failure.
                 _failure_of(drain, stream)
             refusals: list[str] = []
             if sending is None:
                 try:
-                    # Nobody serves a version that one of them lacks: all confirm before any is told to go on.
+                    # Nobody may serve a version that another rank lacks, so that all must confirm before any
+                    # rank continues.
                     refusals = self._group.agree(str(packing or ""), CONFIRM_SECONDS)
                 except RefitError as error:
                     sending = error
-        # After an operation that was aborted the group's ranks are out of step for good.
+        # After an aborted operation the group's ranks are permanently out of step.
         if sending is not None:
             self.close()
-        # Of two failures packing came first: that the engines left is often its consequence.
+        # Report the packing failure if there are two: it came first, and the engines often leave because of
+        # it.
         failure = packing or sending
         if failure is not None:
             raise failure
@@ -181,14 +183,15 @@ class WeightBroadcaster(_Channel):
         part, content = self.parts[index][1], self._content(index)
         pack(stream, self._manifest, part, content)
         if index + 1 == len(self.parts):
-            # What stands behind the last weight of a generator runs here (buckets are given back), and a
-            # model that gives more weights than it announced is refused.
+            # This runs the code behind a generator's last weight, which frees buckets, and refuses a model
+            # that yields more weights than it announced.
             expect_end(stream)
         number = checksum(content) if self._with_checksum else 0
         self._head(index, [self._round, version, part.first, number, int(self._with_checksum)])
 
     def _head(self, index: int, words: list[int]) -> None:
-        # One copy from host memory: the words of a CUDA buffer set one by one would be five launches.
+        # Copy all words at once from host memory: setting them in a CUDA buffer one by one would take five
+        # launches.
         self._header(index).copy_(torch.tensor(words))
 
 
@@ -221,18 +224,18 @@ class WeightListener(_Channel):
             RefitError: the policy is gone or in another refit, the bytes differ from those that were sent, or
                 another engine could not load them.
         """
-        # From here until the end the engine has parts of two versions, and must not generate.
+        # From here to the end the engine has parts of two versions, and must not generate.
         self.version = None
         self._round += 1
         failure: Exception | None = None
         with self._leaving_on_error():
-            # Both receives are posted at once, so that the sender never waits for this rank to ask.
+            # Post both receives at once, so that the sender never waits for this rank.
             for index in range(min(BUFFERS, len(self.parts))):
                 self._start(index)
             for index in range(len(self.parts)):
                 self._wait(index)
-                # After a failure the rest is received and thrown away: the sender and the other engines go
-                # through all groups.
+                # After a failure receive and discard the rest, because the sender and the other engines
+                # process all groups.
                 failure = failure or _failure_of(self._take, index, load)
                 if index + BUFFERS < len(self.parts):
                     self._start(index + BUFFERS)
@@ -246,8 +249,8 @@ class WeightListener(_Channel):
                 "others could not load the weights, so that this engine does not serve them either: "
                 f"{'; '.join(refusals)}"
             )
-        # Only after all have agreed: an engine that loaded everything must not serve a version that another
-        # one lacks.
+        # Set the version only after all have agreed: an engine that loaded everything must not serve a
+        # version that another one lacks.
         self.version = self._coming
         return self._coming
 
@@ -259,7 +262,7 @@ class WeightListener(_Channel):
     def _take(self, index: int, load: Load) -> None:
         self._check(index)
         if index not in self._views:
-            # the same tensors at every refit
+            # Every refit uses the same tensors.
             self._views[index] = self.parts[index][1].views(self._content(index))
         load(self._views[index])
 
@@ -270,8 +273,8 @@ class WeightListener(_Channel):
         round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
             raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
-        # Groups come in one order on all ranks; another one is of a refit that this rank did not hear the end
-        # of.
+        # Groups come in the same order on all ranks, so that any other group belongs to a refit whose end
+        # this rank has missed.
         if (round_, first) != (self._round, part.first):
             raise RefitError(
                 f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} "

@@ -28,8 +28,8 @@ import torch
 from megarl.distributed.allocator import AllocatorOptions
 from megarl.errors import RefitError
 
-# Behind the weights, in the same mapping: who maps the block sees at once whether it is the one that was
-# meant.
+# Bytes of a token behind the weights, in the same mapping, by which a process that maps the block recognises
+# the intended one.
 _TOKEN_BYTES = 16
 SLOTS = 2
 PAGE = 4096
@@ -52,7 +52,7 @@ class SharedBlock:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._descriptor = descriptor
-        # Never closed by hand: torch.frombuffer keeps the mapping alive, and would not keep it from being
+        # Never close the mapping by hand: torch.frombuffer keeps it alive, but could not stop it from being
         # closed under a tensor.
         self._map = mmap.mmap(descriptor, nbytes + _TOKEN_BYTES)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -67,7 +67,7 @@ class SharedBlock:
         """
         if not hasattr(os, "memfd_create"):
             raise RefitError("shared memory without a file needs Linux: generate with the policy itself")
-        # Memory without a name: a crash leaves nothing in /dev/shm, and no other user can open it.
+        # Use memory without a name: a crash leaves nothing in /dev/shm, and no other user can open it.
         descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
@@ -77,8 +77,7 @@ class SharedBlock:
             raise RefitError(
                 f"no {nbytes} bytes of shared memory: {error}; set a smaller policy.refit_buffer_size_gb"
             ) from error
-        # The token goes in through a bytearray, because torch.frombuffer warns of memory that cannot be
-        # written.
+        # Copy the token from a bytearray, because torch.frombuffer warns of read-only memory.
         block._token.copy_(torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_BYTES)), dtype=torch.uint8))
         return block
 
@@ -87,8 +86,8 @@ class SharedBlock:
         return {
             "host": host_identity(),
             "process": os.getpid(),
-            # A number and no passed descriptor: it travels as JSON through the driver, and /proc turns it
-            # back into memory.
+            # Pass the number instead of the descriptor itself: it is sent as JSON through the driver, and
+            # /proc turns it back into memory.
             "descriptor": self._descriptor,
             "nbytes": self.bytes.numel(),
             "token": bytes(self._token.tolist()).hex(),
@@ -113,7 +112,7 @@ class SharedBlock:
             raise RefitError(
                 f"the policy's shared memory is gone ({path}: {error.strerror}): start a new refit"
             ) from error
-        # Numbers of processes and descriptors are given again, so that this may be another file by now.
+        # Numbers of processes and descriptors are reused, so that this may be another file by now.
         if os.fstat(descriptor).st_size != handle["nbytes"] + _TOKEN_BYTES:
             os.close(descriptor)
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
@@ -126,7 +125,7 @@ class SharedBlock:
                 f"{error}; "
                 "leave it more, or set a smaller policy.refit_buffer_size_gb"
             ) from error
-        # A later buffer of the same process may have the same descriptor and size; its token is another one.
+        # A later buffer of the same process may have the same descriptor and size, but has another token.
         if bytes(block._token.tolist()).hex() != handle["token"]:
             block.close()
             raise RefitError(f"{path} is not the policy's shared memory any more: start a new refit")
@@ -156,7 +155,7 @@ class IpcBuffer:
         device_handle: dict[str, Any] | None,
     ) -> None:
         self.slot_bytes, self._block, self._device_handle = slot_bytes, block, device_handle
-        # Marks are in host memory on a GPU too: a reader looks at them without a kernel and without a stream
+        # Keep marks in host memory even for a GPU, so that a reader checks them without a kernel or a stream
         # to wait for.
         self.marks = block.bytes[: SLOTS * 24].view(torch.int64).view(SLOTS, 3)
         self._data = block.bytes[PAGE:] if data is None else data
@@ -172,7 +171,7 @@ class IpcBuffer:
         Raises:
             RefitError: there is not enough memory.
         """
-        # Both slots begin at a page, so that a view of any dtype is aligned.
+        # Begin both slots at a page, so that a view of any dtype is aligned.
         slot_bytes = -(-slot_bytes // PAGE) * PAGE
         if device.type != "cuda":
             return cls(slot_bytes, SharedBlock.create(PAGE + SLOTS * slot_bytes), None, None)
@@ -209,7 +208,7 @@ class IpcBuffer:
         self._block.close()
 
 
-# what travels of torch's handle, and as what; the rest is the same for every buffer
+# The fields of torch's handle that are sent, with their types; the others are the same for every buffer.
 _TRAVELS: Mapping[str, type] = {
     "storage_handle": bytes,
     "storage_size_bytes": int,
@@ -241,7 +240,7 @@ def _plain_segments() -> Iterator[None]:
     if not options.expandable:
         yield
         return
-    # each call sets all options again
+    # Pass all options, because each call sets all of them.
     _set_allocator(str(options.with_expandable(False)))
     try:
         yield
@@ -274,11 +273,10 @@ def _device_handle(data: torch.Tensor) -> dict[str, Any]:
     from torch.multiprocessing import reductions
 
     fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    # The signature is private to torch and has changed before: an unknown field is refused here, and not
-    # guessed at in another process.
+    # torch's signature is private and has changed before: refuse an unknown field here, instead of guessing
+    # it in another process.
     _check_fields(fields)
-    # Called once a buffer, see the module: every call makes one more reference count that somebody has to
-    # release.
+    # Call this once per buffer (see the module): every call adds a reference count that has to be released.
     values = dict(zip(fields, reductions.reduce_tensor(data)[1], strict=True))
     other = [name for name, value in _KNOWN.items() if values[name] != value]
     wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
@@ -322,7 +320,7 @@ def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Ten
     _check_fields(list(inspect.signature(reductions.rebuild_cuda_tensor).parameters))
     travelled = {name: handle[name] for name in _TRAVELS}
     size = torch.Size([handle["nbytes"]])
-    # The index is the reader's own: CUDA_VISIBLE_DEVICES may number the same GPU otherwise there.
+    # Use the reader's own index: CUDA_VISIBLE_DEVICES may number the same GPU differently there.
     return reductions.rebuild_cuda_tensor(
         **_KNOWN, **travelled, tensor_size=size, storage_device=device.index
     )

@@ -10,19 +10,19 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-# Messages are a few hundred bytes and fit into the kernel's buffers: who takes none for this long stands
-# still.
+# Messages of a few hundred bytes fit into the kernel's buffers, so that a receiver that accepts none for this
+# long has stopped.
 _SAY_SECONDS = 5.0
-# A limit, so that a program that is no part of the run cannot fill this process's memory.
+# This limit prevents a program outside the run from filling this process's memory.
 _LONGEST_BYTES = 2**24
-# a host that vanished without a word is missed after about half a minute; so often a connection shows a
-# firewall that it is used
+# Detect a host that vanished silently after about half a minute. The probes also show firewalls that the
+# connection is in use.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def can_be_read(descriptors: Iterable[int], seconds: float) -> bool:
     """Return whether any of the descriptors becomes readable, or reaches end of file, within ``seconds``."""
-    # not select(), which takes no descriptor above 1,023
+    # Do not use select(), which accepts no descriptor above 1,023.
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -36,7 +36,7 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._heard = connection, b""
         self._ended = False
-        # A Unix socket ends with its process; only the network can lose a host in silence.
+        # A Unix socket ends with its process; only over the network can a host vanish silently.
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -66,7 +66,7 @@ class Line:
         """
         ends = time.monotonic() + seconds
         while b"\n" not in self._heard:
-            # Never 0, which makes a socket non-blocking and turns a time-out into BlockingIOError.
+            # Never pass 0, which makes a socket non-blocking and turns a timeout into BlockingIOError.
             self._socket.settimeout(max(0.01, ends - time.monotonic()))
             more = self._socket.recv(2**16)
             if not more or len(self._heard) > _LONGEST_BYTES:
@@ -91,9 +91,9 @@ class Line:
             pass
         except OSError:
             self._ended = True
-        # What stands behind the last line feed is the beginning of a message that has not come whole.
+        # The part behind the last line feed is the beginning of an incomplete message.
         *messages, self._heard = self._heard.split(b"\n")
-        # What was sent before the end counts: a rank may refuse and leave.
+        # Messages sent before the end count, because a rank may refuse and leave.
         if self._ended and not messages:
             raise ConnectionError("the connection ended")
         return list(map(json.loads, messages))
@@ -102,7 +102,7 @@ class Line:
         """Return whether the process on the other side has ended or left."""
         self._socket.settimeout(0)
         try:
-            # Peeked at, so that a message that waits there is still heard.
+            # Peek, so that a waiting message can still be received.
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
@@ -111,7 +111,7 @@ class Line:
 
     def close(self) -> None:
         """Close the connection, and tell the other side."""
-        # to close it says nothing while a forked process has it too
+        # Shut the connection down first: closing sends nothing while a forked process also has the socket.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -28,9 +28,9 @@ from megarl.errors import RefitError
 from megarl.weight_sync.ipc import host_identity
 from megarl.weight_sync.line import Line, can_be_read
 
-# Less than any count of groups, so that one comparison tells who is waited for.
+# This is less than any count of groups, so that one comparison shows which readers are awaited.
 _REFUSED = -1
-# All engine ranks of a host may connect at once; the kernel cuts it to net.core.somaxconn.
+# All engine ranks of a host may connect at once; the kernel limits this to net.core.somaxconn.
 _BACKLOG = 4096
 
 
@@ -66,11 +66,11 @@ class Mailbox:
 
     def __init__(self, *, on_gpu: bool, engine_rank: int | None = None) -> None:
         self._server = socket.socket(socket.AF_UNIX)
-        # the kernel chooses a name, which any user of the host sees; the token nobody does
+        # Let the kernel choose a name, which any user of the host can see; the token is secret.
         self._server.bind("")
         self._name, self._token = self._server.getsockname()[1:].decode(), secrets.token_hex(16)
         self._server.listen(_BACKLOG)
-        # The policy must never stand still because an engine does.
+        # Do not block, because the policy must never wait for an engine that hangs.
         self._server.setblocking(False)
         self._on_gpu, self._engine_rank = on_gpu, engine_rank
         self._everybody: list[_Reader] = []
@@ -90,7 +90,8 @@ class Mailbox:
         """Begin a refit."""
         self._look(0.0)
         self.refit = session, ticket
-        # To tell a reader that has not come to this refit yet from one that is through with it.
+        # Store each ticket, which distinguishes a reader that has not reached this refit from one that has
+        # finished it.
         for reader in self._everybody:
             reader.before = reader.ticket
 
@@ -108,11 +109,11 @@ class Mailbox:
         assert self.refit is not None
         for reader in self._readers():
             if (reader.ticket, reader.read) == (self.refit[1], _REFUSED):
-                # it listens again at the next refit
+                # This reader listens again at the next refit.
                 continue
             try:
-                # Every message names its refit: a reader that was interrupted finds those of an earlier one
-                # still in its connection.
+                # Name the refit in every message, because an interrupted reader still finds earlier messages
+                # in its connection.
                 reader.line.say({"ticket": self.refit[1], **message})
             except OSError:
                 self._drop(reader)
@@ -145,8 +146,8 @@ class Mailbox:
         assert self.refit is not None
         if reader.ticket == self.refit[1]:
             return _REFUSED < reader.read < count
-        # it has not come yet only where it is as it was: else it may have ended this refit and entered the
-        # next one
+        # The reader has not come yet only if its ticket is unchanged; otherwise it may have finished this
+        # refit and entered the next one.
         return count > 0 and reader.ticket == reader.before
 
     def _readers(self) -> list[_Reader]:
@@ -157,7 +158,8 @@ class Mailbox:
 
     def _look(self, seconds: float) -> None:
         """Wait at most ``seconds``, then accept new readers and process the messages of all readers."""
-        # One wait for all connections and the server: a wait for each in turn would miss who ends meanwhile.
+        # Wait for all connections and the server together: waiting for each in turn would miss a reader that
+        # ends meanwhile.
         if not can_be_read(
             (self._server.fileno(), *(reader.line.descriptor for reader in self._everybody)), seconds
         ):
@@ -177,7 +179,8 @@ class Mailbox:
             reader.ticket, reader.read = message
             return
         token, reader.process, reader.session = message
-        # Any user of the host may connect to a name without a file; only the engines were given the token.
+        # Any user of the host may connect to a name without a file, but only the engines were given the
+        # token.
         if not secrets.compare_digest(str(token), self._token):
             raise ValueError("another program")
 
@@ -212,7 +215,7 @@ class MailboxReader:
         self.session, self._policy = session, handle["process"]
         connection = socket.socket(socket.AF_UNIX)
         try:
-            # A leading zero byte is Linux's abstract namespace: no file that a crash would leave.
+            # A leading zero byte means Linux's abstract namespace, so that a crash leaves no file.
             connection.connect(f"\0{handle['name']}")
             self._line = Line(connection)
             self._line.say([handle["token"], os.getpid(), session])
@@ -255,7 +258,7 @@ class MailboxReader:
 
     def has_read(self, ticket: int, count: int) -> None:
         """Report that this rank no longer needs the first ``count`` groups of a refit."""
-        # a policy that is gone is missed where its next group is waited for
+        # Ignore a lost connection here, because waiting for the next group will detect it.
         with contextlib.suppress(OSError):
             self._line.say([ticket, count])
 
@@ -283,7 +286,7 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
     for_it = {
         name: handle for name, handle in mailboxes.items() if handle["engine_rank"] in (None, engine_rank)
     }
-    # On a GPU memory is handed over within one device; on a CPU every rank of the host can read it.
+    # On a GPU, memory is shared within one device; on a CPU, every rank of the host can read it.
     if device in for_it:
         return device
     here = (

@@ -30,17 +30,17 @@ from megarl.weight_sync.plan import CopyPlan, FlatBucketIterator, Group, TensorI
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
-# of weights that are gathered together where no memory is configured, and at most
+# Maximum bytes of weights that are gathered together, and their bytes if no memory is configured.
 BUCKET_BYTES = 64 * 2**20
-# a bucket is this part of the configured memory
+# A bucket takes this fraction of the configured memory.
 BUCKET_SHARE = 16
-# that are there at once: one on its way, one that has come, and what was put together out of it; of the first
-# gloo has two copies
+# Number of buckets in memory at once: one in transit, of which gloo has two copies, one that has arrived, and
+# the tensors built from it.
 BUCKETS = 5
-# what a weight takes of host memory besides its bytes: its name in a group, its place in a buffer, and while
-# groups are laid out for the first time the copy that lays it there
+# Bytes of host memory per weight besides its content: its name in a group, its location in a buffer, and its
+# copy plan while groups are laid out for the first time.
 LIST_BYTES = 256
-# this part of the configured memory is for connections and what allocators keep
+# This fraction of the configured memory is reserved for connections and for what allocators keep.
 REST_SHARE = 64
 
 
@@ -159,7 +159,7 @@ class Manifest:
         """SHA-256 digest of names, shapes, dtypes, their order and the slices, in hexadecimal."""
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
-            # the slices of two ranks may have the same shapes
+            # Include the slices, because the slices of two ranks may have the same shapes.
             listing += json.dumps(
                 [[name, where.plain(), whole] for name, (where, whole) in self.slices.items()]
             )
@@ -190,7 +190,7 @@ class Manifest:
             or not all(map(eq, map(_SHAPE, tensors), shapes[first:stop]))
             or list(map(_DTYPE, tensors)) != dtypes[first:stop]
         ):
-            # Slow, with an object a weight, and only where something is wrong: it finds which one.
+            # This slow check, with an object per weight, runs only after a mismatch, to find the weight.
             self.expect_infos(
                 first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)]
             )
@@ -240,8 +240,8 @@ class Manifest:
         """
         stop = len(self.tensors) if stop is None else stop
         while first < stop:
-            # A search instead of a sum: groups are formed again for each buffer size, of tens of thousands of
-            # weights.
+            # Search instead of summing, because groups of tens of thousands of weights are formed again for
+            # each buffer size.
             end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
             if end <= first:
                 raise too_large(
@@ -286,7 +286,7 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
         budget: bytes of a buffer.
         weights: number of all weights.
     """
-    # rounded up: what is said has to do
+    # Round up, so that the recommended value is sufficient.
     needed = Decimal(2 * nbytes + LIST_BYTES * weights) / 2**30
     least = needed.quantize(Decimal(1).scaleb(needed.adjusted() - 2), rounding=ROUND_UP)
     return RefitError(
@@ -312,7 +312,7 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
             first = _lay(stream, manifest, group, first, buffer)
         return
     for begin, end in group.batches:
-        # the pairs are not kept, tens of thousands of which would set off the garbage collector
+        # Do not keep the pairs, because tens of thousands of them would trigger the garbage collector.
         names, weights = [], []
         for name, weight in islice(stream, end - begin):
             names.append(name)
@@ -330,7 +330,7 @@ def _lay(
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
-        # expect_infos always raises here; the line tells type checkers so.
+        # expect_infos always raises here; this line tells type checkers so.
         raise AssertionError("a group that is not full lacks something")
     stop = first + bucket.count
     if not first < stop <= group.stop:
@@ -338,7 +338,8 @@ def _lay(
             f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were "
             "asked for"
         )
-    # Kept with the group, which is kept with the manifest: the second refit finds all plans made.
+    # Store the plan with the group, which is stored with the manifest, so that the second refit finds all
+    # plans.
     plan = group.plans.get(first)
     if plan is None or not plan.serves(bucket):
         manifest.expect_infos(first, stop, bucket.infos())
@@ -350,7 +351,8 @@ def _lay(
 
 def failing(error: Exception) -> WeightIterator:
     """Return the stream of a model that cannot provide weights; its first item raises ``error``."""
-    # Raised at the first next() and not when the stream is made: by then all ranks have begun the refit.
+    # Raise at the first next() and not when the stream is created, because all ranks have begun the refit by
+    # then.
     raise error
     yield
 
@@ -409,16 +411,15 @@ class Stages:
                 f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}"
             )
         for stage, own in enumerate(names):
-            # A stage has to send in the manifest's order, because the groups are formed by it on the other
-            # side.
+            # A stage must send in the manifest's order, in which the other side forms the groups.
             wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
             if wanted != list(own):
                 raise RefitError(
                     f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own "
                     f"in order: {_DEFECT}"
                 )
-        # Runs and not a stage each: an interleaved pipeline gives a stage several, and the engines take them
-        # in one order.
+        # Store runs instead of one range per stage: with an interleaved pipeline a stage has several, and
+        # engines take all in one order.
         in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
         return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
 

@@ -20,9 +20,9 @@ from itertools import accumulate, chain
 
 import torch
 
-# what the kernels of CUDA want of a tensor's beginning, and more than any dtype wants
+# This is the alignment that CUDA kernels require, which is more than any dtype requires.
 ALIGNMENT = 256
-# weights are taken from a stream in batches of this many bytes, so that gathered ones are not kept for long
+# Take weights from a stream in batches of this many bytes, so that gathered ones are not kept for long.
 STAGED_BYTES = 32 * 2**20
 
 
@@ -51,7 +51,7 @@ class TensorInfo:
 @functools.cache
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, in elements, one per dimension."""
-    # Asked of torch, because its strides of sizes 0 and 1 are a convention that as_strided compares with.
+    # Ask torch for the strides, because as_strided compares with its convention for sizes 0 and 1.
     return torch.empty(shape, device="meta").stride()
 
 
@@ -78,8 +78,8 @@ class BufferRegion:
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weight as a view of the flat tensors."""
         flat = flats[self.flat]
-        # as_strided and not narrow and view: one call a weight, and storage offsets of flats that are views
-        # themselves.
+        # Use as_strided instead of narrow and view: it takes one call per weight, and handles flats that are
+        # views with a storage offset.
         return flat.as_strided(self.shape, strides_of(self.shape), flat.storage_offset() + self.begin)
 
 
@@ -159,8 +159,8 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
         forms: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
         for copy in copies:
             forms.setdefault(copy.form, []).append(copy)
-        # Each pass may give copies a dimension more, whose form then agrees with others: until nothing
-        # changes.
+        # Repeat until nothing changes, because each pass may add a dimension to copies, whose form then
+        # matches others.
         fewer = [copy for alike in forms.values() for copy in _at_equal_distances(alike)]
         if len(fewer) == len(copies):
             return fewer
@@ -173,8 +173,8 @@ def _at_equal_distances(copies: Sequence[Copy]) -> Iterator[Copy]:
     while first < len(copies):
         begin, last = copies[first], first
         step = _distance(begin, copies[first + 1]) if first + 1 < len(copies) else (0, 0)
-        # Both distances have to rise: a negative stride is none that as_strided takes, and 0 would write one
-        # place twice.
+        # Both distances must be positive: as_strided accepts no negative strides, and 0 would write one
+        # element twice.
         while min(step) > 0 and last + 1 < len(copies) and _distance(copies[last], copies[last + 1]) == step:
             last += 1
         sizes = (last - first + 1, *begin.sizes)
@@ -213,7 +213,7 @@ class CopyPlan:
                 target,
             ):
                 copies[-1] = Copy.run_of(last.sizes[0] + count, last.source, last.target)
-            # A weight without elements has a place and nothing to copy.
+            # A weight without elements has a region, but nothing to copy.
             elif count:
                 copies.append(Copy.run_of(count, source, target))
         self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
@@ -221,8 +221,8 @@ class CopyPlan:
     def serves(self, bucket: FlatBucket) -> bool:
         """Return whether a flat bucket has the layout for which this plan was built."""
         places, *others = self._alike
-        # By identity: the iterator promises the same object at every refit, and to compare thousands of
-        # places takes longer than to copy them.
+        # Compare by identity: the iterator returns the same object at every refit, and comparing thousands of
+        # regions would take longer than copying them.
         return bucket.places is places and [bucket.first, bucket.count, bucket.dtype] == others
 
     @torch.no_grad()
@@ -294,7 +294,7 @@ class Group:
         flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
-            # ALIGNMENT is a multiple of every item size, so that nothing is lost by the division.
+            # The division is exact, because ALIGNMENT is a multiple of every item size.
             offset = (buffer.storage_offset() + begin) // info.dtype.itemsize
             views.append(
                 (info.name, flats[info.dtype].as_strided(info.shape, strides_of(info.shape), offset))
@@ -314,12 +314,12 @@ class Group:
                 shapes ``torch.cat`` would write past the end, with no more than a warning.
         """
         if buffer.is_cuda:
-            # a backend that offloads may have them in host memory, which torch.cat does not read
+            # A backend that offloads may have the weights in host memory, which torch.cat cannot read.
             weights = [weight.to(buffer.device, non_blocking=True) for weight in weights]
-        # without a line of Python for each weight, of which there may be tens of thousands
+        # Avoid Python code per weight, of which there may be tens of thousands.
         flat = [weight if weight.dim() == 1 else weight.flatten() for weight in weights]
         dtype, gaps = weights[0].dtype, self.gaps[begin:end]
-        # One tensor for all gaps of a size: torch.cat takes the same one many times.
+        # Make one tensor for all gaps of a size, because torch.cat accepts the same tensor repeatedly.
         zeros = {
             gap: torch.zeros(gap // dtype.itemsize, dtype=dtype, device=buffer.device) for gap in set(gaps)
         }
@@ -327,10 +327,10 @@ class Group:
         torch.cat([*parts], out=buffer[self.begins[begin] : self.begins[end]].view(dtype))
 
 
-# So that int64 copies of int32 words take 32 MiB at a time, and not twice the buffer.
+# Limit the chunk, so that int64 copies of int32 words take 32 MiB at a time, and not twice the buffer.
 _CHUNK = 1 << 22
-# odd, so that multiplying by it loses nothing modulo 2^64 (Knuth's multiplicative hashing, the 64-bit
-# constant of the golden ratio)
+# The factor is odd, so that multiplication by it loses nothing modulo 2^64 (Knuth's multiplicative hashing,
+# the 64-bit constant of the golden ratio).
 _FACTOR = -7046029254386353131
 
 
@@ -347,7 +347,7 @@ def checksum(data: torch.Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
         weights = (places[: part.numel()] + start).mul_(2).add_(1).mul_(_FACTOR)
-        # Without the shift the factors would rise evenly from word to word, and changes that balance along
-        # the buffer (+1, -2, +1) would not be seen.
+        # Shift, because otherwise the factors would rise evenly from word to word, and changes that balance
+        # along the buffer (+1, -2, +1) would be missed.
         total += (part * (weights ^ (weights >> 29) | 1)).sum()
     return int(total)

@@ -34,7 +34,8 @@ HANDSHAKE_SECONDS = 60.0
 HEARD_SECONDS = 5.0
 _HELLO_SECONDS = 5.0
 _OTHER_RUN = "start both sides from one driver, which gives them its secret (MEGARL_RUN_SECRET)"
-# Raised with any change of the messages: driver, policy and engines may be installed apart.
+# Increment this with any change of the messages, because driver, policy and engines may be installed
+# separately.
 _PROTOCOL = 6
 
 
@@ -76,7 +77,8 @@ class Members:
         """
         rank, stage = said["rank"], said["stage"]
         name = f"pipeline stage {stage}" if stage else f"rank {rank}"
-        # First: where both sides differ in size or model, every later objection would be a consequence.
+        # Compare these first: if both sides differ in size or model, every later objection would be a
+        # consequence.
         wrong = [
             f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value
         ]
@@ -157,7 +159,7 @@ class Rendezvous:
             except ConnectionRefusedError:
                 if time.monotonic() > self._ends:
                     raise
-                # the policy may come later
+                # The policy may start later.
                 time.sleep(0.05)
 
     def left(self) -> float:
@@ -177,19 +179,21 @@ class Rendezvous:
             RefitError: no verdict arrives in time, or it is a refusal.
         """
         line, challenge = self._lines[0], secrets.token_hex(16)
-        # Proven as the very text that was sent: JSON made again elsewhere may order or space it otherwise.
+        # Prove the exact text that was sent, because JSON encoded again elsewhere may differ in order or
+        # spaces.
         hello = json.dumps(
             {"protocol": _PROTOCOL, **own, "rank": rank, "stage": stage, "buffer_bytes": buffer_bytes}
         )
         try:
-            # a word of this connection alone: what was proven on another one is of no use here
+            # The nonce belongs to this connection only, so that a proof from another connection is useless
+            # here.
             nonce = str(line.hear(self.left())["nonce"])
             line.say(
                 {"hello": hello, "challenge": challenge, "proof": proof("hello", nonce, challenge, hello)}
             )
             said = line.hear(self.left())
             verdict: dict[str, Any] = json.loads(said["verdict"])
-            # a refusal is believed without a proof: who can write it can keep this rank out anyway
+            # Believe a refusal without a proof: whoever can send it can keep this rank out anyway.
             if not verdict["error"] and not proves(
                 said["proof"], "verdict", nonce, challenge, said["verdict"]
             ):
@@ -237,7 +241,7 @@ class Rendezvous:
                 line.say({"nonce": nonce})
                 said, challenge = _proven(line.hear(_HELLO_SECONDS), nonce)
             except (OSError, ValueError):
-                # another program
+                # Another program has connected.
                 line.close()
                 continue
             came.append((line, nonce, challenge))
@@ -251,18 +255,19 @@ class Rendezvous:
                 if said["stage"]:
                     verdict["buffer_bytes"] = min(verdict["buffer_bytes"], said["buffer_bytes"])
             elif not verdict["error"]:
-                # the policy's own ranks, which are on their way, have to hear why
+                # From now on wait only a few seconds, for the policy's own ranks, which are still coming and
+                # must receive the reason.
                 verdict["error"], self._ends = error, time.monotonic() + HEARD_SECONDS
             if verdict["error"]:
                 missing = {number for number in missing if number >= members.world_size}
         if not verdict["error"]:
-            # The port is bound here and its descriptor handed on, so that no other program can take it in
+            # Bind the port here and pass its descriptor on, so that no other program can take the port in
             # between.
             with listening_socket(self._ip, 0) as listener:
                 verdict["store"] = listener.getsockname()[1]
                 self.store = self._store(verdict["store"], listener.detach())
         text = json.dumps(verdict)
-        # Who was refused hears the verdict too, and so does not wait for its deadline.
+        # Send the verdict to refused members too, so that they do not wait for their deadline.
         for line, nonce, challenge in came:
             with contextlib.suppress(OSError):
                 line.say({"verdict": text, "proof": proof("verdict", nonce, challenge, text)})
@@ -318,7 +323,7 @@ class Rendezvous:
                 self._lines[0].say(refusal)
                 return {int(number): str(text) for number, text in self._lines[0].hear(seconds)}
             said = {0: refusal}
-            # In the order in which they come: by number, one slow rank would hide that another is gone.
+            # Receive in order of arrival: in order of rank, one slow rank would hide that another is gone.
             while waiting := [number for number in self._lines if number not in said]:
                 absent = self.members.names(waiting)
                 if not can_be_read(
@@ -329,8 +334,8 @@ class Rendezvous:
                     absent = self.members.names([number])
                     for message in self._lines[number].pending():
                         said[number] = str(message)
-            # Once more after all have spoken: who agreed and then died would be missing from the version that
-            # is served.
+            # Check again after all have answered: a rank that agreed and then died would lack the version
+            # that is served.
             if lost := self.lost():
                 absent = self.members.names(lost)
                 raise ConnectionError("it went away")

@@ -36,14 +36,14 @@ from megarl.weight_sync.manifest import (
 from megarl.weight_sync.plan import Group, checksum
 from megarl.weight_sync.slices import Slices
 
-# that the policy waits for an engine rank to read a group, in seconds
+# Seconds that the policy waits for an engine rank to read a group.
 POLICY_PATIENCE = 300.0
-# that an engine rank waits for the policy's next group: longer, because the policy waits for the slowest
-# engine rank of all meanwhile
+# Seconds that an engine rank waits for the policy's next group. It is longer, because meanwhile the policy
+# waits for the slowest of all engine ranks.
 ENGINE_PATIENCE = 2 * POLICY_PATIENCE
-# of refits whose handles the driver carries
+# The session number of refits whose handles pass through the driver.
 _CARRIED = -2
-# of a slot, where the configuration names no size; on a GPU less when less is free
+# Bytes of a slot if the configuration sets no size. On a GPU with little free memory a slot is smaller.
 DEFAULT_SLOT_BYTES = GIB // 2
 FREE_SHARE = 0.1
 
@@ -124,7 +124,8 @@ class WeightSender:
         if self._manifest is None:
             manifest = Manifest.of(self._stream())
             everybody: list[Any] = [None] * dist.get_world_size()
-            # A digest of 64 characters, and not the lists, of which a large model's are megabytes a rank.
+            # Gather a digest of 64 characters instead of the lists, which take megabytes per rank for a large
+            # model.
             dist.all_gather_object(everybody, (manifest.digest, host_identity()))
             other = [rank for rank, (digest, _) in enumerate(everybody) if digest != everybody[0][0]]
             if other:
@@ -133,7 +134,7 @@ class WeightSender:
                     "report the model and the layout, this is a fault of the export"
                 )
             hosts = [host for _, host in everybody]
-            # The first rank of a host in rank order: all ranks find the same one without a message.
+            # Choose the first rank of a host in rank order, which all ranks find without a message.
             self._publishes = self._runtime.is_cuda or hosts.index(host_identity()) == dist.get_rank()
             self._manifest = manifest
         return self._manifest
@@ -204,8 +205,8 @@ class WeightSender:
                 f"{count} weights from weight {first} on: there are {total}; take the groups of "
                 "prepare_weights_for_ipc()"
             )
-        # In order and each once: a stream cannot go back, and a group that is left out would leave its
-        # weights at the old version.
+        # Accept groups only in order and once: a stream cannot go back, and a skipped group would keep the
+        # old version of its weights.
         if first != self._next:
             raise StateError(
                 f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight "
@@ -235,7 +236,7 @@ class WeightSender:
                 box.wait_until_read(index + 1 - SLOTS, patience)
                 buffer = self._claim(index % SLOTS, group)
         except RefitError as error:
-            # the other ranks gather this group all the same
+            # Pack the group despite this error, because the other ranks gather it too.
             failure = error
         pack(self._open, self.manifest, group, buffer)
         if failure is not None:
@@ -301,9 +302,9 @@ class WeightSender:
         except BaseException as error:
             self.refuse(session, ticket, error)
             self._open = None
-            # After KeyboardInterrupt and the like nothing is drained: the process is about to end.
+            # Do not drain after KeyboardInterrupt and the like, because the process is about to end.
             if isinstance(error, Exception):
-                # the other ranks gather the rest all the same; of two failures the first one counts
+                # Drain, because the other ranks gather the rest too. Of two failures the first one is raised.
                 with contextlib.suppress(Exception):
                     drain(stream)
             raise
@@ -330,19 +331,19 @@ class WeightSender:
 
     def _claim(self, slot: int, group: Group) -> torch.Tensor:
         if self._ipc_buffer is None or group.nbytes > self._ipc_buffer.slot_bytes:
-            # The first buffer is as large as configured, a later one as large as the weight that did not fit.
+            # The first buffer has the configured size, a later one the size of the weight that did not fit.
             size = max(group.nbytes, self.slot_bytes() if self._ipc_buffer is None else 0)
             self._let_go()
             self._ipc_buffer = IpcBuffer.create(size, self._runtime.device)
-        # Before the first byte changes: a reader that still holds the old handle sees that the slot is no
-        # longer its group's.
+        # Change the mark before the first byte: a reader with the old handle then sees that the slot no
+        # longer holds its group.
         self._ipc_buffer.marks[slot] = -1
         return self._ipc_buffer.slot(slot)
 
     def give_up(self) -> None:
         """End the present refit, if there is one."""
         stream, self._open = self._open, None
-        # A generator's own close: it runs what stands in its finally, where gathered buckets are freed.
+        # Call a generator's own close, which runs its finally block, where gathered buckets are freed.
         close = getattr(stream, "close", None)
         if close is not None:
             close()
@@ -391,7 +392,7 @@ class WeightReceiver:
         """Accept refits that send these weights as slices from now on, and no other slices; refits of full
         weights are always accepted."""
         self.version, self.manifest = None, self._whole.sliced(slices) if slices else self._whole
-        # Both, because the policy sends whole weights until it has heard of the slices.
+        # Accept both, because the policy sends full weights until it has received the slices.
         self._manifests = {one.digest: one for one in (self._whole, self.manifest)}
         self._views.clear()
 
@@ -485,14 +486,14 @@ class WeightReceiver:
                     f"the weights from {group.names[0]} on have another checksum than the policy's: start a "
                     "new refit"
                 )
-            # made once: tens of thousands of new tensors cost a refit more in the garbage collector than in
-            # torch
+            # Create the views once: tens of thousands of new tensors per refit would cost more in the garbage
+            # collector than in torch.
             key = (payload["manifest"], index % SLOTS, group.first, group.stop)
             if key not in self._views:
                 self._views[key] = group.views(buffer)
             yield self._views[key]
-            # the policy writes the slot again once it is acknowledged, and a copy that is only queued would
-            # read that
+            # Synchronise before acknowledging: the policy then writes the next group, and a queued copy would
+            # read that one.
             self._runtime.synchronize()
             _require(ipc_buffer, mark)
         except BaseException:

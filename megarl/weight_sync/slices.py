@@ -112,7 +112,7 @@ class Reads:
 
     def add(self, box: tuple[range, ...]) -> None:
         """Record a read of some indices of each dimension."""
-        # An empty range in one dimension is a read of nothing; it must not widen the span of what was read.
+        # Ignore an empty range in any dimension: it reads nothing, and must not widen the span of the reads.
         if all(box):
             self._boxes.append(box)
 
@@ -121,7 +121,7 @@ class Reads:
         full weight contains them."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
-        # One span over all reads: a slice is sent as a single run of indices, also where there are holes
+        # Take one span over all reads: a slice is sent as one range of indices, even if there are gaps
         # between reads.
         spans = [
             range(min(span.start for span in along), max(span.stop for span in along))
@@ -130,15 +130,16 @@ class Reads:
         narrower = [
             dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size
         ]
-        # Narrower in two dimensions, or in none: a run of one dimension would not say it, and the weight is
-        # sent whole.
+        # Send the weight in full unless exactly one dimension is narrower: a range of one dimension could not
+        # describe other cases.
         if len(narrower) != 1:
             return None
         [dim] = narrower
         return Slice(dim, spans[dim].start, len(spans[dim]))
 
 
-# where the values are; the meta tensor that stands for them would say that it has none
+# These properties describe where the values are; the meta tensor that represents them would answer that it
+# has none.
 _OF_VALUES = ("device", "is_cpu", "is_cuda", "is_meta")
 _WRITES = ("copy_", "__setitem__")
 
@@ -180,23 +181,23 @@ class PartialWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        # Without it every call below would come back to this method.
+        # Disable this method for the calls below, which would otherwise return to it.
         with torch._C.DisableTorchFunctionSubclass():
-            # Loaders ask for the device to decide where they copy to: "meta" would send them another way.
+            # Return the real device: loaders decide by it where they copy to, and "meta" would mislead them.
             if name == "__get__" and _property_of(func) in _OF_VALUES:
                 return getattr(torch.empty(0, device=args[0]._root.device), _property_of(func))
-            # Only the first argument is written to; a partial weight as the source of copy_ is what this
-            # class is for.
+            # Check only the first argument, which is written to: this class exists so that a partial weight
+            # can be the source of copy_.
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
                 raise RefitError(
                     f"{name} would write into a weight of which a slice came: report the model, and take "
                     "whole weights"
                 )
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
-            # Tried on meta first: a view needs no values, and torch's own rules say what it is, whichever way
-            # a loader slices.
+            # Try the call on meta first: a view needs no values, and torch's own rules decide what is a view,
+            # however a loader slices.
             if len(given) == 1 and name not in _WRITES:
-                # of a call that wants values, the meta tensor may have none to give
+                # The meta tensor may raise for a call that needs values.
                 with contextlib.suppress(NotImplementedError, RuntimeError):
                     seen = func(*_as_meta(args), **_as_meta(options))
                     if _lies_in(given[0], seen):
@@ -230,7 +231,7 @@ class _Root:
         """Return the range of indices of each dimension that a view covers if it is a block of the weight,
         otherwise None."""
         strides = _strides(self.whole)
-        # The stride of a dimension of size 1 means nothing, and torch sets it at will.
+        # Ignore the stride of a dimension of size 1, which is meaningless and which torch sets arbitrarily.
         lies_as_whole = all(
             size < 2 or stride == own
             for size, stride, own in zip(view.shape, view.stride(), strides, strict=False)
@@ -274,8 +275,8 @@ class _Root:
             return part.new_empty(view.shape)
         block = self._block(view)
         needed = (block or self._rows(view))[where.dim]
-        # Rows alone can be compared with a view of any form; a slice of another dimension is scattered over
-        # them.
+        # Only rows can be compared with a view of any form; a slice of another dimension is scattered over
+        # the rows.
         if (block is None and where.dim) or needed.start < where.start or needed.stop > where.stop:
             raise RefitError(
                 f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a weight of "
@@ -306,7 +307,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     """Return the strides of a contiguous tensor, each at least 1, even for a tensor without elements."""
     strides = [1]
     for size in reversed(shape[1:]):
-        # As torch does it, and so that nothing below is divided by 0.
+        # Take at least 1, as torch does, so that nothing below is divided by 0.
         strides.append(strides[-1] * max(size, 1))
     return strides[::-1][: len(shape)]
 
@@ -345,7 +346,7 @@ def _as_values(value: Any) -> Any:
 def _lies_in(weight: PartialWeight, found: Any) -> bool:
     """Return whether all tensors in the result of a call are views of a weight; True also if the result
     contains no tensors, but numbers about the weight."""
-    # The address of the storage object: meta storages have no data pointer, it is 0 for all.
+    # Compare addresses of the storage objects, because the data pointer of all meta storages is 0.
     memory = weight.untyped_storage()._cdata
     return all(
         one.untyped_storage()._cdata == memory

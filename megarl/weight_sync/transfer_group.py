@@ -27,10 +27,10 @@ from megarl.weight_sync.manifest import ONE_STAGE, Stages
 from megarl.weight_sync.rendezvous import HANDSHAKE_SECONDS, Members, Rendezvous
 
 COLLECTIVE_SECONDS = 600.0
-# between two looks at who is still there, while an operation lasts
+# Time between two checks for lost ranks while an operation lasts.
 _LOOK = datetime.timedelta(seconds=1)
-# seconds between two questions whether an operation of a GPU is done, the first and the longest: a group of
-# weights takes milliseconds
+# The first and the longest pause, in seconds, between two checks whether a GPU's operation is done; a group
+# of weights takes milliseconds.
 _PAUSES = 0.0001, 0.002
 NEW_GROUP = "make a new group with init_collective() and refit anew"
 
@@ -80,8 +80,8 @@ class TransferGroup:
         self._collective = datetime.timedelta(seconds=collective_s)
         keeps = rank == 0 and stage == 0
         self._rendezvous = rendezvous or Rendezvous(ip, port, keeps=keeps, seconds=handshake_s)
-        # The digest also covers dtypes and order, so that one comparison shows a policy and an engine of two
-        # models.
+        # The digest also covers dtypes and order, so that one comparison detects a policy and an engine of
+        # different models.
         own = {"world_size": world_size, "manifest": digest, "device": device.type}
         if keeps:
             terms = {"buffer_bytes": buffer_bytes, "runs": stages.runs}
@@ -97,7 +97,7 @@ class TransferGroup:
                 if number == stage or not self.sends:
                     self._groups[number] = self._process_group(f"weights/{number}")
         except BaseException:
-            # the others are not to wait for one that has given up
+            # Leave, so that the others do not wait for a rank that has given up.
             self.close()
             raise
 
@@ -109,19 +109,20 @@ class TransferGroup:
     def _process_group(self, name: str) -> Any:
         """Create a process group that is independent of the default group, of which engine and policy each
         have their own."""
-        # A prefix each: the groups of several stages rendezvous in one store under the same keys.
+        # Use a prefix for each group: the groups of several stages rendezvous in one store under the same
+        # keys.
         store = dist.PrefixStore(name, self._rendezvous.store)
         try:
             if self.device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._collective
-                # read when a group is made: it gets no watchdog, which after an error has the whole process
-                # ended, by way of the monitor of the default group even where it is told to leave errors
-                # alone
+                # Set this when the group is created, so that it gets no watchdog. After an error the watchdog
+                # would end the whole process through the default group's monitor, even if that ignores
+                # errors.
                 with env.variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
                     return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
-            # The class itself and not dist.new_group: that wants a default group of which all these ranks are
-            # part, and engine and policy have one each.
+            # Use the class instead of dist.new_group, which requires a default group that contains all these
+            # ranks: engine and policy have one each.
             return dist.ProcessGroupGloo(
                 store, self.rank, self.world_size, datetime.timedelta(seconds=self._rendezvous.left())
             )
@@ -146,7 +147,7 @@ class TransferGroup:
             work: dist.Work = self._groups[stage].broadcast([buffer], options)
         except RuntimeError as error:
             raise _not_through(error) from error
-        # Finished ones go, else their buffers stay alive for as long as the group.
+        # Drop completed operations, whose buffers would otherwise stay alive as long as the group.
         self._started = [*(started for started in self._started if not started.is_completed()), work]
         return work
 
@@ -163,16 +164,16 @@ class TransferGroup:
         """
         seconds = self._collective.total_seconds()
         ends = time.monotonic() + seconds
-        # nowhere a name for a work: an error would keep it, and it the connections
+        # Assign no name to an operation: an error's frames would keep it, and with it the connections.
         try:
             while works:
                 if self._is_over(works):
-                    # raises where it failed; on a GPU it has the present stream wait for that of the
-                    # operation as well
+                    # This raises if the operation failed. On a GPU it also makes the present stream wait for
+                    # the operation's stream.
                     works[0].wait()
                     works.pop(0)
                     continue
-                # At each look, because neither gloo nor NCCL tells of a peer that died without closing its
+                # Check each time, because neither gloo nor NCCL reports a peer that died without closing its
                 # connection.
                 lost = self._rendezvous.lost()
                 if lost:
@@ -188,7 +189,7 @@ class TransferGroup:
         """Wait at most ``_LOOK`` for the first of ``works``, and return whether it has completed or
         failed."""
         if not self._asks:
-            # an error is that of this look, or that of the operation, which is then over
+            # The error is either this wait's timeout or that of the operation, which is then over.
             with contextlib.suppress(RuntimeError):
                 return works[0].wait(_LOOK)
             return works[0].is_completed()
@@ -231,14 +232,15 @@ class TransferGroup:
         timeout."""
         groups = list(self._groups.values())
         for index in range(len(groups)):
-            # By index: a loop variable would hold the last group, and its connections, beyond clear() below.
+            # Iterate by index: a loop variable would hold the last group, and its connections, beyond clear()
+            # below.
             groups[index].abort()
         self._rendezvous.close()
         if not all(_ends(work) for work in self._started):
             threading.Thread(
                 target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True
             ).start()
-        # gloo closes its connections with its last reference; to abort does not
+        # gloo closes its connections with the last reference to a group, and not when it is aborted.
         groups.clear()
         self._groups.clear()
         self._started = []

@@ -814,8 +814,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "refit: a group is acknowledged before it was copied": Row(
         "megarl/weight_sync/session.py",
-        "# read that\n            self._runtime.synchronize()\n",
-        "# read that\n",
+        "            self._runtime.synchronize()\n            _require(ipc_buffer, mark)\n",
+        "            _require(ipc_buffer, mark)\n",
         ("unit/test_weight_devices.py",),
     ),
     "refit: a slice lies where it lies in the whole weight": Row(

@@ -1,10 +1,10 @@
 """The DTensor backend: transformers' own models, divided by torch's DTensor (tensor and sequence parallelism)
 and ``fully_shard`` (FSDP2).
 
-``mesh`` makes the device mesh and its groups, ``plans`` and ``styles`` say how modules are divided over
-tensor-parallel ranks, and ``regions`` what these send each other; ``parallelize`` applies a plan and
-``fully_shard``, ``shards`` reads a rank's slices and gathers them again; ``backend`` is the engine's protocol
-over all of it.
+``mesh`` builds the device mesh and its groups. ``plans`` and ``styles`` define how modules are divided over
+tensor-parallel ranks, and ``regions`` the collectives between these ranks. ``parallelize`` applies a plan and
+``fully_shard``, and ``shards`` reads a rank's slices and gathers them again. ``backend`` implements the
+engine's protocol with all of these.
 """
 
 import warnings

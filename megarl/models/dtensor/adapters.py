@@ -1,9 +1,9 @@
-"""Low-rank adapters of linear layers of transformers' models, which DTensor and FSDP2 divide as they do
+"""Low-rank adapters of linear layers of transformers' models, which DTensor and FSDP2 divide together with
 the layers.
 
-The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Over tensor-parallel ranks the
-factor that faces the layer's cut side is cut with it and the other one is whole (``styles``); ``fully_shard``
-then cuts both over the other ranks.
+The factors ``lora_A`` and ``lora_B`` are parameters of the layer itself. Tensor-parallel ranks shard the
+factor on the layer's sharded side, and each holds the other factor in full (``styles``). ``fully_shard`` then
+shards both over the other ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AdaptedLinear(nn.Linear):
 
     Attributes:
         lora_A, lora_B: the factors [r, in] and [out, r].
-        settings, switch: of all adapters.
+        settings, switch: settings of all adapters, and the switch that turns all of them on or off.
     """
 
     lora_A: nn.Parameter
@@ -50,7 +50,7 @@ class AdaptedLinear(nn.Linear):
     switch: AdapterSwitch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out]."""
+        """Map inputs [..., in] to outputs [..., out]."""
         return self.adapted(inputs, F.linear(inputs, self.weight, self.bias), self.lora_A, self.lora_B)
 
     def adapted(
@@ -61,13 +61,13 @@ class AdaptedLinear(nn.Linear):
         up: torch.Tensor,
         between: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
     ) -> torch.Tensor:
-        """Return the layer's output with what the adapter adds to it.
+        """Return the layer's output plus the adapter's contribution, unless adapters are switched off.
 
         Args:
-            inputs: of the layer.
-            output: without its adapter, as the layer gives it.
+            inputs: inputs of the layer.
+            output: output of the layer without its adapter.
             down, up: this rank's parts of A and B.
-            between: brings what comes between the factors to where ``up`` needs it.
+            between: redistributes the hidden vector between the factors as ``up`` needs it.
         """
         if not self.switch.is_on:
             return output
@@ -77,14 +77,14 @@ class AdaptedLinear(nn.Linear):
         return output + (added if first else drop(added, share, self))
 
     def low_rank(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what ``Request.output`` wants of the adapter of an output layer, for ``rows`` [k, in] of its
-        input; None while it is off."""
+        """Return the adapter's factors for ``Request.output`` of an output layer, computed for ``rows`` [k,
+        in] of its input; None while adapters are off."""
         return self.low_rank_of(rows, self.lora_A, self.lora_B)
 
     def low_rank_of(
         self, rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the same by this rank's parts of A and B."""
+        """Return the result of ``low_rank`` from this rank's parts of A and B."""
         if not self.switch.is_on:
             return None
         return F.linear(drop(rows, self.settings.dropout, self), down) * self.settings.scaling, up
@@ -94,8 +94,8 @@ class AdaptedEmbedding(nn.Embedding):
     """An embedding of transformers with an adapter, without dropout, as in PEFT.
 
     Attributes:
-        lora_A, lora_B: the columns of A [V, r], and B [h, r].
-        settings, switch: of all adapters.
+        lora_A, lora_B: the columns of A as [V, r], and B [h, r].
+        settings, switch: settings of all adapters, and the switch that turns all of them on or off.
     """
 
     lora_A: nn.Parameter
@@ -104,17 +104,17 @@ class AdaptedEmbedding(nn.Embedding):
     switch: AdapterSwitch
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[...] to [..., h]."""
+        """Map token ids [...] to embeddings [..., h]."""
         rows = super().forward(input)
         return self.adapted(rows, F.embedding(input, self.lora_A), self.lora_B) if self.switch.is_on else rows
 
     def adapted(self, rows: torch.Tensor, columns: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return rows of the embedding with what the adapter adds to them.
+        """Return embedding rows plus the adapter's contribution.
 
         Args:
-            rows: of tokens.
-            columns: of A, of the same tokens.
-            up: B.
+            rows: embeddings of the tokens.
+            columns: columns of A for the same tokens.
+            up: the factor B.
         """
         return rows + F.linear(columns * self.settings.scaling, up)
 
@@ -123,13 +123,13 @@ class Adapters:
     """All adapters of a model.
 
     Args:
-        settings: of the configuration.
-        model: of transformers, whole and on the meta device; its own parameters are not trained any more.
-        seed: of the matrices A.
+        settings: adapter settings of the configuration.
+        model: transformers model, undivided and on the meta device; its own parameters are frozen.
+        seed: seed of the matrices A.
 
     Raises:
-        ConfigError: no layer, or what cannot be adapted, is chosen; or the adapter to go on from is another
-            one.
+        ConfigError: no layer is chosen, or one that cannot have an adapter; or the adapter to continue from
+            does not match.
     """
 
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:
@@ -187,19 +187,18 @@ class Adapters:
 
     @property
     def rows_of_vocabulary(self) -> list[str]:
-        """Return the factors that have a row for each token."""
+        """Names of the factors that have a row for each token."""
         return [f"{name}.{FACTORS[not is_embedding(name)]}" for name in self._vocabulary]
 
     def fill(self, divided: Mapping[str, DTensor], rows: Mapping[str, int]) -> None:
-        """Give this rank's pieces of the factors the values that they begin with. A collective over all
-        ranks.
+        """Write the initial values into this rank's pieces of the factors. A collective over all ranks.
 
         Args:
             divided: all parameters.
-            rows: of each, without those that pad the vocabulary.
+            rows: number of rows of each parameter, without vocabulary padding.
 
         Raises:
-            ConfigError: the adapter to go on from has another embedding or output layer with it.
+            ConfigError: the adapter to continue from was stored with another embedding or output layer.
         """
         for module in self.adapted:
             for factor in FACTORS:
@@ -229,9 +228,8 @@ class Adapters:
     def exported(
         self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
     ) -> Mapping[str, torch.Tensor]:
-        """Return this rank's pieces of the weights as refits and exports send them: a layer's with the
-        adapter in it, made when it is asked for. A collective: the factors, which are small, are gathered
-        first."""
+        """Return this rank's pieces of the weights for refits and exports, with adapters merged when a piece
+        is accessed. The small factors are gathered first, which is a collective."""
         return _Exported(
             divided,
             self.parts(divided, device, bucket_bytes) if self.switch.is_on else {},
@@ -241,17 +239,17 @@ class Adapters:
     def parts(
         self, divided: Mapping[str, DTensor], device: torch.device, bucket_bytes: int
     ) -> dict[str, torch.Tensor]:
-        """Return the factors as this tensor-parallel rank has them, by name. A collective."""
+        """Return this tensor-parallel rank's parts of the factors, by name. A collective."""
         factors = {name: parameter for name, parameter in divided.items() if self.is_factor(name)}
         return dict(gather_parts(factors, torch.float32, device, bucket_bytes))
 
     def merged(self, name: str, part: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a tensor-parallel rank's part of a weight with its adapter in it, where it has one.
+        """Return a tensor-parallel rank's part of a weight, with its adapter merged if it has one.
 
         Args:
-            name: of the weight.
-            part: of it.
-            factors: of ``parts``.
+            name: name of the weight.
+            part: this rank's part of the weight.
+            factors: result of ``parts``.
         """
         down, up = _factors_of(name, factors)
         return part if down is None or up is None else merged(part, up, down, self.settings.scaling)
@@ -263,7 +261,7 @@ class Adapters:
     def gathered(
         self, divided: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """PEFT's names and whole factors. A collective over the world."""
+        """Yield PEFT's names and the full factors. A collective over the world."""
         for module in self.adapted:
             for factor in FACTORS:
                 name = f"{module}.{factor}"
@@ -275,7 +273,7 @@ class Adapters:
 
 
 class _Exported(Mapping[str, torch.Tensor]):
-    """This rank's pieces by name, some of them with adapters in them."""
+    """This rank's pieces of the weights by name, with adapters merged."""
 
     def __init__(
         self, divided: Mapping[str, DTensor], factors: Mapping[str, torch.Tensor], scaling: float

@@ -1,5 +1,5 @@
-"""The DTensor backend: the engine's ``Backend`` protocol on transformers models, divided by DTensor and
-FSDP2."""
+"""The DTensor backend: an implementation of the engine's ``Backend`` protocol on transformers models, divided
+by DTensor and FSDP2."""
 
 from __future__ import annotations
 
@@ -94,11 +94,10 @@ class DTensorBackend(HuggingFaceBackend):
             self.loss_scale = LossScale.for_float16()
 
     def _refuse_optimizer(self) -> None:
-        """Take steps on stand-ins: of every way in which a parameter is divided, the smallest. A collective
-        over all ranks.
+        """Raise ConfigError if optimizer steps fail on stand-ins for the parameters: the smallest parameter
+        for each way of division. A collective over all ranks.
 
-        Not every operation of every optimizer knows DTensors, and some know them only where all are on one
-        mesh.
+        Not every optimizer operation supports DTensors, and some support them only if all are on one mesh.
         """
         smallest: dict[Any, DTensor] = {}
         for parameter in self._divided().values():
@@ -127,7 +126,7 @@ class DTensorBackend(HuggingFaceBackend):
             ) from error
 
     def _divided_model(self, source: HuggingFaceSource) -> Any:
-        """The model with this rank's pieces of the weights."""
+        """Build the model with this rank's pieces of the weights."""
         model = self._undivided()
         # Tied embeddings are one parameter, which a set holds once.
         padded = {
@@ -190,7 +189,7 @@ class DTensorBackend(HuggingFaceBackend):
             read_block(parameter, source, name)
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``TakesWeights``."""
+        """Yield the parameters that every tensor-parallel rank holds in full; see ``TakesWeights``."""
         copied = (
             (name, weight)
             for name, weight in self._divided().items()
@@ -205,14 +204,14 @@ class DTensorBackend(HuggingFaceBackend):
         )
 
     def _divided(self) -> dict[str, DTensor]:
-        """The parameters as what they are now, each once. The model itself may show gathered ones in their
-        place."""
+        """Return the divided parameters by name, each once. During a pass the model itself may hold gathered
+        ones instead."""
         return {
             name: parameter for name, parameter in self._parameters.items() if isinstance(parameter, DTensor)
         }
 
     def _own(self) -> dict[str, DTensor]:
-        """Parameters of the model itself, without adapters."""
+        """Return the parameters of the model itself, without adapters."""
         adapters, divided = self.adapters, self._divided()
         return (
             divided
@@ -221,7 +220,7 @@ class DTensorBackend(HuggingFaceBackend):
         )
 
     def _saved(self) -> dict[str, DTensor]:
-        """Parameters that checkpoints hold: of a model with adapters these alone."""
+        """Return the parameters that checkpoints hold: only the trained ones if the model has adapters."""
         return (
             self._divided()
             if self.adapters is None
@@ -250,8 +249,8 @@ class DTensorBackend(HuggingFaceBackend):
             reshard(self.model)
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """Leave out copies: of a parameter that all tensor-parallel ranks have in full, the first rank's
-        counts."""
+        """Return the parameters without duplicates: if all tensor-parallel ranks hold a parameter in full,
+        only the first rank counts it."""
         first, divided = self.groups.tensor_rank == 0, self._divided()
         return [
             self._parameters[name]
@@ -260,12 +259,12 @@ class DTensorBackend(HuggingFaceBackend):
         ]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Views of this rank's pieces; writing into them writes into the model."""
+        """Yield views of this rank's pieces; writing into them changes the model."""
         for name, parameter in self._divided().items():
             yield name, nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The divided parameters by name, vocabulary padding included."""
+        """Return the divided parameters by name, including vocabulary padding."""
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -293,12 +292,13 @@ class DTensorBackend(HuggingFaceBackend):
 
     @property
     def gathered_bytes(self) -> int:
-        """Buckets of an export that are there at once."""
+        """Bytes of the export buckets that exist at the same time."""
         return BUCKETS * self._bucket_bytes
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[Any]:
-        """Single positions cannot be divided: it has no sequence parallelism."""
+        """Yield a model for generation. It has no sequence parallelism, because single positions cannot be
+        divided."""
         if (
             self._stays_whole
             and not self._sequence_parallel
@@ -312,8 +312,8 @@ class DTensorBackend(HuggingFaceBackend):
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[Any]:
-        """A model in ``policy.precision`` that is divided over tensor-parallel ranks alone, with the present
-        weights. Afterwards it keeps its modules, which take a while to make, and no memory."""
+        """Yield a model in ``policy.precision`` with the present weights, divided only over tensor-parallel
+        ranks. On exit, the modules are kept because building them takes long, but their memory is freed."""
         if self._generating is None:
             self._generating = self._to_generate()
         model = self._generating
@@ -337,8 +337,8 @@ class DTensorBackend(HuggingFaceBackend):
             take_memory(model)
 
     def _to_generate(self) -> Any:
-        """Make that model on the meta device. Its buffers are those of training, whatever the precision of
-        its parameters: rounded to it, the frequencies of a rotary embedding would be others."""
+        """Build the generating model on the meta device. Its buffers are those of training whatever the
+        parameters' precision, because rounding would change the rotary frequencies."""
         model = self._undivided()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self._dtype)

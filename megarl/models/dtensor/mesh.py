@@ -1,8 +1,8 @@
 """The device mesh: data, context and tensor parallel ranks, and the process groups that the engine needs.
 
-For callers that bring their own loop, ``context_parallel`` cuts buffers to this rank's part for as long as a
-block runs. It is what ``torch.distributed.tensor.experimental.context_parallel`` offers, on the engine's
-attention, which works on any device and under any tensor parallelism.
+For callers with their own training loop, ``context_parallel`` reduces buffers to this rank's part inside a
+block. It offers what ``torch.distributed.tensor.experimental.context_parallel`` does, with the engine's
+attention, which works on any device and with any tensor parallelism.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Meshes:
     """Parts of the device mesh.
 
     Attributes:
-        sharding: the data and context parallel ranks as one dimension, over which ``fully_shard`` divides
-            parameters and sums gradients.
-        context, tensor: the context-parallel and the tensor-parallel ranks.
-        groups: their process groups; the pipeline is a group of one.
+        sharding: mesh of the data and context parallel ranks as one dimension, over which ``fully_shard``
+            divides parameters and sums gradients.
+        context, tensor: meshes of the context-parallel and the tensor-parallel ranks.
+        groups: their process groups; the pipeline is a group of one rank.
     """
 
     sharding: DeviceMesh
@@ -42,15 +42,16 @@ class Meshes:
 
 
 def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = False) -> Meshes:
-    """The mesh over all ranks, tensor parallel fastest, then context, then data parallel.
+    """Build the mesh over all ranks, with tensor parallelism as the fastest dimension, then context, then
+    data.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
         context, tensor: sizes of these dimensions.
-        ring: context-parallel ranks send keys and values round instead of gathering them.
+        ring: context-parallel ranks pass keys and values around a ring instead of gathering them.
 
     Raises:
-        ConfigError: the ranks are no multiple of one copy of the model.
+        ConfigError: the number of ranks is not a multiple of the ranks of one copy of the model.
     """
     world, copy = dist.get_world_size(), context * tensor
     if world % copy:
@@ -76,8 +77,8 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
 
 
 def _forget_earlier_meshes() -> None:
-    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal mesh may have process
-    groups that were destroyed."""
+    """Clear DTensor's cache of sharding decisions. Its key is the mesh, and an equal earlier mesh may have
+    process groups that were destroyed."""
     clear = getattr(tensor_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
@@ -95,18 +96,18 @@ def context_parallel(
     no_restore: Collection[torch.Tensor] = (),
     rotate_method: str | None = None,
 ) -> Iterator[None]:
-    """Inside, every buffer holds this rank's part of it and the model's attention sees whole sequences all
-    the same.
+    """Reduce every buffer to this rank's part inside the block, while the model's attention still sees whole
+    sequences.
 
     Args:
-        mesh: the context-parallel ranks.
-        buffers: token ids, position ids and whatever else has a sequence dimension; changed in place.
-        dimensions: the sequence dimension of each; its length is a multiple of twice the ranks.
+        mesh: mesh of the context-parallel ranks.
+        buffers: token ids, position ids and any other tensors with a sequence dimension; changed in place.
+        dimensions: sequence dimension of each buffer; its length is a multiple of twice the number of ranks.
         no_restore: buffers that may keep their part when the block ends.
         rotate_method: one of ``ROTATE_METHODS``; ``alltoall`` is ring attention.
 
     Raises:
-        BatchError: not one dimension for each buffer, or a length that cannot be divided.
+        BatchError: buffers and dimensions differ in number, or a length cannot be divided.
     """
     if len(buffers) != len(dimensions):
         raise BatchError(

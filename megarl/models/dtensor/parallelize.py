@@ -1,6 +1,6 @@
-"""Divides a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over
-data and context parallel ranks, gives it memory for what this rank keeps, and says what a pass does about
-``fully_shard``."""
+"""Divide a model that is still on the meta device: modules over tensor-parallel ranks, then parameters over
+data and context parallel ranks. Allocate memory for what this rank keeps, and control ``fully_shard`` during
+passes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from megarl.models.huggingface.loading import is_tied, layers_of, tie
 
 
 def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
-    """Apply a tensor-parallel plan; a tied output layer stays tied.
+    """Apply a tensor-parallel plan. A tied output layer stays tied.
 
     Raises:
-        ConfigError: heads or rows do not divide.
+        ConfigError: the attention heads do not divide over the ranks.
     """
     ranks, text = mesh.size(), model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -51,17 +51,18 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool, pin: bool) -> None:
-    """FSDP2 over ``mesh``, a layer at a time. Gradients come out as plain float32 sums over its ranks.
+    """Apply FSDP2 over ``mesh``, layer by layer. Gradients are summed over its ranks in float32, without
+    averaging.
 
-    Logits keep the dtype of the computation: heads compute in float32 chunk by chunk, so that a cast would
-    only double the largest tensor there is.
+    Logits keep the dtype of the computation: loss heads convert them to float32 chunk by chunk, and
+    converting all of them would double the largest tensor.
 
     Args:
-        model: with its parameters, perhaps divided over tensor-parallel ranks, on the meta device.
-        mesh: one dimension.
-        dtype: of parameters and activations in the computation; kept parameters are float32.
+        model: model on the meta device, whose parameters may be divided over tensor-parallel ranks.
+        mesh: mesh with one dimension.
+        dtype: dtype of parameters and activations in the computation.
         offload: keep parameters, gradients and optimizer state in host memory.
-        pin: in page-locked memory.
+        pin: use page-locked host memory.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
@@ -86,24 +87,24 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters ``fully_shard`` gathers together."""
+    """Return the modules whose parameters ``fully_shard`` gathers together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that the next pass gathers them again, with whatever was written to them
-    meanwhile."""
+    """Free gathered parameters, so that the next pass gathers them again and sees later changes of the
+    shards."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
-    """Inside, gradients add up as whole ones until what this gives is called, before the last micro-batch,
-    whose pass reduces them all.
+    """Accumulate unreduced gradients over the micro-batches of a block. Yield a function to call before the
+    last micro-batch, whose pass then reduces all of them.
 
     Args:
-        model: with sharded modules; None where each micro-batch's gradients are reduced.
+        model: model with sharded modules; None if each micro-batch's gradients are reduced.
     """
     modules = [] if model is None else sharded_modules(model)
 
@@ -120,16 +121,16 @@ def reduced_once(model: nn.Module | None) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` computes on this rank's whole parameters; afterwards the gradients that it found are
-    at the divided ones.
+    """Let ``model`` compute on this rank's plain parameters inside the block, and move their gradients to the
+    divided parameters on exit.
 
-    ``fully_shard`` divides parameters over one rank as over many, and its hooks copy every parameter before
-    every use. Where kept parameters and the computation have one dtype, modules can have plain parameters in
-    the memory of the divided ones instead, while the hooks rest.
+    ``fully_shard`` divides parameters even over one rank, and its hooks copy every parameter before every
+    use. If stored parameters and the computation have the same dtype, modules can instead use plain
+    parameters that share the divided ones' memory, while the hooks are disabled.
 
     Args:
-        model: its parameters are divided over one rank by ``fully_shard``, perhaps after a plan of which
-            ``computes_locally``.
+        model: model whose parameters ``fully_shard`` divides over one rank, and that satisfies
+            ``computes_locally`` if a plan was applied before.
     """
     places: list[tuple[nn.Module, str, Any]] = [
         (module, name, parameter)
@@ -162,12 +163,12 @@ def _memory_of(parameter: DTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) -> None:
-    """Add a gradient of this rank's to that of a divided parameter.
+    """Add a gradient of this rank to the gradient of a divided parameter.
 
     Args:
-        parameter: of any placement.
-        gradient: of the shape that this rank has of it.
-        partial: tensor-parallel ranks, which have all of the parameter, found a part of its gradient each.
+        parameter: divided parameter with any placement.
+        gradient: gradient with the shape of this rank's piece.
+        partial: each tensor-parallel rank holds the full parameter, but computed only a part of its gradient.
     """
     if partial:
         # Dimension 1 of the mesh are the tensor-parallel ranks.
@@ -183,7 +184,7 @@ def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) 
 
 @contextlib.contextmanager
 def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
-    """Inside, the hooks that ``fully_shard`` has put around forward passes do not run."""
+    """Disable the forward hooks of ``fully_shard`` inside the block."""
     kept: list[tuple[OrderedDict[int, Any], list[tuple[int, Any]]]] = []
     for module in sharded_modules(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # type: ignore[attr-defined]
@@ -209,8 +210,8 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def give_memory(model: Any, device: torch.device) -> None:
-    """Replace parameters on the meta device by uninitialised memory for this rank's shards; buffers keep
-    their values, on ``device``."""
+    """Replace parameters on the meta device by uninitialised memory for this rank's shards. Buffers keep
+    their values and move to ``device``."""
     _without_values(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -218,7 +219,8 @@ def give_memory(model: Any, device: torch.device) -> None:
 
 
 def take_memory(model: Any) -> None:
-    """The reverse of ``give_memory``: parameters on the meta device again; buffers stay where they are."""
+    """Move parameters back to the meta device, the reverse of ``give_memory``. Buffers stay where
+    they are."""
     _without_values(model, torch.device("meta"))
 
 

@@ -1,10 +1,11 @@
-"""Tensor-parallel plans: which style each module of a model gets, by a plan of ours, the model's own, or one
-of the user's.
+"""Tensor-parallel plans: the style of each module of a model, from a built-in plan, the model's own, or a
+user-defined one.
 
-Keys of a plan are module names, ``*`` stands for any one part of a name. Whatever the plan, embedding and
-output layer are divided by vocabulary, so that no rank ever holds logits of the whole vocabulary; a score
-layer, which is small, is whole on every rank. Styles that go by a name compute on local tensors (``styles``),
-but for ``sequence_parallel``, which is torch's; a plan of the user's may have any ``ParallelStyle`` of torch.
+Keys of a plan are module names, in which ``*`` stands for any single part of a name. With every plan,
+embedding and output layer are divided by vocabulary, so that no rank ever holds logits of the whole
+vocabulary; every rank holds a score layer in full, because it is small. Named styles compute on local tensors
+(``styles``), except ``sequence_parallel``, which is torch's. A user-defined plan may have any
+``ParallelStyle`` of torch.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def translate_parallel_style(style: str) -> ParallelStyle:
-    """The style that a plan of transformers names.
+    """Return the style that a plan of transformers names.
 
     Raises:
-        AssertionError: ``style`` is no string.
-        ValueError: an unknown name.
+        AssertionError: ``style`` is not a string.
+        ValueError: the name is unknown.
     """
     assert isinstance(style, str), f"a parallel style is named by a string, got {type(style).__name__}"
     if style not in _STYLES:
@@ -73,16 +74,16 @@ _FORMS = (
 
 
 def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -> Plan:
-    """The plan of a model: ``custom`` when given, else ours, else the model's own.
+    """Return the plan of a model: ``custom`` if given, else the built-in plan, else the model's own.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
         sequence_parallel: divide activations between the divided layers over the sequence.
-        custom: see ``custom_plan``.
+        custom: user-defined plan; see ``custom_plan``.
 
     Raises:
-        ConfigError: there is no plan, none with sequence parallelism, or a custom one that names what is not
-            there, or no parameter.
+        ConfigError: there is no plan, or none with sequence parallelism; or a custom plan names unknown
+            modules, or no parameter.
     """
     name = model.config.get_text_config().model_type
     if custom is not None:
@@ -113,19 +114,19 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
 
 
 def _of_scores(plan: Plan, model: Any) -> Plan:
-    """``plan`` where a model has a score layer in the place of its output layer: critics and reward models
-    have the plan of the policy."""
+    """Return the plan with the output layer's style moved to the score layer if the model has one instead.
+    Critics and reward models thus use the policy's plan."""
     if model.get_output_embeddings() is not None or "lm_head" not in plan:
         return plan
     return {"score" if name == "lm_head" else name: style for name, style in plan.items()}
 
 
 def decoder_plan(*, sequence_parallel: bool) -> Plan:
-    """The plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
+    """Return the plan for the layers that Llama, Mistral, Qwen2 and Qwen3 share.
 
-    Each attention and MLP takes whole sequences and gives sums of which every rank has a part. Between them
-    activations are whole on every rank or, with sequence parallelism, divided over the sequence; the input is
-    brought together once for all projections that read it, so that its gradient is reduced once.
+    Each attention and MLP takes whole sequences and returns partial sums on every rank. Between them, every
+    rank holds all activations or, with sequence parallelism, a part of the sequence. Their input is gathered
+    once for all projections that read it, so that its gradient is reduced once.
     """
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Plan = {
@@ -147,10 +148,10 @@ def decoder_plan(*, sequence_parallel: bool) -> Plan:
 
 
 def model_plan(model: Any) -> Plan:
-    """The plan that transformers gives a model, in torch's styles.
+    """Return the plan that transformers defines for a model, as style objects.
 
     Raises:
-        ConfigError: it has none, or one with a style of transformers' own.
+        ConfigError: there is none, or it has a style that is unknown here.
     """
     named = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -170,11 +171,12 @@ def model_plan(model: Any) -> Plan:
 
 
 def custom_plan(given: object) -> Plan:
-    """A plan of the user's: a dictionary, the import path of one, or of a function without arguments that
-    returns one. Styles are torch's objects or the names of ``translate_parallel_style``.
+    """Return a user-defined plan from a dictionary, from the import path of one, or from that of a function
+    without arguments that returns one. Styles are torch's objects or the names of
+    ``translate_parallel_style``.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value is none of these.
     """
     found = _imported(given) if isinstance(given, str) else given
     if callable(found) and not isinstance(found, Mapping):
@@ -207,8 +209,8 @@ def _imported(path: str) -> object:
 
 
 def _check_shared_inputs(plan: Plan) -> None:
-    """Refuse layers that add up their input's gradient inside a module that does so for all of them: it would
-    be added up twice."""
+    """Raise ConfigError if a layer reduces its input's gradient although a module around it does so for all
+    its layers, which would reduce it twice; or if a layer relies on such a module and there is none."""
     for name, style in plan.items():
         owner = next(
             (key for key, other in plan.items() if isinstance(other, WholeInput) and _is_below(name, key)),
@@ -230,7 +232,7 @@ def _check_shared_inputs(plan: Plan) -> None:
 
 
 def _is_below(name: str, key: str) -> bool:
-    """Return whether modules of the plan's entry ``name`` are inside modules of its entry ``key``."""
+    """Return whether the modules of the plan's entry ``name`` are inside modules of its entry ``key``."""
     inner, outer = name.split("."), key.split(".")
     return len(inner) > len(outer) and all(
         "*" in (one, other) or one == other for one, other in zip(inner, outer, strict=False)
@@ -238,14 +240,14 @@ def _is_below(name: str, key: str) -> bool:
 
 
 def _modules_of(key: str, model: Any) -> list[Any]:
-    """The modules that a plan's entry names."""
+    """Return the modules that a plan's entry names."""
     pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 def _divide_vocabulary(plan: Plan, model: Any) -> Plan:
-    """``plan`` with embedding and output layer divided by vocabulary, and a score layer whole on every rank;
-    how it lays out the activations next to them stays."""
+    """Return the plan with embedding and output layer divided by vocabulary, and with a score layer in full
+    on every rank. The layout of the activations next to these layers is kept."""
     output = model.get_output_embeddings()
     embedding, head = (
         _name_of(model, model.get_input_embeddings()),

@@ -1,9 +1,9 @@
-"""Borders between what tensor-parallel ranks compute alike and what each computes a part of, each with its
-one collective.
+"""Boundaries between regions that all tensor-parallel ranks compute identically and regions where each
+computes a part; each boundary is one collective.
 
-A border changes how an activation is spread over the ranks: ``Replicate()`` (every rank has all of it),
-``Shard(dimension)`` (equal runs along one dimension, in the order of the ranks), or parts that have yet to be
-added up. Its backward pass changes the gradient the other way.
+A boundary changes how an activation is distributed over the ranks: ``Replicate()`` (every rank holds all of
+it), ``Shard(dimension)`` (equal parts along one dimension, in rank order), or partial sums. Its backward pass
+changes the gradient the other way.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _Change = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
 
 
 def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """All of an activation on every rank, for something of which each rank computes a part: gradients of all
-    ranks add up.
+    """Return the full activation on every rank, for a computation of which each rank does a part. The
+    backward pass sums the gradients over the ranks.
 
     Args:
-        activation: spread as ``layout``.
+        activation: activation distributed as ``layout``.
         layout: ``Replicate()`` or ``Shard(dimension)``.
         group: the tensor-parallel ranks.
     """
@@ -33,21 +33,21 @@ def for_parts(activation: torch.Tensor, layout: Placement, group: dist.ProcessGr
 
 
 def sum_of_parts(parts: torch.Tensor, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks of ``parts``, which nobody else may use any more, lying as ``layout``:
-    ``Replicate()`` or ``Shard(dimension)``."""
+    """Return the sum of ``parts`` over the ranks, distributed as ``layout``: ``Replicate()`` or
+    ``Shard(dimension)``. The memory of ``parts`` may be overwritten."""
     if isinstance(layout, Shard):
         return _applied(_AlongDimension, parts, _scatter_sum, _gather, layout.dim, group)
     return _applied(_Sum, parts, group)
 
 
 def own_run(activation: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's run along ``dimension`` of an activation that every rank has."""
+    """Return this rank's part, along ``dimension``, of an activation that every rank holds."""
     return _applied(_AlongDimension, activation, _run_of, _gather, dimension, group)
 
 
 def from_runs(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All of an activation from the runs of all ranks along ``dimension``, for what every rank computes
-    alike."""
+    """Gather an activation from all ranks' parts along ``dimension``, for a computation that every rank does
+    identically."""
     return _applied(_AlongDimension, run, _gather, _run_of, dimension, group)
 
 
@@ -84,7 +84,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _AlongDimension(torch.autograd.Function):
-    """A change along one dimension in the forward pass, and another, its adjoint, in the backward pass."""
+    """A change of distribution along one dimension, whose backward pass is the adjoint change."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _AlongDimension(torch.autograd.Function):
 
 
 def _add_up(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``parts``, in whose memory the sum over ranks stands now."""
+    """Sum ``parts`` over the ranks in place, and return it."""
     dist.all_reduce(parts, group=group)
     return parts
 

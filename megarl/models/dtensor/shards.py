@@ -1,13 +1,13 @@
-"""Shards of a divided model: where this rank's piece of a parameter is in the full tensor, and how
-checkpoints hold the pieces.
+"""Shards of a divided model: the position of this rank's piece in the full tensor, and the storage of the
+pieces in checkpoints.
 
-A parameter is cut twice: over tensor-parallel ranks in equal parts along one dimension (or not at all), and
-each part over the data and context parallel ranks in runs of rows, as ``torch.chunk`` cuts: the last runs may
-be shorter or empty. Both cuts together give a block.
+A parameter is divided twice: over tensor-parallel ranks into equal parts along one dimension (or not at all),
+and each part over the data and context parallel ranks by rows. The latter follows ``torch.chunk``, so that
+the last pieces may be shorter or empty. Both divisions together give a block.
 
-In a checkpoint every tensor, of the optimizer state too, has its true shape (without vocabulary padding) and
-is cut over all ranks in runs of rows, so that any layout, and the other torch backend, can read it. One
-tensor at a time is gathered and cut again.
+In a checkpoint every tensor, including optimizer state, has its true shape (without vocabulary padding) and
+is divided by rows over all ranks, so that any layout, and the other torch backend, can read it. One tensor at
+a time is gathered and divided again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from megarl.models.huggingface.mover import move_model
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """This rank's piece.
+    """Position of this rank's piece in a parameter.
 
     Attributes:
-        shape: of the whole parameter, vocabulary padding included.
-        tensor_dimension: cut over tensor-parallel ranks; None where each of them has the whole.
-        tensor_rank, tensor_size: which of how many.
-        sharding_rank, sharding_size: which run of rows of how many.
+        shape: shape of the full parameter, including vocabulary padding.
+        tensor_dimension: dimension that is divided over tensor-parallel ranks; None if each of them holds all
+            of it.
+        tensor_rank, tensor_size: index of this rank among the tensor-parallel ranks, and their number.
+        sharding_rank, sharding_size: index of this rank's rows among those of all sharding ranks, and their
+            number.
     """
 
     shape: tuple[int, ...]
@@ -61,18 +63,18 @@ class Block:
 
     @property
     def run(self) -> int:
-        """Rows of a full run."""
+        """Rows of a piece that is not cut short."""
         return -(-self.part[0] // self.sharding_size)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows of the part that this rank has."""
+        """First row (inclusive) and last row (exclusive) of this rank's piece in the tensor-parallel part."""
         first = min(self.sharding_rank * self.run, self.part[0])
         return first, min(first + self.run, self.part[0])
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """One a dimension: the block's place in the whole parameter."""
+        """Slices of the full parameter that give this block, one per dimension."""
         first, last = self.rows
         places = [slice(first, last), *(slice(0, size) for size in self.shape[1:])]
         if self.tensor_dimension is not None:
@@ -85,7 +87,8 @@ class Block:
 
 
 def block_of(parameter: DTensor) -> Block:
-    """The block of a parameter that ``fully_shard`` has divided, perhaps after a tensor-parallel plan."""
+    """Return the block of a parameter that ``fully_shard`` has divided, possibly after a tensor-parallel
+    plan."""
     mesh, placements = parameter.device_mesh, parameter.placements
     tensor_dimension, tensor_rank, tensor_size = None, 0, 1
     if mesh.ndim == 2:
@@ -109,8 +112,8 @@ def block_of(parameter: DTensor) -> Block:
 
 @torch.no_grad()
 def read_block(parameter: DTensor, source: HuggingFaceSource, name: str) -> None:
-    """Fill this rank's piece from a checkpoint, reading nothing but that piece; rows that only pad the
-    vocabulary become zero."""
+    """Fill this rank's piece from a checkpoint, reading only that piece. Rows of vocabulary padding become
+    zero."""
     block, true_rows = block_of(parameter), source.shape(name)[0]
     rows, *others = block.slices
     wanted = slice(min(rows.start, true_rows), min(rows.stop, true_rows))
@@ -119,7 +122,7 @@ def read_block(parameter: DTensor, source: HuggingFaceSource, name: str) -> None
 
 @torch.no_grad()
 def write_block(parameter: DTensor, whole: torch.Tensor) -> None:
-    """Fill this rank's piece from a whole tensor without vocabulary padding."""
+    """Fill this rank's piece from a full tensor without vocabulary padding."""
     _fill(parameter, whole[block_of(parameter).slices])
 
 
@@ -134,9 +137,9 @@ def _fill(parameter: DTensor, values: torch.Tensor) -> None:
 def gather_parts(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This tensor-parallel rank's parts of parameters of one mesh by name, from the runs of all data and
-    context parallel ranks, on ``device``: bit for bit, or rounded to ``dtype``. Neighbours travel together,
-    about ``bucket_bytes`` of all ranks at a time."""
+    """Yield the names and this tensor-parallel rank's parts of parameters on one mesh, gathered on ``device``
+    from all data and context parallel ranks. The values are exact, or rounded to ``dtype``. Consecutive
+    parameters are gathered together, about ``bucket_bytes`` over all ranks at a time."""
     blocks = {name: block_of(parameter) for name, parameter in parameters.items()}
     spaces = {name: block.run * math.prod(block.part[1:]) for name, block in blocks.items()}
     ranks = next(iter(blocks.values())).sharding_size
@@ -155,12 +158,12 @@ def gather_parts(
 
 @torch.no_grad()
 def gather(parameter: DTensor, device: torch.device, rows: int | None = None) -> torch.Tensor:
-    """The whole parameter on every rank, from all pieces, bit for bit.
+    """Return the full parameter on every rank, gathered from all pieces without rounding.
 
     Args:
-        parameter: divided.
-        device: where collectives work.
-        rows: how many to keep, where the rest pads the vocabulary.
+        parameter: divided parameter.
+        device: device for collectives.
+        rows: number of rows to keep; the rest is vocabulary padding.
     """
     [(_, part)] = gather_parts({"": parameter}, parameter.dtype, device, 0)
     dimension = block_of(parameter).tensor_dimension
@@ -170,7 +173,7 @@ def gather(parameter: DTensor, device: torch.device, rows: int | None = None) ->
 
 
 def all_gather(part: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """[ranks, ...]: the tensors of all ranks of ``group`` (of all ranks when None), which have one shape."""
+    """Gather a tensor of the same shape from all ranks of ``group`` (None for all ranks), as [ranks, ...]."""
     ranks = dist.get_world_size(group)
     whole = torch.empty(ranks * part.shape[0], *part.shape[1:], dtype=part.dtype, device=part.device)
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
@@ -181,10 +184,10 @@ class DividedParameters:
     """``ParameterStore`` of a model that ``fully_shard`` has divided.
 
     Args:
-        model: that has them.
-        parameters: by name.
-        rows: true rows of each.
-        device: of the model, where collectives work.
+        model: model with the parameters.
+        parameters: divided parameters by name.
+        rows: number of rows of each, without vocabulary padding.
+        device: device of the model and for collectives.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class DividedParameters:
         move_model(self._model, self._device if place == "device" else torch.device("cpu"))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See ``ParameterStore``: this rank's even share of each."""
+        """Return this rank's even share of each parameter; see ``ParameterStore``."""
         return {name: self._cut(name, parameter) for name, parameter in self._parameters.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -210,7 +213,7 @@ class DividedParameters:
             write_block(parameter, self._whole(state[name]))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """See ``ParameterStore``: of divided tensors this rank's even share."""
+        """Return optimizer state with this rank's even share of divided tensors; see ``ParameterStore``."""
         return _with_tensors(named_optimizer_state(optimizer, self._named()), self._cut)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: OptimizerState) -> None:
@@ -224,7 +227,7 @@ class DividedParameters:
         return self._share_of(gather(tensor, self._device, self._rows[name]))
 
     def _divided(self, name: str, share: DTensor) -> torch.Tensor:
-        """A tensor of a parameter's shape, divided as the parameter is, from its shares."""
+        """Return a tensor with a parameter's shape and division, built from all ranks' even shares."""
         tensor = cast(DTensor, torch.zeros_like(self._parameters[name].detach(), dtype=share.dtype))
         write_block(tensor, self._whole(share))
         return tensor
@@ -256,7 +259,7 @@ class DividedParameters:
 
 
 def _with_tensors(state: OptimizerState, change: Callable[[str, DTensor], torch.Tensor]) -> OptimizerState:
-    """Optimizer state with ``change(parameter name, tensor)`` in the place of divided tensors."""
+    """Return optimizer state in which ``change(parameter name, tensor)`` replaces each divided tensor."""
     changed = {
         name: {
             key: change(name, value) if isinstance(value, DTensor) else value for key, value in values.items()

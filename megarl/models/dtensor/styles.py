@@ -1,10 +1,10 @@
 """Tensor-parallel styles that compute on local tensors.
 
-Parameters are DTensors, for ``fully_shard``, checkpoints and refits, and so are their gradients; in between,
-a module takes its rank's part of each and computes as plain torch does, with a border of ``regions`` before
-or behind it. torch's own styles send every operation through DTensor's dispatch, which costs more than the
-operation where it is small. A plan may mix both: what torch's styles hand over as DTensors is taken. Where
-nothing else divides the parameters, modules may have plain ones in their place (``whole_parameters``).
+Parameters and their gradients are DTensors, for ``fully_shard``, checkpoints and refits. In between, a module
+uses its rank's local part of each and computes with plain torch operations, with a boundary of ``regions``
+before or after. torch's own styles send every operation through DTensor's dispatch, which costs more than a
+small operation itself. A plan may mix both kinds: DTensors from torch's styles are accepted. If nothing else
+divides the parameters, modules may have plain ones instead (``whole_parameters``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megarl.models.engine.output_layer import answer_requests
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """An embedding of which each rank holds a run of rows.
+    """Style for an embedding of which each rank holds consecutive rows.
 
-    torch's own row-wise embedding makes a gradient of the whole vocabulary on every rank; here each rank's is
-    as large as its rows.
+    torch's own row-wise embedding allocates a gradient for the whole vocabulary on every rank; here each rank
+    allocates one for its own rows.
 
     Args:
         output_layouts: ``Replicate()``, or ``Shard(1)`` for sequence parallelism.
@@ -66,11 +66,11 @@ class VocabularyEmbedding(ParallelStyle):
 
 
 class WholeInput(ParallelStyle):
-    """A module, attention or MLP, whose input is brought together once for all
-    ``ColumnLinear(shared_input=True)`` in it, so that the input's gradient is added up once, too.
+    """Style for an attention or MLP module whose input is gathered once for all
+    ``ColumnLinear(shared_input=True)`` in it, so that the input's gradient is also reduced once.
 
     Args:
-        layout: of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or
+        layout: layout of the input, which is the first argument or ``hidden_states``: ``Replicate()`` or
             ``Shard(dimension)``.
     """
 
@@ -96,11 +96,11 @@ class WholeInput(ParallelStyle):
 
 
 class ColumnLinear(ColwiseParallel):
-    """A linear layer of which each rank has some of the output features; torch's style for anything but plain
-    linear layers.
+    """Style for a linear layer of which each rank computes some output features. Anything but plain linear
+    layers gets torch's style.
 
     Args:
-        input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer sees all of its input.
+        input_layouts: ``Replicate()`` or ``Shard(dimension)``; the layer sees its whole input.
         output_layouts: ``Shard(-1)``, or ``Replicate()`` to gather the output.
         shared_input: the input comes through a ``WholeInput`` around the layer.
     """
@@ -143,8 +143,8 @@ class ColumnLinear(ColwiseParallel):
 
 
 class OutputLayer(ColumnLinear):
-    """A model's output layer, of which each rank has some of the vocabulary, and which answers requests
-    (``engine.output_layer``).
+    """Style for a model's output layer, of which each rank holds a part of the vocabulary, and which answers
+    requests (``engine.output_layer``).
 
     Args:
         input_layouts: ``Replicate()`` or ``Shard(dimension)``.
@@ -169,11 +169,11 @@ class OutputLayer(ColumnLinear):
 
 
 class ScoreLayer(ParallelStyle):
-    """A score layer that every rank has whole, and whose whole output every rank gets.
+    """Style for a score layer that every rank holds in full, and whose full output every rank gets.
 
     Args:
-        input_layouts: ``Replicate()``; or ``Shard(1)``, and each rank computes the output of its run of the
-            sequence, and finds a part of the weight's gradient.
+        input_layouts: ``Replicate()``; or ``Shard(1)``, with which each rank computes the output for its part
+            of the sequence, and a part of the weight's gradient.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -196,11 +196,11 @@ class ScoreLayer(ParallelStyle):
 
 
 class RowLinear(RowwiseParallel):
-    """A linear layer of which each rank has some of the input features; torch's style for anything but plain
-    linear layers.
+    """Style for a linear layer of which each rank takes some input features. Anything but plain linear layers
+    gets torch's style.
 
     Args:
-        input_layouts: ``Shard(-1)``, or ``Replicate()`` where each rank takes its features from the whole
+        input_layouts: ``Shard(-1)``, or ``Replicate()`` if each rank selects its features from the full
             input.
         output_layouts: ``Replicate()`` or ``Shard(dimension)``.
     """
@@ -246,9 +246,9 @@ class RowLinear(RowwiseParallel):
 
 
 class NormOfParts(ParallelStyle):
-    """A norm, or another module with whole parameters, of which each rank computes a part of the output: for
-    some of the heads in [n, t, H, D], or for a run of the sequence. Gradients of its parameters are sums over
-    ranks."""
+    """Style for a norm, or another module with full parameters on every rank, of which each rank computes a
+    part of the output: for some of the heads in [n, t, H, D], or for a part of the sequence. The gradients of
+    its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = frozenset(name for name, _ in module.named_parameters(recurse=False))
@@ -283,13 +283,14 @@ _PARTS = "names_of_partial_gradients"
 
 
 def finds_part(module: nn.Module, name: str) -> bool:
-    """Return whether each rank finds a part of the gradient of a parameter that all ranks have."""
+    """Return whether each rank computes only a part of the gradient of a parameter that all ranks hold in
+    full."""
     return name in getattr(module, _PARTS, ())
 
 
 def computes_locally(model: nn.Module) -> bool:
-    """Return whether every module of a model with a divided parameter of its own has a style of these, which
-    take plain parameters as well."""
+    """Return whether every module with its own divided parameter has a style of this file. These styles also
+    work with plain parameters."""
     owners = (
         module
         for module in model.modules()
@@ -301,7 +302,8 @@ def computes_locally(model: nn.Module) -> bool:
 def _computing(
     module: nn.Module, forward: Callable[..., Any], parts: frozenset[str] = frozenset()
 ) -> nn.Module:
-    """``module`` with another forward pass; of the gradients of ``parts`` each rank finds a part."""
+    """Replace a module's forward pass and return the module. ``parts`` are its parameters of whose gradients
+    each rank computes a part."""
     # setattr: mypy takes a method for something that cannot be replaced
     setattr(module, "forward", forward)  # noqa: B010
     setattr(module, _PARTS, parts)
@@ -317,8 +319,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _local(parameter: Any, *, partial: bool = False) -> Any:
-    """This rank's part of a divided parameter, None for none; with ``partial`` it finds a part of the
-    gradient of a whole one."""
+    """Return this rank's part of a divided parameter; anything else, such as None, is returned unchanged.
+    With ``partial``, each rank computes a part of the gradient of a full parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
     # Partial, so that DTensor sums the gradient over the ranks and does not take one rank's for all.
@@ -326,14 +328,14 @@ def _local(parameter: Any, *, partial: bool = False) -> Any:
 
 
 def _whole(inputs: Any, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """All of the input, of which this rank computes a part; a DTensor brings its own layout."""
+    """Return the full input, of which this rank processes a part. The layout of a DTensor is its own."""
     if isinstance(inputs, DTensor):
         return inputs.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return for_parts(inputs, layout, group)
 
 
 def _features(inputs: Any, layout: Placement, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's run of the last dimension."""
+    """Return this rank's part of the input's last dimension."""
     if isinstance(inputs, DTensor):
         return inputs.redistribute(placements=[Shard(inputs.ndim - 1)]).to_local()
     return own_run(inputs, inputs.ndim - 1, group) if layout.is_replicate() else cast(torch.Tensor, inputs)

@@ -1,7 +1,7 @@
-"""The weights of a divided model as whole tensors: the stream of exports and refits.
+"""Full tensors of a divided model's weights, as a stream for exports and refits.
 
-Parameters that neighbour in the order are gathered together from all ranks, already in the dtype that they
-are exported in; and while one bucket is taken apart the next is on its way.
+Consecutive parameters are gathered together from all ranks, already in the exported dtype. While one bucket
+is unpacked, the next is in flight.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _Bucket:
     """Parameters that are gathered together.
 
     Attributes:
-        names: of the parameters.
-        spaces: elements that each takes in a rank's row: as many as one rank sends at the most.
-        sent: the elements of its pieces that this rank sends.
-        unshard_plan: of the rows of all ranks.
+        names: names of the parameters.
+        spaces: number of elements of each in a rank's row: the most that any rank sends.
+        sent: slice of each of this rank's pieces that it sends.
+        unshard_plan: plan to unpack the rows of all ranks.
     """
 
     names: tuple[str, ...]
@@ -51,15 +51,14 @@ def _set_out(
     device: torch.device,
     spare: SpareMemory,
 ) -> InFlightBucket:
-    """Send a bucket to all ranks.
+    """Start the gather of a bucket from all ranks.
 
     Args:
-        bucket: which.
-        pieces: this rank's, by the name of the parameter; what gives them may compute a piece when it is
-            asked for.
-        dtype: to send them in.
-        device: where collectives work.
-        spare: memory for it.
+        bucket: bucket to gather.
+        pieces: this rank's pieces by parameter name; the mapping may compute a piece on access.
+        dtype: dtype to send them in.
+        device: device for collectives.
+        spare: memory for the bucket.
     """
     ranks, length = dist.get_world_size(), sum(bucket.spaces)
     rows = spare.empty(ranks * length, dtype, device).view(ranks, length)
@@ -73,16 +72,16 @@ def _set_out(
 
 
 class WeightStream:
-    """Gives all weights of a model, any number of times.
+    """A repeatable stream of all full weights of a model.
 
     Args:
         order: names of the parameters.
-        rows: true rows of every parameter, without what pads the vocabulary.
-        dtype: of the tensors that come out.
-        device: where collectives work.
-        bucket_bytes: of all shards that are gathered together, unless those of one parameter alone take more.
-        tensor_rank, tensor_size: of the tensor-parallel group. They have the fastest place in the order of
-            all ranks.
+        rows: number of rows of every parameter, without vocabulary padding.
+        dtype: dtype of the streamed tensors.
+        device: device for collectives.
+        bucket_bytes: bytes that are gathered together from all ranks, unless a single parameter takes more.
+        tensor_rank, tensor_size: index and number of the tensor-parallel ranks, which are the fastest
+            dimension in the order of all ranks.
     """
 
     def __init__(
@@ -105,11 +104,12 @@ class WeightStream:
         self._buckets: list[_Bucket] | None = None
 
     def of(self, divided: Mapping[str, DTensor], pieces: Mapping[str, torch.Tensor]) -> GatherStream:
-        """Names and whole tensors on this rank's device. A collective: all ranks take as many.
+        """Return the stream of names and full tensors on this rank's device. A collective: all ranks take the
+        same number.
 
         Args:
-            divided: the present parameters by name, divided as they were the first time.
-            pieces: what is sent of them.
+            divided: the present parameters by name, divided as in the first call.
+            pieces: the pieces of them that are sent.
         """
         return GatherStream(self._arrivals(divided, pieces, SpareMemory()))
 
@@ -156,14 +156,14 @@ class WeightStream:
 
 
 def _space(block: Block) -> int:
-    """Elements of a parameter that one rank sends at the most."""
+    """Return the maximum number of elements of a parameter that one rank sends."""
     largest = block.run * math.prod(block.part[1:])
     return largest if block.tensor_dimension is not None else -(-largest // block.tensor_size)
 
 
 def _sent(block: Block) -> slice:
-    """The elements of its block that a rank sends: all, or a share where tensor-parallel ranks have the same
-    one."""
+    """Return the slice of its block that a rank sends: all of it, or a share if tensor-parallel ranks hold
+    the same block."""
     first, last = block.rows
     count = (last - first) * math.prod(block.part[1:])
     if block.tensor_dimension is not None:
@@ -174,15 +174,15 @@ def _sent(block: Block) -> slice:
 
 
 def _of_all_ranks(block: Block) -> Iterator[Block]:
-    """The blocks of all ranks, in their order."""
+    """Yield the blocks of all ranks, in rank order."""
     for sharding_rank in range(block.sharding_size):
         for tensor_rank in range(block.tensor_size):
             yield replace(block, sharding_rank=sharding_rank, tensor_rank=tensor_rank)
 
 
 def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
-    """Return what a rank sends of its block, found at ``begin``, into a whole tensor of ``shape``, which may
-    have fewer rows; None for nothing."""
+    """Return the copy of the elements that a rank sends, found at ``begin``, into a full tensor of ``shape``,
+    which may have fewer rows; None if there is nothing to copy."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
     if block.tensor_dimension is None:  # whole rows: one run of elements

@@ -253,8 +253,8 @@ def cached_attention(
     return _of_one_query(query, key, value, scale, mask)
 
 
-# Cached, because every layer of a pass asks for the same mask. It is small; a whole prompt's mask is not
-# cached, for it would hold its memory.
+# Cached, because every layer of a pass asks for the same mask. This mask is small; that of a whole prompt is
+# not cached, because it would keep its memory.
 @functools.lru_cache(maxsize=2)
 def _seen_by_last(
     keys: int, window: int | None, row_lengths: torch.Tensor | None, device: torch.device

@@ -123,7 +123,7 @@ def _backward(
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
         size, keys, values, block_size, block_keys, columns
     )
-    # These masks are for both blocks transposed.
+    # Both blocks are loaded transposed, and need masks of the transposed shape.
     in_reads = (key[:, None] < keys) & (token[None, :] < size)
     in_written = (token[:, None] < size) & (key[None, :] < keys)
     place = tl.program_id(0).to(tl.int64) * keys * values

@@ -88,7 +88,7 @@ class BFloat16:
         self, stored: torch.Tensor, first: int, values: torch.Tensor, bits: torch.Tensor | None
     ) -> None:
         if bits is not None:
-            # Adding the bits carries into the upper half with the probability that the lower half states.
+            # Adding random bits carries into the upper half with the probability given by the lower half.
             # Sign and magnitude are stored apart, so that negative numbers need nothing else.
             values = values.view(torch.int32).add(bits).bitwise_and_(-0x10000).view(torch.float32)
         stored[first : first + values.numel()].copy_(values)

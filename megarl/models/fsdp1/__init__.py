@@ -1,5 +1,5 @@
 """The FSDP1 backend: transformers models in torch's FullyShardedDataParallel.
 
-Data parallelism alone: every rank computes whole layers, which are gathered one at a time from the ranks that
-each keep a part.
+It has only data parallelism: every rank computes whole layers. Each rank keeps a part of every layer, and one
+layer is gathered at a time.
 """

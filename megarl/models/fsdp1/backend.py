@@ -1,4 +1,4 @@
-"""The FSDP1 backend: the engine's ``Backend`` protocol on a transformers model in
+"""The FSDP1 backend: an implementation of the engine's ``Backend`` protocol on a transformers model in
 FullyShardedDataParallel."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon"})
 
 
 class FSDP1Backend(HuggingFaceBackend):
-    """A model in torch's FullyShardedDataParallel, or on one rank without it."""
+    """A model in torch's FullyShardedDataParallel, or without it on a single rank."""
 
     def _dtype_of(self, precision: str) -> torch.dtype:
         if precision not in PRECISIONS:
@@ -103,13 +103,14 @@ class FSDP1Backend(HuggingFaceBackend):
 
     @property
     def gathered_bytes(self) -> int:
-        """Not bounded: a layer is gathered, whatever it takes."""
+        """0: the size is not bounded, because a layer is gathered whatever its size."""
         return 0
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[nn.Module]:
-        """The model itself on one rank, else a plain transformers model, of which afterwards its modules
-        stay, which take a while to make, and no weights."""
+        """Yield the model itself on a single rank, otherwise a plain transformers model with the present
+        weights. On exit, the plain model's modules are kept because building them takes long, but its weights
+        are freed."""
         if isinstance(self.model, FullModel):
             self.model.before_pass()
             yield self.model.module
@@ -129,14 +130,14 @@ class FSDP1Backend(HuggingFaceBackend):
                 held.put(empty)
 
     def close(self) -> None:
-        """Give the memory of staged checkpoints back, and destroy the groups of one."""
+        """Free the memory of staged checkpoints, and destroy this rank's single-rank group."""
         super().close()
         if dist.is_initialized() and self.groups.data_size > 1:
             dist.destroy_process_group(self.groups.tensor)
 
 
 def _data_parallel() -> ParallelGroups:
-    """Every rank a data-parallel replica of its own."""
+    """Return groups in which every rank is its own data-parallel replica."""
     everyone = dist.group.WORLD
     assert everyone is not None, "torch.distributed is initialised before a backend is built"
     alone: dist.ProcessGroup = everyone

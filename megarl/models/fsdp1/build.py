@@ -1,5 +1,5 @@
-"""Gives a model built on the meta device its weights, one module at a time, and keeps track of where its
-parameters are."""
+"""Fill a model built on the meta device with its weights, one module at a time, and keep track of the modules
+that hold each parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.models.huggingface.loading import check_fits
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The module and name that a parameter has in the model, which sharding does not change.
+    """The modules and names of a parameter in the model, which sharding does not change.
 
     Attributes:
-        names: its names in the model; two for a tied output layer.
-        places: the modules that have it under these names, each with the attribute there.
-        shape: its whole shape.
+        names: names of the parameter in the model; two for a tied output layer.
+        places: for each of these names, the module that holds the parameter and the attribute there.
+        shape: full shape of the parameter.
     """
 
     names: tuple[str, ...]
@@ -29,22 +29,22 @@ class Held:
 
     @property
     def module(self) -> nn.Module:
-        """The first module that has it."""
+        """The first module that holds the parameter."""
         return self.places[0][0]
 
     def get(self) -> nn.Parameter:
-        """Return what stands there now: the whole parameter, or this rank's part of it."""
+        """Return the present parameter: the full one, or this rank's part of it."""
         module, attribute = self.places[0]
         return getattr(module, attribute)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Let it be ``parameter`` from now on, wherever it is used."""
+        """Replace the parameter in all modules that hold it."""
         for module, attribute in self.places:
             setattr(module, attribute, parameter)
 
 
 def held_by(model: nn.Module) -> dict[str, Held]:
-    """Every parameter once, by its first name: a tied output layer goes by the embedding's."""
+    """Return every parameter once, by its first name: a tied output layer has the embedding's name."""
     # By identity of the parameter: tied ones have several names and are stepped once.
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -61,22 +61,21 @@ def held_by(model: nn.Module) -> dict[str, Held]:
 
 
 def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by name, as they stand in the model now."""
+    """Return an iterator over names and present parameters."""
     return ((name, place.get()) for name, place in held.items())
 
 
 class Filler:
-    """Gives the parameters of one module at a time their memory and their values. Tied parameters
-    stay one parameter.
+    """A function that allocates and fills the parameters of one module at a time. Tied parameters stay tied.
 
     Args:
-        model: built on the meta device, its buffers real.
+        model: model built on the meta device, with real buffers.
         source: Hugging Face weights.
-        device: where the parameters go.
-        dtype: that they are kept in.
+        device: device for the parameters.
+        dtype: dtype for storing the parameters.
 
     Raises:
-        ModelError: the checkpoint does not hold exactly this model.
+        ModelError: the checkpoint does not match this model exactly.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Filler:
         check_fits(model, source, {name: tuple(place.shape) for name, place in self.held.items()})
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the parameters that ``module`` itself has and that have no memory yet."""
+        """Fill the parameters that belong directly to ``module`` and have no memory yet."""
         for parameter in list(module.parameters(recurse=False)):
             if parameter.is_meta:
                 name = self._names[parameter]

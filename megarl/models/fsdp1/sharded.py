@@ -1,4 +1,4 @@
-"""A model sharded over all ranks by torch's FullyShardedDataParallel, one transformer layer a unit."""
+"""A model sharded over all ranks by torch's FullyShardedDataParallel, with one transformer layer per unit."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ logger = logging.getLogger(__name__)
 
 
 def _sum_gradients(group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.Tensor) -> None:
-    """Stands for FSDP's own reduction, which averages: the gradients of all ranks are summed, exactly."""
+    """Sum the gradients of all ranks, in place of FSDP's own reduction, which averages them."""
     dist.reduce_scatter_tensor(shard, whole, group=group)
 
 
 class _SumInFloat32:
-    """Takes each gradient of a parameter as soon as it is reduced; FSDP calls it as an optimizer that steps
-    during backward."""
+    """Accumulator of a parameter's gradients. FSDP calls it right after each reduction, as an optimizer that
+    steps during the backward pass."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
 
     def step(self) -> None:
-        """Add the gradient to the parameter's float32 sum."""
+        """Accumulate the gradient into the parameter's float32 gradient buffer."""
         add_to_sum(self._parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: ``step`` has let go of the gradient."""
+        """Do nothing: ``step`` has already freed the gradient."""
 
 
 class Sharded:
-    """A model of which every rank keeps an equal part of every unit, as ``fill`` makes it, and computes in
-    ``dtype``.
+    """A model of which every rank keeps an equal part of every unit, filled by ``fill``, and which computes
+    in ``dtype``.
 
-    Gradients are reduced after every micro-batch, in float32, and added up sharded: no rank ever holds more
-    than one unit's whole gradient.
+    Gradients are reduced in float32 after every micro-batch and accumulated as shards, so that no rank ever
+    holds more than one unit's full gradient.
 
     Args:
-        module: built on the meta device.
-        fill: fills it, a unit at a time.
-        dtype: of its computation.
+        module: model built on the meta device.
+        fill: fills the model, one unit at a time.
+        dtype: dtype of the computation.
         runtime: device of this process.
-        offload: parameters, gradients and optimizer state stay in host memory between uses.
+        offload: keep parameters, gradients and optimizer state in host memory between uses.
 
     Attributes:
-        offloads: whether they do; on a CPU there is nothing to offload.
+        offloads: whether they are kept in host memory; false on a CPU, where there is nothing to offload.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Sharded:
         self._units = self._unit_of_each()
 
     def _unit_of_each(self) -> dict[FullyShardedDataParallel, dict[str, Held]]:
-        """The parameters of each unit, in one order on all ranks."""
+        """Return the parameters of each unit, in the same order on all ranks."""
         unit_of: dict[nn.Module, FullyShardedDataParallel] = {}
         units = FullyShardedDataParallel.fsdp_modules(self.module)
         for unit in units:  # outer ones come first, so that inner ones have the last word
@@ -116,26 +116,26 @@ class Sharded:
         }
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's part of every parameter, flat; of some it has none."""
+        """Yield this rank's flat part of every parameter; a part may be empty."""
         return named(self._held)
 
     def before_pass(self) -> None:
-        """FSDP reads the parameters as they are."""
+        """Do nothing: FSDP reads the parameters as they are."""
 
     def after_pass(self) -> None:
-        """Let go of the outermost unit, which FSDP keeps gathered after a forward pass without a backward
-        pass.
+        """Free the outermost unit, which FSDP keeps gathered after a forward pass without a backward pass.
 
-        The next pass would use it again as it is, although its parameters may have been written to meanwhile
-        (the reference policy, a checkpoint).
+        Otherwise the next pass would reuse it, although its parameters may have been changed meanwhile (by
+        the reference policy or a checkpoint).
         """
         if self.module._is_root and self.module._handle is not None:
             _reshard(self.module, self.module._handle, True)
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``names`` and their whole parameters; each tensor is the caller's own. A collective.
+        """Yield ``names`` and their full parameters, as copies that belong to the caller. A collective.
 
-        Neighbours of one unit are gathered together, so that an order by layers gathers each layer once.
+        Consecutive names in one unit are gathered together, so that an order by layers gathers each layer
+        once.
         """
         unit_of = {name: unit for unit, held in self._units.items() for name in held}
         for unit, neighbours in itertools.groupby(names, key=unit_of.__getitem__):
@@ -151,8 +151,8 @@ class Sharded:
             ]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights for a checkpoint, as DTensors; to be given to ``load_state`` when they were filled. A
-        collective."""
+        """Return the weights for a checkpoint, as DTensors. After filling them from a checkpoint, pass them
+        to ``load_state``. A collective."""
         with self._state_dict_type():
             state = self.module.state_dict()
         return {name: state[name] for name in self._held}
@@ -165,7 +165,7 @@ class Sharded:
             )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """State by parameter name, as DTensors. A collective."""
+        """Return optimizer state by parameter name, as DTensors. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
         groups = [
             {**group, "params": [names[parameter] for parameter in group["params"]]}
@@ -188,7 +188,7 @@ class Sharded:
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
     ) -> None:
-        """The reverse of ``optimizer_state``. A collective."""
+        """Load the result of ``optimizer_state``. A collective."""
         names = {parameter: name for name, parameter in self.parameters()}
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:
@@ -209,7 +209,7 @@ class Sharded:
 
     @torch.no_grad()
     def move(self, place: Place) -> None:
-        """Move parameters and buffers."""
+        """Move parameters and buffers to the device or to host memory."""
         target = self._runtime.device if place == "device" else torch.device("cpu")
         for unit in self._units:
             handle = unit._handle

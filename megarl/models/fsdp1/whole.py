@@ -1,4 +1,4 @@
-"""A model on one rank: nothing is sharded, and no wrapper stands around it."""
+"""A model on a single rank, without sharding and without a wrapper."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from megarl.models.huggingface import checkpoint
 
 
 class FullModel:
-    """A model on one rank, computing in ``dtype`` from the parameters that ``fill`` makes, with float32
+    """A model on a single rank that computes in ``dtype``, with parameters from ``fill`` and float32
     gradients.
 
-    In half precision the module's own parameters are copies of float32 ones, unless these are kept in it too;
-    each micro-batch's gradient is added to the float32 gradient as soon as it is there, as FSDP does.
+    In half precision the module's own parameters are copies of float32 ones, unless they are stored in that
+    dtype too. Each micro-batch's gradient is added to the float32 gradient as soon as it is computed, as FSDP
+    does.
 
     Args:
-        module: built on the meta device.
-        fill: fills it.
-        dtype: of its computation.
+        module: model built on the meta device.
+        fill: fills the model.
+        dtype: dtype of the computation.
         runtime: device of this process.
     """
 
@@ -55,12 +56,12 @@ class FullModel:
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are kept."""
+        """Return an iterator over the names and the parameters that are stored and updated."""
         return iter(self._masters.items()) if self._masters else named(self._held)
 
     @torch.no_grad()
     def before_pass(self) -> None:
-        """Let the module's parameters follow those that are kept."""
+        """Copy the stored parameters into the module's half-precision ones."""
         for name, master in self._masters.items():
             self._held[name].get().copy_(master)
 
@@ -68,30 +69,30 @@ class FullModel:
         """Do nothing: no parameter was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``names`` and their whole parameters; they stay the model's own."""
+        """Return an iterator over ``names`` and their full parameters, which still belong to the model."""
         parameters = dict(self.parameters())
         return ((name, parameters[name].detach()) for name in names)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights for a checkpoint; writing into them writes into the parameters."""
+        """Return the weights for a checkpoint; writing into them changes the parameters."""
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Do nothing: the tensors that ``state`` gave were filled in place."""
+        """Do nothing: the tensors of ``state`` are the parameters, and were filled in place."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """State by parameter name."""
+        """Return optimizer state by parameter name."""
         return checkpoint.named_optimizer_state(optimizer, self.parameters())
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
     ) -> None:
-        """The reverse of ``optimizer_state``."""
+        """Load the result of ``optimizer_state``."""
         checkpoint.install_optimizer_state(optimizer, self.parameters(), loaded)
 
     @torch.no_grad()
     def move(self, place: Place) -> None:
-        """Move parameters and buffers."""
+        """Move parameters and buffers to the device or to host memory."""
         target = self._runtime.device if place == "device" else torch.device("cpu")
         self.module.to(target)
         for master in self._masters.values():
@@ -100,7 +101,7 @@ class FullModel:
 
 
 def _adding_to(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Adds a half-precision gradient to that of the float32 parameter and lets go of it."""
+    """Return a hook that adds a half-precision gradient to the float32 parameter's gradient, and frees it."""
 
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

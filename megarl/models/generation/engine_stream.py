@@ -27,7 +27,7 @@ GATHER_SECONDS = 0.5
 """Seconds between fetches of completions if no new requests depend on them. An engine is idle for a few ms
 between calls."""
 
-# After these seconds a call that has not come back is waited for alone, by its deadline.
+# Seconds after which an outstanding call is awaited alone, until its deadline.
 _PATIENCE_SECONDS = 5.0
 
 
@@ -100,10 +100,11 @@ class EngineStream:
                 break
             left = 1.0 if until is None else max(until - time.monotonic(), 0.0)
             ready, waiting = ray_calls.wait(list(self._calls), 1, left)
-            # All that are ready by now: one wait for each would leave the others idle.
+            # Take all calls that are ready by now: returning them one at a time would leave the other engines
+            # idle.
             if ready and waiting:
                 ready += ray_calls.wait(waiting, len(waiting), 0.0)[0]
-            # A call that hangs is waited for by its deadline, which names the engine.
+            # Await a call that hangs until its deadline, whose error names the engine.
             ready = ready or [
                 call
                 for call, (_, begun) in self._calls.items()
@@ -137,7 +138,7 @@ class EngineStream:
 
     def _call(self) -> None:
         """Call each engine that has requests and no call in progress."""
-        # One call an engine at a time: an engine's worker has one thread.
+        # Make one call per engine at a time, because an engine's worker has one thread.
         busy = {engine for engine, _ in self._calls.values()}
         for engine, new in enumerate(self._new):
             if engine not in busy and (new or self._open[engine]):
@@ -154,7 +155,7 @@ class EngineStream:
             numbers=numbers,
             data=data,
             given_up=given_up,
-            # Giving up waits for nothing: the engines are to be free at once.
+            # Do not wait when requests are given up, because the engines must be free at once.
             wait_s=0.0 if given_up else self._turn_seconds,
             **self._options,
         )
@@ -189,6 +190,6 @@ class EngineStream:
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.stop_strings for request in requests):
             data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
-        # Here and not in the engine, which would die of a prompt that it cannot take.
+        # Check here, because an engine would die of a prompt that it cannot take.
         self._check(data)
         return data

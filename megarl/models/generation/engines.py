@@ -37,7 +37,7 @@ def started_on_empty_devices(policy: SharesDevices | None, start: Callable[[], E
         return start()
     policy.offload_after_refit()
     engines = start()
-    # Asleep before the parameters return: both together have no room.
+    # Let the engines sleep before the parameters return, because both do not fit into memory together.
     engines.finish_generation()
     policy.prepare_for_lp_inference()
     return engines

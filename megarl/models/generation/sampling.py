@@ -21,15 +21,15 @@ from megarl.key import defaults_of
 
 def seed_of(text: str) -> int:
     """Return a seed in [0, 2**63), the hash of ``text``."""
-    # hash() differs from process to process, and seeds have to be those of the resumed run.
+    # Use a hash that a resumed run reproduces: hash() differs from process to process.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seeds_of_call(seed: int, call: int, rows: int) -> torch.Tensor:
     """Return seeds [rows] int64 for a batch without seeds: a function of ``seed`` and of the number of the
     call, independent of the sizes of earlier batches."""
-    # Philox can start at any counter. Its lowest word counts the numbers of one call: with the calls in it,
-    # each call would draw the numbers of the call before it again, four rows on.
+    # Philox can start at any counter, whose lowest word counts the numbers within a call. If that word
+    # counted calls, each call would repeat the numbers of the previous call, four rows on.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=call << 64))
     return torch.from_numpy(generator.integers(0, 2**62, size=rows))
 
@@ -77,7 +77,7 @@ MODEL_ITSELF = SamplingSettings()
 def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
     """Return uniform numbers [len(seeds), count] float64 in [0, 1): row r is the Philox stream (Salmon et
     al., SC'11) of ``seeds[r]``."""
-    # numpy's Philox and not torch's generators, whose streams differ between CPU and CUDA.
+    # Use numpy's Philox, because the streams of torch's generators differ between CPU and CUDA.
     rows = [np.random.Generator(np.random.Philox(key=int(seed) % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
 
@@ -96,12 +96,12 @@ def choose_tokens(
         tokens [b] int64; log-probabilities [b] float32 under the distribution that the tokens were sampled
         from. For greedy tokens this distribution uses only the temperature.
     """
-    # float32 before the division, as training scores them: rounding would put ties elsewhere.
+    # Convert to float32 before dividing, as training does: rounding would otherwise create different ties.
     scaled = logits.float() if settings.temperature == 1.0 else logits.float() / settings.temperature
     if not settings.greedy and not settings.keeps_all(scaled.shape[-1]):
         scaled = scaled.masked_fill(scaled < smallest_kept(scaled, settings)[:, None], -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # By one uniform number a row: torch.multinomial has one generator for all rows.
+    # Use one uniform number per row: torch.multinomial has one generator for all rows.
     tokens = logits.argmax(dim=-1) if settings.greedy else _inverse_transform(logprobs.exp(), uniforms)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
@@ -123,10 +123,11 @@ def smallest_kept(scaled: torch.Tensor, settings: SamplingSettings) -> torch.Ten
         ordered = scaled.sort(dim=-1, descending=True).values
     if settings.top_p >= 1.0:
         return ordered[:, -1]
-    # float64: over 100,000 tokens float32 sums would decide differently with the order of addition.
+    # Sum in float64: over 100,000 tokens, float32 sums would decide differently depending on the order of
+    # addition.
     probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
     before = running_sum(probabilities) - probabilities
-    # none is before the first, which stays even where a row is not a number
+    # Nothing precedes the first token, which is kept even if a row is NaN.
     last = (before < settings.top_p).sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
     return ordered.gather(1, last).squeeze(1)
 
@@ -154,7 +155,8 @@ def sum_in_blocks(values: torch.Tensor, width: int = 512) -> torch.Tensor:
     before = within[..., -1] @ torch.ones(count, count, dtype=values.dtype, device=values.device).triu(
         diagonal=1
     )
-    # rounding may put the start of a block below the end of the one before
+    # Take the running maximum, because rounding may put the start of a block below the end of the previous
+    # one.
     return (within + before[..., None]).view(rows, -1)[:, :columns].cummax(dim=-1).values
 
 
@@ -174,8 +176,8 @@ def _inverse_transform(probabilities: torch.Tensor, uniforms: torch.Tensor) -> t
     inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1).double()
     rest = threshold - (cumulative - sums).gather(1, block)
     tokens = (block * BLOCK + _first_above(running_sum(inside), rest, inside)).squeeze(1)
-    # a row that is not a number must not get a token that is none: it is refused where its log-probability is
-    # read
+    # Clamp the index, because a row of NaN must not get an invalid token; it is refused when its
+    # log-probability is read.
     return tokens.clamp(max=probabilities.shape[-1] - 1)
 
 

@@ -20,7 +20,7 @@ from megarl.errors import MegarlError
 from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
-# Seconds that new requests wait for a poll at most, and that requests of a wave are waited for.
+# Maximum seconds that new requests wait for a poll, and that further requests of a wave are awaited.
 _LOOK_SECONDS = 0.05
 
 
@@ -131,7 +131,7 @@ class SharedStream:
         self._stops_at_texts, self._drains = stops_at_texts, drains
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
-        # Numbers of its own for requests: those of several callers may be equal.
+        # Number requests here, because the numbers of several callers may be equal.
         self._new: list[int] = []
         self._with_engines: set[int] = set()
         self._next = 0
@@ -153,9 +153,9 @@ class SharedStream:
             version: number of training steps that produced the weights.
         """
         if self._closed:
-            # by a run that ends while its engines validate
+            # A run that ends while its engines validate may have closed this stream.
             return
-        # before the thread, which reads both
+        # Set both before the thread starts, because it reads them.
         self._version, self._pausing = version, False
         self._stream = self._connect()
         self._thread = threading.Thread(target=self._drive, name="shared-requests", daemon=True)
@@ -185,7 +185,7 @@ class SharedStream:
         finally:
             with self._changed:
                 self._failure = None
-                # what engines had begun goes first, in the order in which it came
+                # Put requests that the engines had begun first, in the order in which they came.
                 self._new = sorted(self._with_engines & self._open.keys()) + self._new
                 self._with_engines.clear()
 
@@ -202,11 +202,11 @@ class SharedStream:
     def _take_parts(self) -> None:
         """Store the tokens that incomplete requests have sampled."""
         assert self._stream is not None
-        # First: an interrupt would cut these as well.
+        # Wait for these first, because an interrupt would truncate them too.
         while any(map(self._is_completed_first, self._with_engines)):
             self._deliver(self._stream.poll(_LOOK_SECONDS))
         parts = self._stream.interrupt(sorted(self._with_engines))
-        # what was completed while they were stopped
+        # Deliver what was completed during the interrupt.
         self._deliver(self._stream.poll(0.0))
         for number, part in parts.items():
             if number in self._open:
@@ -257,16 +257,17 @@ class SharedStream:
             while not self._pausing:
                 new = self._taken()
                 if new:
-                    # Before the call, which may raise: a pause then queues them again.
+                    # Record requests before the call, which may raise, so that a pause queues them again.
                     self._with_engines |= new.keys()
                     self._stream.submit(new)
                 if self._with_engines:
                     begun = time.perf_counter()
-                    # no longer, so that new requests are soon heard of
+                    # Poll no longer than this, so that new requests are noticed soon.
                     self._deliver(self._stream.poll(_LOOK_SECONDS))
                     self._busy_s += time.perf_counter() - begun
         except BaseException as error:
-            # Raised by pause(), in the caller's thread: an error of a thread of its own would be lost.
+            # pause() raises this in the caller's thread, because an error raised in this thread would be
+            # lost.
             self._failure = error
 
     def _taken(self) -> dict[int, Request]:
@@ -276,7 +277,7 @@ class SharedStream:
             if not self._with_engines:
                 self._changed.wait_for(lambda: self._new or self._pausing)
             if self._stream.in_waves:
-                # what comes a little later would wait for a whole wave
+                # Wait for stragglers, which would otherwise have to wait for a whole wave.
                 known = -1
                 while known != len(self._new) and not self._pausing:
                     known = len(self._new)
@@ -290,7 +291,7 @@ class SharedStream:
         with self._changed:
             for number, piece in found.items():
                 self._with_engines.discard(number)
-                # None: the caller has given it up meanwhile.
+                # None means that the caller has given the request up meanwhile.
                 opened = self._open.pop(number, None)
                 if opened is not None:
                     opened.add(piece, self._version)

@@ -38,8 +38,8 @@ class StopRules:
         finished = np.isin(newest, self._token_ids)
         for place, row in enumerate(rows if any(self._strings) else ()):
             if self._strings[row] and not finished[place]:
-                # The whole response each time: a stop string may span
-                # tokens, and a token may be part of a character.
+                # Decode the whole response each time: a stop string may span tokens, and a token may be part
+                # of a character.
                 text = self._tokenizer.decode(answers[row].tolist(), skip_special_tokens=False)
                 finished[place] = any(stop in text for stop in self._strings[row])
         return finished

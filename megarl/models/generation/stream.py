@@ -14,7 +14,8 @@ from megarl.distributed.token_batches import pad_arrays
 from megarl.errors import BatchError
 
 
-# Tuples, as one of each is made a turn: a frozen dataclass takes five times as long to make.
+# These are tuples because one of each is made per turn, and creating a frozen dataclass takes five times as
+# long.
 class Request(NamedTuple):
     """A prompt to complete.
 
@@ -142,7 +143,7 @@ class Waves:
         """
         if not self._waiting:
             return {}
-        # By number, so that a batch does not depend on the order in which requests came.
+        # Sort by number, so that a batch does not depend on the order in which requests came.
         numbers = sorted(self._waiting)
         requests = [self._waiting[number] for number in numbers]
         found = self._completed(requests)
@@ -152,7 +153,7 @@ class Waves:
     def _completed(self, requests: Sequence[Request]) -> list[Completion]:
         ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-        # All or none: a column of seeds has no value for a row without one.
+        # Use seeds only if all rows have one, because a column of seeds has no value for a row without one.
         if all(request.seed is not None for request in requests):
             data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
         if any(request.max_new_tokens is not None for request in requests):
@@ -163,7 +164,8 @@ class Waves:
             data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
         if any(request.stop_strings for request in requests):
             data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
-        # a generator without that parameter serves where nobody asks for another distribution
+        # Pass the argument only if it is set, so that a generator without it can serve callers that need no
+        # other distribution.
         options: dict[str, Any] = {} if self._sampling is None else {"sampling": self._sampling}
         output = self._engine.generate(data, greedy=self._greedy, **options)
         _check_continues(output, ids, lengths)
@@ -172,7 +174,7 @@ class Waves:
     def _completions(self, output: Mapping[str, Any], requests: Sequence[Request]) -> list[Completion]:
         ids, logprobs = output["output_ids"].numpy(), output["logprobs"].numpy()
         ends = output["unpadded_sequence_lengths"].tolist()
-        # an engine that knows better, because it stops at texts too, says so
+        # Prefer the engine's own answer, because an engine that also stops at texts knows more.
         cut = output["truncated"].tolist() if "truncated" in output else None
         found = []
         for row, (request, end) in enumerate(zip(requests, ends, strict=True)):
@@ -183,8 +185,8 @@ class Waves:
             )
             most = request.max_new_tokens
             if most is not None and len(tokens) > most:
-                # of an engine that does not read the bound: the beginning of what is sampled does not depend
-                # on what follows
+                # The engine ignored the bound. Shorten the response, whose beginning does not depend on what
+                # follows.
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found

@@ -175,8 +175,8 @@ class Adapter(nn.Module):
         # Reduce it, like the experts in `build`, over the ranks that hold the same experts.
         parameter.allreduce = not self._of_expert
         if self._of_expert and not is_cut and not counts:
-            # Otherwise Megatron-Core would ask for its rank among the ranks over which the rest of the model
-            # is sharded.
+            # Mark it as shared: otherwise Megatron-Core would decide by this rank's position among the ranks
+            # over which the rest of the model is sharded.
             parameter.shared = True
         self.register_parameter(name, parameter)
 

@@ -58,8 +58,8 @@ def fused_style_adam(*, stored: bool = False) -> Iterator[None]:
         (torch.optim, "AdamW", ShardedAdamW if stored else GroupStepAdamW),
         (torch.optim, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        # Like Transformer Engine's, our Adam stores a step per group. As torch's, it would need a step in
-        # each state.
+        # Treat our Adam as Transformer Engine's, whose step is saved per group; for torch's, Megatron-Core
+        # would look for a step in each state.
         (distrib_optimizer, "USING_TE_OPTIMIZER", True),
     ):
         yield

@@ -124,7 +124,7 @@ def transformer_config(policy: PolicyConfig, architecture: Architecture, *, fuse
     for name, value in (settings.attributes | {"grouped_experts": _groups_experts(megatron)}).items():
         setattr(config, name, value)
     if architecture.latent_attention is not None and not fused:
-        # With this set, Megatron sums the gradients of any q_layernorm over the tensor-parallel ranks. Here
+        # If this is True, Megatron sums the gradients of any q_layernorm over the tensor-parallel ranks. Here
         # q_layernorm is the norm of latent queries, whose gradient is complete on every rank, and the
         # portable spec includes it anyway.
         config.qk_layernorm = False

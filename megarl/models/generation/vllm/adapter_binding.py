@@ -56,7 +56,7 @@ class AdapterBinding:
 
     def take(self, factors: list[tuple[str, torch.Tensor]]) -> None:
         """Store copies of factors, by PEFT's names."""
-        # A copy: the group's memory is written again by the next group.
+        # Copy the factors, because the next group overwrites the memory of this one.
         self._factors |= {name: tensor.to("cpu", copy=True) for name, tensor in factors}
 
     def bind(self) -> tuple[int, int]:
@@ -80,10 +80,10 @@ class AdapterBinding:
             parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype)
             for name, tensor in self._factors.items()
         }
-        # Clones: vLLM scales B in place, and the comparison below wants the factors that came.
+        # Clone the factors, because vLLM scales B in place, and the comparison below needs them as received.
         copies = {name: tensor.clone() for name, tensor in self._factors.items()}
         self.clear()
-        # vLLM keeps an adapter that it knows by its number, whatever the new factors.
+        # Remove the old adapter: vLLM keeps one that it knows by its number, whatever the new factors.
         manager.remove_adapter(ADAPTER)
         lora = LoRAModel.from_lora_tensors(
             ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper

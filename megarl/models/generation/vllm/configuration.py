@@ -80,7 +80,7 @@ def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | No
         generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}}
     )
     if isinstance(filled["vllm_cfg"], dict):
-        # Anything but a mapping stays as it is: the check of types reports it.
+        # Anything but a mapping stays unchanged, so that the type check reports it.
         filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **defaults_of(VllmConfig)})
     return filled
 
@@ -107,12 +107,12 @@ def sized(view: View) -> GenerationConfig:
         algorithm = view.algorithm
         rows = view[algorithm.PROMPTS or "policy.train_global_batch_size"]
         rows *= 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
-        # dynamic sampling asks for more prompts at a time than a step trains on
+        # Dynamic sampling requests more prompts at a time than a step trains on.
         rows = math.ceil(rows * view.get(f"{algorithm.section()}.batch_multiplier", 1.0))
     except NotApplicableError:
-        # a size of the batch is missing or of the wrong type, which is reported by itself
+        # A batch size is missing or has the wrong type, which another check reports.
         return generation
-    # At least 1: wrong sizes are reported by engines_are_whole.
+    # Take at least 1, because engines_are_whole reports wrong sizes.
     engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
     return put(
         generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}
@@ -145,14 +145,14 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     )
     parameters = model_parameters(facts, tensor)
     if stages > 1:
-        # the first and the last stage have a matrix of the vocabulary each, a tied one too, and the most
-        # layers that a stage has
+        # Assume the most layers of any stage, and one matrix of the vocabulary: the first and the last stage
+        # each have one, even if it is tied.
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
     counters = 4 * (generation.get("vllm_kwargs") or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
-    # divided over the ranks or cut over them
+    # Experts take the same memory whether they are divided over the ranks or sharded over them.
     experts = expert_layer_parameters(facts, 1, tensor) * element
     token, net = _cached_width(facts, tensor) * element, facts.gated_delta
     if net is None:
@@ -160,7 +160,7 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     else:
         nets = sum(net.layers)
         states = nets * net.state_bytes(element) // (tensor * settings["max_model_len"])
-        # its layers are spread evenly over the stages
+        # The layers of the model are divided evenly over the stages.
         token = (token * (facts.num_layers - nets) + states) // stages
     return EngineMemory(parameters * element, budget, token, share, rest, experts)
 
@@ -177,7 +177,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
     """Yield violations if the engine's weights, or the cache of its longest sequence, do not fit into its
     share of a device; otherwise engines would fail after minutes of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
-    # Sized as the run starts it: vLLM's sampler takes memory for each row that it may have.
+    # Use the sizes with which the run starts the engine: vLLM's sampler takes memory for each possible row.
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)

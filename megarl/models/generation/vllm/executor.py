@@ -14,6 +14,6 @@ class Executor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        # Behind super(): by now every rank has the memory open, and needs its name no more.
+        # Call this after super(), when every rank has opened the memory and no longer needs its name.
         self.collective_rpc("megarl_remove_names")
         remove_names()

@@ -20,8 +20,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.slices import PartialWeight, Slice, Slices
 
-# where the base of a LoRA layer or vLLM's runner of experts stands in a module's name, and not in that of a
-# weight
+# vLLM's runner of experts, or the base of a LoRA layer, adds this to a module's name but not to weight names.
 _INNER = ".routed_experts"
 
 
@@ -60,7 +59,7 @@ class _Stack:
                 (self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device
             )
             self.pieces, self.missing = self.values.unbind(), self.count
-        # One launch for all experts of a group, where a loop would launch one for each.
+        # Launch one kernel for all experts of a group, where a loop would launch one for each.
         torch._foreach_copy_([self.pieces[place] for place in places], list(parts))
         self.missing -= len(parts)
 
@@ -69,7 +68,7 @@ class _Stack:
         assert self.values is not None
         weight = self.values
         if self.where is not None:
-            # One dimension further: the stack has the experts in front.
+            # Shift the dimension by one, because a stack has the experts in front.
             where = Slice(self.where.dim + 1, self.where.start, self.where.length)
             weight = PartialWeight.of(weight, (self.count, *self.whole), where)
         self.forget()
@@ -94,7 +93,8 @@ class ExpertStacks:
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[TensorInfo], reads: Slices) -> None:
         infos = {info.name: info for info in tensors}
-        # of each expert's weight the stack and the place in it; -1 for an expert of another rank
+        # The stack of each expert's weight and the index in it; the index is -1 for an expert of another
+        # rank.
         self._places: dict[str, tuple[_Stack, int]] = {}
         for name, layer in model.named_modules():
             if isinstance(layer, RoutedExperts) and _takes_stacks(layer):
@@ -163,7 +163,8 @@ def _stacks_of(
             if places[expert] < 0
         }
         if (
-            # One shape, dtype and slice for all, and nothing read of experts of other ranks: else no stack.
+            # Require one shape, dtype and slice for all experts, and no reads of other ranks' experts;
+            # otherwise build no stack.
             len(alike) > 1
             or not elsewhere <= ({0} if reads else {None})
             or len(here) != layer.local_num_experts

@@ -80,18 +80,20 @@ class VllmGeneration(EngineGroup):
             cluster,
             RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
-            # One worker for each node of an engine; its other places are for vLLM's ranks.
+            # Give each node of an engine one worker; its other bundles are for vLLM's ranks.
             bundle_indices_list=[place for of_engine in places for place in of_engine],
             sharding_annotations=NamedSharding(
                 np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]
             ),
             env_vars={
                 "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
-                # at each refit it would warn of every module that has no weights
+                # At a lower level, each refit would warn of every module without weights.
                 "VLLM_LOGGING_LEVEL": env.text("VLLM_LOGGING_LEVEL") or "ERROR",
-                # an engine of one rank runs in the worker itself: one process less, and no engine outlives it
+                # Run an engine of one rank in the worker itself, which saves a process, and no engine can
+                # outlive the worker.
                 **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and ranks == 1 else {}),
-                # bound to memory, an engine could not have more ranks than the machine has NUMA nodes
+                # With threads bound to memory, an engine could not have more ranks than the machine has NUMA
+                # nodes.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu and ranks > 1 else {}),
                 **{str(key): str(value) for key, value in (settings["env_vars"] or {}).items()},
             },

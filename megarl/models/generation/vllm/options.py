@@ -11,11 +11,11 @@ from megarl.models.generation.vllm import plugin
 from megarl.models.generation.vllm.configuration import LORA_RANKS, complete_vllm
 from megarl.models.generation.vllm.nodes import Part
 
-# without them an answer would not end where the model ends it
+# Without these keys a response would not end where the model ends it.
 OF_THE_TOKENIZER = ("pad_token_id", "stop_token_ids")
 GIB = 2**30
 CACHE_ON_A_CPU = GIB
-# vLLM's own ceiling below Blackwell: of larger batches the kernels take longer than their launches
+# This is vLLM's own limit below Blackwell: for larger batches the kernels take longer than their launches.
 LARGEST_GRAPH = 512
 
 
@@ -90,16 +90,17 @@ def engine_options(
         "enforce_eager": settings["enforce_eager"],
         "gpu_memory_utilization": settings["gpu_memory_utilization"],
         "enable_sleep_mode": shared and not on_cpu,
-        # the answers to one prompt share its keys and values; a refit forgets what was computed with older
-        # weights
+        # The responses to one prompt share its keys and values. A refit discards those computed with older
+        # weights.
         "enable_prefix_caching": True,
-        # of the distribution that tokens are sampled from, as the policy's are
+        # Return log-probabilities of the distribution that tokens are sampled from, as the policy does.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": plugin.COLOCATED if shared else plugin.APART},
         "worker_extension_cls": plugin.EXTENSION,
         "trust_remote_code": False,
         "disable_log_stats": True,
-        # the policy is the text of a model that also sees: no refit brings the weights of its tower
+        # The policy is only the text part of a vision-language model, so that no refit sends the weights of
+        # the tower.
         "language_model_only": True,
     }
     if settings["kv_cache_gb"] is not None:
@@ -110,30 +111,30 @@ def engine_options(
         options |= {
             "enable_lora": True,
             "max_loras": 1,
-            # vLLM takes these ranks alone; a rule of the configuration bounds the adapter's.
+            # vLLM accepts only these ranks; a rule of the configuration bounds the adapter's rank.
             "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= adapter["rank"]),
         }
     further = config.get("vllm_kwargs") or {}
     if on_cpu:
         options["block_size"] = 32
-        # of a prompt that it takes in pieces vLLM winds the row's random numbers back, which torch cannot on
-        # a CPU
+        # For a prompt that is read in pieces, vLLM rewinds the row's random numbers, which torch cannot do on
+        # a CPU.
         options["enable_chunked_prefill"] = False
     else:
-        # kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which a refit was never
-        # seen to load
+        # The kernels that vLLM prefers on Blackwell keep experts in shuffled blocks, into which no refit has
+        # been seen to load.
         options["moe_backend"] = "triton"
-        # the policy gets the memory of CUDA graphs too while the engine sleeps
+        # While the engine sleeps, the policy also gets the memory of CUDA graphs.
         options["sleep_mode_offload_cudagraph"] = shared and not settings["enforce_eager"]
         if "max_num_seqs" in further and not settings["enforce_eager"] and not _chooses_graphs(further):
             options["cudagraph_capture_sizes"] = capture_sizes(further["max_num_seqs"])
     if part is not None:
         options |= part.options()
     elif ranks_of(settings) > 1:
-        # inside a Ray actor vLLM would choose Ray, which it refuses on a CPU; and the bundles next to the
-        # actor's are the engine's already
+        # Inside a Ray actor vLLM would choose Ray, which it refuses on a CPU. Besides, the bundles next to
+        # the actor's already belong to the engine.
         options["distributed_executor_backend"] = plugin.EXECUTOR
-    # The user's last; rules of the configuration refuse those that a refit relies on.
+    # The user's arguments come last; rules of the configuration refuse those that a refit relies on.
     return {**options, **further}
 
 

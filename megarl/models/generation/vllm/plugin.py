@@ -18,7 +18,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, kind in ((COLOCATED, "SharedMemoryEngine"), (APART, "BroadcastEngine")):
-        # Called by vLLM and by the worker itself: a second registration is refused.
+        # vLLM and the worker itself both call this, and vLLM refuses a second registration.
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, MODULE, kind)
 

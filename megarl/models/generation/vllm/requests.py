@@ -80,14 +80,15 @@ def requests_of(
         options = {
             **_drawing(settings),
             "max_tokens": room,
-            # of the sampled token alone; a greedy token's would be those before the temperature
+            # Request the log-probability of the sampled token only; a greedy token's would ignore the
+            # temperature.
             "logprobs": None if greedy and settings.temperature != 1.0 else 0,
             "seed": None if seed is None else seed % 2**63,
             "stop": list(stop) or None,
             "stop_token_ids": list(config.get("stop_token_ids") or []),
-            # the configured stop tokens alone end an answer
+            # Only the configured stop tokens end a response.
             "ignore_eos": True,
-            # Texts cost time in vLLM's scheduler, and only stop strings need them.
+            # Detokenise only for stop strings, because it costs time in vLLM's scheduler.
             "detokenize": bool(stop),
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
@@ -117,7 +118,7 @@ def _drawing(settings: SamplingSettings) -> dict[str, Any]:
     """Return the settings in vLLM's form, in which a temperature of 0 takes the most likely token."""
     if settings.greedy:
         return {"temperature": 0.0}
-    # 0 means all tokens to vLLM.
+    # vLLM takes 0 for all tokens.
     return {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-# of vLLM's kernels on a CPU, which make theirs outside Python
+# vLLM's kernels on a CPU create this shared memory outside Python.
 _OF_KERNELS = "/dev/shm/vllm_dist_"
 
 
@@ -23,25 +23,26 @@ def remove_names() -> None:
     for block in _blocks():
         with contextlib.suppress(FileNotFoundError):
             block.unlink()
-        # who made it would do so again at its end, and complain that nothing is there
+        # The process that created the memory would remove it again at its end, and report that nothing is
+        # there.
         block.unlink = _nothing  # type: ignore[method-assign]
-    # Found by the maps of the process: vLLM hands out neither names nor descriptors of these.
+    # Find these in the maps of the process: vLLM exposes neither their names nor their descriptors.
     for path in _mapped(_OF_KERNELS):
         path.unlink(missing_ok=True)
 
 
 def _blocks() -> list[SharedMemory]:
     """Return this process's ``SharedMemory`` objects of Python: those of vLLM's message queues."""
-    # by its very type: of some objects even the question what they are has effects
+    # Compare the exact type, because isinstance has side effects on some objects.
     return [found for found in gc.get_objects() if type(found) is SharedMemory]
 
 
 def _mapped(beginning: str) -> Iterator[Path]:
     """Yield the existing files mapped into this process whose path begins with ``beginning``."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        # address, rights, offset, device, inode, path
+        # The columns are address, permissions, offset, device, inode and path.
         *_, path = line.split(maxsplit=5)
-        # A removed file is still mapped, as "... (deleted)".
+        # A removed file is still mapped, with the path "... (deleted)".
         if path.startswith(beginning) and os.path.exists(path):
             yield Path(path)
 

@@ -97,7 +97,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._abandon()
         if self._stacks is None:
             self._stacks = ExpertStacks(self.model, self._tensors, self._reads_of_weights())
-        # a tied head is one with the embedding here, and has a tensor of its own while a reload is under way
+        # A tied head shares the embedding's tensor here, but has its own tensor during a reload.
         present = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
@@ -107,8 +107,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         except BaseException as error:
             self._abandon_after(error)
             raise
-        # as loaders see the model: what a layer makes of its weights, such as latent attention, is a
-        # parameter only afterwards
+        # List names as loaders see the model: what a layer derives from its weights, as latent attention
+        # does, becomes a parameter only later.
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         raises, because vLLM would get the error from one rank only."""
         if self._reads is None:
             try:
-                # a rank that is alone reads all, and every one does of factors
+                # A single rank reads all weights, and every rank reads all factors.
                 whole = self.parallel_config.world_size == 1 or self._adapter is not None
                 self._reads = {} if whole else self._look_on(self._tensors)
             except Exception as error:
@@ -181,8 +181,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 except Exception as error:
                     if not given:
                         raise
-                    # of a loader that wants to see values. The weight goes whole, and the one before, for it
-                    # may have been looked ahead
+                    # This loader needs values. Send the weight in full, and also the previous one, for which
+                    # the loader may have looked ahead.
                     logger.info(
                         "%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error
                     )
@@ -214,7 +214,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 self._adapter.clear()
                 raise RefitError(_ENDED_EARLY)
             return
-        # Refused only after the end of the reload, so that the next refit finds a model to load into.
+        # Raise only after the end of the reload, so that the next refit finds a model to load into.
         missing = sorted(self._expected - self._loaded)
         try:
             with _taking_memory(self.model):
@@ -261,8 +261,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._stacks.forget()
         for layer in self.model.modules():
             reload = get_layerwise_info(layer)
-            # they are noted first of all that a reload does to a layer; what makes it count as one that is
-            # reloaded comes last
+            # A reload first stores a layer's `kernel_tensors`, and sets last what makes the layer count as
+            # reloaded, which may therefore be missing.
             if reload.kernel_tensors is not None:
                 reload.load_numel, reload.load_numel_total = 0, reload.load_numel_total or 0
                 reload.kernel_non_persistent_buffers = reload.kernel_non_persistent_buffers or set(
@@ -303,8 +303,8 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # where vLLM could not pack weights for its kernel on a CPU it goes on with plain ones, and then fails
-        # over their sizes
+        # If vLLM could not pack weights for its kernel on a CPU, it continues with plain ones, and later
+        # fails over their sizes.
         unpacked = _unpacked_layer(model) if "must match the size of tensor" in str(error) else None
         if unpacked is None and not is_out_of_memory(error):
             raise
@@ -351,7 +351,7 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel():
-            # By address: what counts is that layers share memory, whatever tensors they have.
+            # Group by address, because it only matters that layers share memory, whatever tensors they have.
             sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():
@@ -397,7 +397,7 @@ class SharedMemoryEngine(_Reloading):
         among themselves; by default no weights arrive as slices."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
-        # of some weights other ranks alone read a slice
+        # Of some weights only other ranks read a slice.
         self._receiver.take_slices(
             {name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names}
         )

@@ -69,7 +69,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
-    # Run a task on each bundle: Ray exposes to a process only the GPU of its own bundle.
+    # Run a task on each bundle, because Ray exposes to a process only the GPU of its own bundle.
     task: Any = ray.remote(_devices)
     asked = [
         ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
@@ -94,9 +94,9 @@ def _devices() -> list[str]:
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-# Seconds between two looks at vLLM's processes while one of its calls lasts.
+# Seconds between two checks of vLLM's processes while one of its calls lasts.
 LOOK_SECONDS = 1.0
-# Seconds that a call has to fail of itself after a process died, and say why.
+# Seconds that a call has after a process died to fail by itself, with the reason.
 LAST_WORDS_SECONDS = 5.0
 
 
@@ -110,11 +110,11 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        # where vLLM's processes meet; it would leave the sockets where they are
+        # vLLM's processes meet in this directory, in which vLLM would leave the sockets behind.
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=env.text(SOCKETS))
         with env.variables({SOCKETS: self._sockets.name}):
             self._llm = LLM(**options)
-        # vLLM does not hand its processes out; they are children of this one.
+        # vLLM does not expose its processes, but they are children of this one.
         self._processes = multiprocessing.active_children()
 
     @property
@@ -137,7 +137,7 @@ class Engine:
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
         answer: Future[Any] = Future()
-        # A thread of its own, because vLLM's call waits without a bound for a process that has died.
+        # Use a separate thread, because vLLM's call waits indefinitely for a process that has died.
         threading.Thread(
             target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True
         ).start()
@@ -157,20 +157,20 @@ class Engine:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
-            # Set and not raised: in this thread nobody would see it.
+            # Set the error instead of raising it, because nobody would see it in this thread.
             answer.set_exception(error)
 
     def _end_processes(self) -> None:
         try:
             self._llm.llm_engine.engine_core.shutdown()
         except psutil.NoSuchProcess:
-            # vLLM ends them one after another, and breaks off where one has just ended by itself
+            # vLLM ends its processes one after another, and stops if one of them has just ended by itself.
             for process in self._processes:
                 process.kill()
 
     def shutdown(self) -> None:
         """End vLLM's processes, including those that remain of an engine that died."""
-        # In the reverse order, each whatever the others raise: transfer engine, processes, sockets.
+        # Callbacks run in reverse order, whatever the others raise: transfer engine, processes, sockets.
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
             ending.callback(self._end_processes)
@@ -180,7 +180,7 @@ class Engine:
                 try:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
-                    # The engine is dying, of which the caller of its last request has been informed.
+                    # The engine is dying, and the caller of its last request already knows.
                     if not connection.wait(
                         [process.sentinel for process in self._processes], LAST_WORDS_SECONDS
                     ):
@@ -220,8 +220,8 @@ class VllmGenerationWorker:
         self._ticket: int | None = None
         ranks = ranks_of(config["vllm_cfg"]) // nodes
         if place is not None and place[1]:
-            # before torch asks for devices, and of one rank too: a cluster may tell Ray to leave the variable
-            # alone, and then each engine would take the first GPU
+            # Set this before torch looks for devices, even for one rank: if the cluster tells Ray to leave
+            # the variable alone, each engine would take the first GPU.
             env.set_variables(
                 {"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))}
             )
@@ -238,7 +238,7 @@ class VllmGenerationWorker:
                     f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs"
                 )
         plugin.require_entry_point()
-        # Here for an engine that runs in this process; vLLM's own call the entry point.
+        # Register here for an engine that runs in this process; vLLM's own processes call the entry point.
         plugin.register()
         if on_cpu:
             _check_model_on_a_cpu(config["model_name"])
@@ -247,8 +247,8 @@ class VllmGenerationWorker:
             options = engine_options(config, seed, tokenizer, on_cpu=on_cpu, adapter=adapter)
             module, _, name = plugin.EXECUTOR.rpartition(".")
             if options.get("distributed_executor_backend") == plugin.EXECUTOR:
-                # the class itself says that its engines may have several pipeline stages; of a name vLLM
-                # believes that they may not
+                # Pass the class, which states that its engines may have several pipeline stages. vLLM assumes
+                # of a name that they may not.
                 options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
             self._engine = Engine(options)
 
@@ -273,7 +273,7 @@ class VllmGenerationWorker:
             node: number of the part; the first one represents the engine.
             address: result of ``meeting_place`` of the first part.
         """
-        # at which the others reach this node
+        # The other nodes reach this node at this address.
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
         part = Part(node, self._nodes, *address)
         options = engine_options(
@@ -283,10 +283,10 @@ class VllmGenerationWorker:
             self._follower = Follower(options)
             return
         self._engine = Engine(options)
-        # what ``Executor`` does on one node
+        # On one node, ``Executor`` does this.
         self._engine.call("collective_rpc", "megarl_remove_names")
 
-    # refit
+    # The following methods serve a refit.
 
     def connect(self, weights: list[list[Any]], address: list[Any] | None) -> None:
         """Send vLLM's ranks the descriptions of the weights that will arrive, and the address that they
@@ -331,7 +331,7 @@ class VllmGenerationWorker:
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
         """Load one group of weights; return the version if it was the last group, otherwise None."""
         payload = next(iter(handles.values()))
-        # The first group: a reload begins here, and one that was interrupted is given up.
+        # The first group begins a reload, and abandons one that was interrupted.
         if payload["first"] == 0:
             self._begin()
         self._update({"handles": handles})
@@ -372,14 +372,14 @@ class VllmGenerationWorker:
         self._updating = False
         if self._adapter is not None:
             self._call("megarl_bind_adapter")
-        # Of all ranks: vLLM itself would go on with weights of several versions.
+        # Ask all ranks, because vLLM itself would continue with weights of several versions.
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(
                 f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit "
                 "anew"
             )
-        # keys and values that older weights computed
+        # Discard the keys and values that older weights computed.
         if not self._engine.call("reset_prefix_cache"):
             raise RefitError(
                 "vLLM keeps keys and values of the older weights, for a prompt that it still answers: refit "
@@ -394,7 +394,7 @@ class VllmGenerationWorker:
             RefitError: a rank failed with one of megarl's own errors.
             RuntimeError: a rank failed with another error, so that it may be unusable.
         """
-        # megarl_call returns errors as values: of raised ones vLLM reads those of one rank alone.
+        # megarl_call returns errors as values, because vLLM reads raised errors of only one rank.
         answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
@@ -406,7 +406,7 @@ class VllmGenerationWorker:
         self._version = None
         if self._updating:
             self._updating = False
-            # a rank that is in none says so; it is none that matters
+            # A rank without a refit in progress raises an error, which does not matter.
             with contextlib.suppress(Exception):
                 self._engine.call(
                     "collective_rpc",
@@ -414,13 +414,14 @@ class VllmGenerationWorker:
                     args=("update_weights", {"update_info": {"given_up": True}}),
                 )
             if self._ticket is not None:
-                # also of a rank that had not begun, and would not learn of it by its own error
+                # Refuse for all ranks, because one that had not begun would not learn of the failure by its
+                # own error.
                 with contextlib.suppress(Exception):
                     self._engine.call(
                         "collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket})
                     )
 
-    # generation
+    # The following methods generate.
 
     def generate(
         self, data: BatchedDataDict[Any], greedy: bool, version: int | None, sampling: Sampling | None = None
@@ -435,7 +436,7 @@ class VllmGenerationWorker:
 
         config = cast(GenerationConfig, {**self._config, **(sampling or {})})
         requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-        # Token ids and not text, which vLLM would tokenize once more, perhaps otherwise.
+        # Pass token ids, because vLLM would tokenise text again, perhaps differently.
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)
@@ -467,7 +468,7 @@ class VllmGenerationWorker:
             ids[:length].tolist()
             for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
         ]
-        # vLLM scores a prompt only on the way to a response: one token of it is sampled and dropped.
+        # vLLM scores a prompt only when it responds, so that one token is sampled and dropped.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": row} for row in rows]
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
@@ -487,7 +488,7 @@ class VllmGenerationWorker:
 
         from megarl.models.generation.vllm.adapter_binding import ADAPTER
 
-        # nothing is read from a path: vLLM has the adapter of this number since the refit
+        # vLLM has had the adapter of this number since the refit, and reads nothing from a path.
         return {"lora_request": LoRARequest("policy", ADAPTER, "sent by refits")}
 
     def _require(self, version: int | None) -> None:
@@ -534,7 +535,7 @@ class VllmGenerationWorker:
         if data is not None:
             config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-            # Prompts without room for a token: vLLM refuses them, so they are answered here.
+            # vLLM refuses prompts without room for a token, so that they are answered here.
             found |= dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -562,7 +563,8 @@ class VllmGenerationWorker:
             return {}
         from vllm.v1.engine import FinishReason
 
-        # vLLM tells of an aborted request only those who wait for it in its own event loop
+        # Collect the outputs here: vLLM reports an aborted request only to callers that wait in its own event
+        # loop.
         states = list(self._engine.call("llm_engine.output_processor.request_states.values"))
         outputs = [
             state.make_request_output([], None, FinishReason.ABORT, None)
@@ -578,7 +580,7 @@ class VllmGenerationWorker:
         None is started before all of them wait: otherwise the random numbers of a prompt would depend on when
         each of them arrived.
         """
-        # Level 0 stops the scheduler alone; memory and weights stay.
+        # Level 0 stops only the scheduler; memory and weights stay.
         self._engine.call("sleep", level=0)
         try:
             self._engine.call("collective_rpc", "megarl_seed", args=(seed,))
@@ -598,7 +600,8 @@ class VllmGenerationWorker:
         self._engine.call("reset_prefix_cache")
         if self._engine.has_sleep_mode:
             self._version = None
-            # Level 1 would keep a copy of the weights in host memory, and a refit brings newer ones anyway.
+            # Use level 2: level 1 would keep a copy of the weights in host memory, and a refit sends newer
+            # ones anyway.
             self._engine.call("sleep", level=2)
             return False
         return True

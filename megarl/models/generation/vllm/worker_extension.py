@@ -42,13 +42,13 @@ class WorkerCalls:
             return None
         except Exception as error:
             on_purpose = isinstance(error, MegarlError)
-            # Plain values: an exception of vLLM need not be picklable.
+            # Return plain values, because an exception of vLLM need not be picklable.
             failure = (
                 str(error) if on_purpose else f"{type(error).__name__}: {error}",
                 on_purpose,
                 traceback.format_exc(),
             )
-        # weights hang on the error's frames, and some of these on the error
+        # Collect garbage, because the error's frames refer to weights, and some of these frames to the error.
         gc.collect()
         return failure
 
