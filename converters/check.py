@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from converters.mapping.logical import MegatronModel
 
 _HEAD = "lm_head.weight"
-# Old Llama checkpoints store the rotary frequencies, which every model computes from its config.
+# Old Llama checkpoints store the rotary frequencies, although every model computes them from its config.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# words that wrappers leave in the names of tensors
+# These words are left in the names of tensors by wrappers of a model.
 _WRAPPERS = {
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",
@@ -41,12 +41,13 @@ _WRAPPERS = {
     "language_model": "a model that sees",
     "model": "a wrapper of the whole model",
 }
-# what stands in front of every name where nothing is missing
+# These prefixes are missing from all names if only a part of the whole model was saved.
 _FRONTS = {
     "model.": "AutoModel, whose models have no output layer",
     "base_model.model.": "a model inside PEFT's",
 }
-# of the strange names: a few may be unknown for a reason of their own
+# At least this share of the unexpected names has to fit an explanation. It is less than one, because a few
+# names may be unknown for other reasons.
 _LEAST_SHARE = 0.5
 _DTYPES = frozenset({"torch.float32", "torch.bfloat16", "torch.float16", "torch.float64"})
 
@@ -96,7 +97,7 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
     """Check names, shapes and dtypes like ``check_source``, without comparing repeated tensors. This reads
     headers only and does not import torch."""
     source.check_files()
-    # names of the stored tensors that hold tensors of the architecture
+    # This set collects the names of stored tensors that hold tensors of the architecture.
     accounted: set[str] = set()
     problems: list[str] = []
 
@@ -117,7 +118,7 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
         if len(places) > 1:
             problems.append(f"stored more than once: {', '.join(place.name for place in places)}")
         for place in places:
-            # A stack of experts holds many tensors; what is wrong with it is said once.
+            # A stacked tensor holds the tensors of many experts: report what is wrong with it once.
             if place.name not in accounted:
                 accounted.add(place.name)
                 compare(place.name, place.shape)
@@ -168,7 +169,7 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
     """
     wanted = set(expected)
     missing = wanted - set(stored)
-    # factors of an adapter that is not merged stand beside what they change
+    # The factors of an adapter that is not merged stand next to the weights that they change.
     wants_factors = any(".lora_" in name for name in wanted)
     strange = [name for name in stored if name not in wanted and (wants_factors or ".lora_" not in name)]
     if not strange:
@@ -186,7 +187,7 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
 def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str, ...]]:
     """Yield the words to try removing from the names: first those of known wrappers, then any prefix of an
     expected name."""
-    # ``model`` is a part of most expected names; it counts as a wrapper only in front of them, below.
+    # Most expected names contain ``model``. It therefore counts as a wrapper only as a prefix, below.
     yield from ((word,) for word in _WRAPPERS if word != "model")
     fronts = set[str]()
     for each in ("model.norm.weight", "model.embed_tokens.weight"):
@@ -229,7 +230,7 @@ def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     """Return whether two matrices hold the same bits, in bounded memory."""
-    # Headers are checked without torch, whose import takes seconds.
+    # Import torch here: its import takes seconds, and headers are checked without it.
     import torch
 
     if (
@@ -239,14 +240,14 @@ def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
     ):
         return False
     for start, stop in row_ranges(source.shape(first), source.dtype(first).itemsize):
-        # As bytes: a NaN is equal to itself, and -0 differs from 0.
+        # Compare bytes rather than numbers: a NaN then equals itself, and -0 differs from 0.
         one, other = (source.read(name, (slice(start, stop),)).view(torch.uint8) for name in (first, second))
         if not torch.equal(one, other):
             return False
     return True
 
 
-# what trainers keep beside the parameters
+# Trainers store these keys next to the parameters.
 _IGNORED_KEYS = ("rng_state", "opt_param_scheduler", "rerun_state_machine")
 
 
@@ -284,7 +285,7 @@ def account(model: MegatronModel, excused: tuple[str, ...] = ()) -> tuple[list[R
                 "need no "
                 "counterpart"
             ),
-            # A key that stacks layers is missing once, not for each layer.
+            # Report a missing key that stacks layers once, not once per layer.
             list(dict.fromkeys(problems)),
         )
     return rules, tuple(left_out)
@@ -315,7 +316,8 @@ def check_plausible(
     experts = architecture.mixture.num_experts if architecture.mixture is not None else 1
     most_layers = max([count, *(shape[0] for shape in inside)]) if stacked else count
     most_experts = max([count, *(size for shape in inside for size in shape)])
-    # what layers and experts take up together, even where an expert is nothing but a row
+    # Count the slots for layers and experts together. The first two axes suffice, because an expert may be a
+    # single row of a layer's tensor.
     places = count + sum(math.prod(shape[:2]) for shape in inside)
     if layers > most_layers or experts > most_experts or layers * experts > places:
         counted = f"{layers} layers" + (f" of {experts} experts" if architecture.mixture is not None else "")

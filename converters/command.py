@@ -25,7 +25,7 @@ from converters.foreign.options import MASTER_WEIGHTS, MODEL_WEIGHTS, OpeningOpt
 
 MEGARL, MEGATRON_LM = "megarl", "megatron-lm"
 Megatron = Callable[[Sequence[Path]], AbstractContextManager[Any]]
-# 128 + SIGINT, as a shell reports it
+# A shell reports this exit status, 128 + SIGINT, for an interrupted program.
 INTERRUPTED = 130
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _READ_MEGATRON = ("export", "verify", "diff", "inspect", "plan", "adapter")
@@ -259,7 +259,8 @@ def run(arguments: argparse.Namespace, megatron: Megatron | None = None) -> int:
             from converters.family_file import load_family_file
 
             load_family_file(file)
-        # Before anything of the checkpoint is read, since the readers trust what they find.
+        # Check the signature before anything of the checkpoint is read, since the readers trust what they
+        # find.
         _require_signed(arguments)
         code, facts, text = actions[arguments.action](arguments)
     except OSError as error:
@@ -279,7 +280,7 @@ def quiet_without_reader(command: Callable[[], int]) -> int:
     try:
         try:
             code = command()
-        # argparse prints --help and exits: its text is flushed here, where a broken pipe is caught.
+        # argparse prints the text of --help and exits. Flush that text here, where a broken pipe is caught.
         except SystemExit:
             _flush_output()
             raise
@@ -287,13 +288,14 @@ def quiet_without_reader(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _is_unread(sys.stdout):
             raise
-        # What is buffered must have a place to go, or the interpreter complains when it exits.
+        # Redirect standard output to the null device: the interpreter flushes its buffer at exit, and would
+        # complain about the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def _flush_output() -> None:
-    # None where the program was started without a standard output
+    # Standard output is None if the program was started without one.
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -303,7 +305,7 @@ def _is_unread(stream: TextIO) -> bool:
     broken pipe to a worker."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
-    # The writing end of a pipe reports POLLERR once the reader is gone.
+    # The writing end of a pipe reports POLLERR after the reader has closed its end.
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
@@ -336,7 +338,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # Python sets signal handlers in the main thread only; in another one the caller's stay.
+    # Python sets signal handlers only in the main thread. In any other thread the caller's handlers stay.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -386,7 +388,8 @@ def _convert(convert: Callable[..., Any], plan: Any, arguments: argparse.Namespa
     from converters.checkpoint.manifest import NOT_FINITE_NOTE
     from converters.checkpoint.work import RunOptions, give_memory_back
 
-    # Before the first chunk: glibc raises its threshold with the first large block that is freed.
+    # Call it before the first chunk is read: glibc raises its mmap threshold when the first large block is
+    # freed.
     give_memory_back()
     begun = time.monotonic()
     progress = None if arguments.json else sys.stderr
@@ -548,7 +551,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
         )
     key = read_key(arguments.signing_key)
     for directory in found:
-        # The optimizer's state is most of the bytes, and hashed only where it is read.
+        # Hash the optimizer state, which is most of the bytes, only if it is read.
         require_signed(
             directory, key, whole=getattr(arguments, "source_weights", MODEL_WEIGHTS) == MASTER_WEIGHTS
         )

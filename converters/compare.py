@@ -66,7 +66,7 @@ def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
     A missing key has the default of the config's class in transformers. A config without a dtype has the
     dtype of its weights.
     """
-    # transformers takes settings of text generation out of a config
+    # Fill in default values, because transformers removes settings of text generation from a config.
     sides = [{**with_defaults(config), **config} for config in (one, other)]
     left, right = (
         {_spelling(key): value for key, value in side.items() if value is not None} for side in sides
@@ -103,9 +103,9 @@ def _hold_the_same(one: Path, other: Path) -> bool:
         return False
     try:
         left, right = (read_json_object(path) for path in (one, other))
-    except ConversionError:  # one holds something else than an object
+    except ConversionError:  # One of them is not a JSON object.
         return False
-    # Each save writes its own version there, which says nothing of the model.
+    # Ignore the version of transformers: each save writes its own, which does not describe the model.
     return {**left, "transformers_version": None} == {**right, "transformers_version": None}
 
 
@@ -156,7 +156,7 @@ def _content_differences(
     dtypes = one.dtype(left), other.dtype(right)
     if dtypes[0] != dtypes[1]:
         yield Difference("dtype", left.name, f"{dtype_name(dtypes[0])} and {dtype_name(dtypes[1])}")
-    # in which both are exactly what is stored, whatever was recorded
+    # Both stored dtypes are represented exactly in this one, whatever the manifests record.
     wide = torch.promote_types(one.model.dtype(left), other.model.dtype(right))
     found, largest, not_finite = _Elements(left), 0.0, 0
     for start, stop in row_ranges(left.shape, wide.itemsize):
@@ -169,7 +169,7 @@ def _content_differences(
         if bool(differing.any()):
             found.add(start, differing)
             distance = (values[0].double() - values[1].double()).abs()[differing]
-            # A NaN on one side alone has no distance: it counts as the largest one.
+            # The distance is NaN if only one side is NaN. It counts as the largest distance.
             largest = max(largest, float(distance.nan_to_num(float("inf")).max()))
     if found.count:
         yield Difference("values", left.name, f"{found.said('')}, by at most {largest:.6g}")
@@ -220,11 +220,12 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
             rows = model.read(tensor, start, stop)
             not_finite.add(start, rows.isfinite().logical_not())
             if record is not None:
-                # To the recorded dtype and back: what changes on the way was not imported from it.
+                # Cast to the recorded dtype and back: a value that changes on the way cannot have been
+                # imported from that dtype.
                 before = cast(rows, dtype)
                 exact = exact and not bool(unequal(cast(before, stored), rows).any())
                 hashes.update(name, before)
-        # an import widens a tensor where others of its stack need it
+        # An import widens a tensor if other tensors of its stack need the wider dtype.
         if record is not None and (not exact or (stored != dtype and not isinstance(model, MegatronModel))):
             yield Difference(
                 "dtype", name, f"the manifest says {record.dtype}, it holds {dtype_name(stored)}"

@@ -204,7 +204,7 @@ class Conversion(ABC):
         hashes, before = TensorHashes(names), self._held.hashes(names)
 
         def filled(chunk: Chunk) -> Tensor:
-            # Zeros, because what no row fills is the padding of the vocabulary.
+            # Begin with zeros: rows that the source does not fill are padding of the vocabulary.
             tensor = torch.zeros(chunk.shape, dtype=chunk.dtype)
             for rows in chunk.rows:
                 self._fill(rows.of(tensor), rows, hashes, before)
@@ -220,19 +220,20 @@ class Conversion(ABC):
             "errors": self._narrowing.error_of(names),
         }
         self.finished[name] = record
-        # After the bytes are written: a record without its bytes would be trusted by the next run.
+        # Record the piece after its bytes are written: the next run would trust a record whose bytes are
+        # missing.
         self.staging.record(record, self.file_of(name))
 
     def _fill(self, target: Tensor, rows: Rows, hashes: TensorHashes, before: TensorHashes) -> None:
         part = rows.part
-        # In pieces of READ_BYTES: a row range of a large matrix is more than a thread may hold.
+        # Read pieces of READ_BYTES: a row range of a large matrix may exceed the memory of a thread.
         for first, last in row_ranges(target.shape, self._plan.model.dtype(part).itemsize, READ_BYTES):
             values = self._plan.model.read(part, rows.start + first, rows.start + last)
-            # Before the cast: the manifest of the source has hashes of what was read.
+            # Hash before the cast: the manifest of the source has hashes of the values as they were read.
             self._held.update(before, part.name, values, rows.start + first)
             values = self._narrowing.cast(part.name, values, self._plan.dtypes[part.name])
             hashes.update(part.name, values, rows.start + first)
-            # Widens, without loss, where other layers of the stack have a wider dtype.
+            # The cast widens, without loss, if other layers of the stack have a wider dtype.
             target[first:last].copy_(cast(values, target.dtype))
 
     def check(self, workers: int, progress: TextIO | None, records: Records) -> None:
@@ -251,11 +252,12 @@ class Conversion(ABC):
                             cast(rows.of(tensor), self._plan.dtypes[rows.part.name]),
                             rows.start,
                         )
-            except ConversionError:  # damaged or cut off meanwhile: written again
+            except ConversionError:  # The piece was damaged or truncated meanwhile, so it is written again.
                 return
             if hashes.digests() == record["digests"]:
                 self.finished[name] = record
-                # The manifest names the largest error of all pieces, those of an earlier run among them.
+                # Include errors of pieces that an earlier run wrote: the manifest states the largest error of
+                # all pieces.
                 self._narrowing.recall(record["errors"])
 
         pieces = [Piece(self.size(record[self.kind]), functools.partial(check, record)) for record in records]
@@ -284,7 +286,7 @@ class Conversion(ABC):
             digests.update(record["digests"])
             before.update(record["before"])
             not_finite += record["not_finite"]
-        # First, because what ``write_rest`` adds makes the directory a checkpoint that loads.
+        # Check the source first: the files of ``write_rest`` turn the directory into a checkpoint that loads.
         self._held.refuse_changed(digests, before)
         notes = {**self._narrowing.summary(), **not_finite_note(not_finite), **self._plan.notes}
         self.write_rest(digests, notes)
@@ -317,7 +319,7 @@ def convert(
         target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part
     ) as staging:
         conversion = begin(staging)
-        # By file and not by piece: two processes must not write into one file.
+        # Divide the work by file rather than by piece: two processes must not write into one file.
         own = [number for number in range(len(conversion.files)) if options.has(number)]
         sizes: dict[str, int] = {}
         for number in own:
@@ -334,7 +336,8 @@ def convert(
         check = functools.partial(conversion.check, workers, progress)
         check(staging.records)
         resumed = sum(size for name, size in sizes.items() if name in conversion.finished)
-        # Before the first byte: a disk that fills at the end costs the whole run.
+        # Check the free space before the first byte is written: a disk that fills up at the end would waste
+        # the run.
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
         waiting = [name for name in sizes if name not in conversion.finished]
@@ -345,7 +348,7 @@ def convert(
         )
         shown.finish()
         waits_for: tuple[int, ...] = ()
-        # Under a lock, so that of parts that end together exactly one finds itself the last.
+        # Hold a lock, so that exactly one of several parts that end together finds that it is the last.
         with staging.all_parts_but_the_last() as others:
             if others is not None:
                 waits_for = options.parts_to_wait_for(others, check, conversion.incomplete)

@@ -30,8 +30,8 @@ class ConversionError(ValueError):
         super().__init__(f"{what}{':' if lines else '.'}{listing}Fix: {fix}")
 
     def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str, tuple[str, ...]]]:
-        # Exceptions are rebuilt from their message otherwise, and a worker's error could not reach the
-        # driver.
+        # By default exceptions are rebuilt from their message alone, so that a worker's error could not reach
+        # the driver.
         return type(self), (self.what, self.fix, self.details)
 
 

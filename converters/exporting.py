@@ -131,9 +131,9 @@ def header_of(tensors: Sequence[WrittenTensor]) -> bytes:
         }
         for tensor in tensors
     }
-    # Older releases of transformers do not load a file whose metadata leaves the format out.
+    # Older releases of transformers do not load a file whose metadata does not name the format.
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-    # Tensors begin at a multiple of 8 bytes, as the format asks for; the header may end in spaces.
+    # The format wants tensors to begin at a multiple of 8 bytes, and lets the header end in spaces.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -152,7 +152,7 @@ def is_hf_directory(directory: Path) -> bool:
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
     others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
-    # Further directories may be a user's own; such a target is not replaced.
+    # Other directories may be the user's own, so a target that contains any is not replaced.
     return "config.json" in names and holds_weights and not others
 
 
@@ -201,7 +201,7 @@ class ExportPlan(Plan):
             [tensor.key, tensor.shape, dtype_name(tensor.dtype), tensor.file, tensor.offset]
             for tensor in self.written
         ]
-        # Where everything fits into one file, another bound changes no byte.
+        # If everything fits into one file, another size limit changes no byte, and is not part of the plan.
         shard_size = self.max_shard_bytes if len(self.files) > 1 else None
         options = {"--source-weights": self.checkpoint.weights, "--max-shard-size": shard_size}
         begun = self.model.begun.source.identity() if isinstance(self.model, Completed) else []
@@ -366,7 +366,7 @@ def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tupl
             together.setdefault(place.name, []).append((part, place))
     stored = [(TensorLocation(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()]
     known = {part.name: part for rule in rules for part in rule.parts}
-    # those that the source stored a second time under another name
+    # Write again the tensors that the source stored a second time under another name.
     for name, original in (manifest.also_stored if manifest is not None else {}).items():
         if original in known and name not in known:
             place = TensorLocation(name, known[original].shape)
@@ -392,7 +392,7 @@ def export_model(
     check_apart(plan.checkpoint.directory, target)
     if plan.checkpoint.hf_directory is not None:
         check_apart(plan.checkpoint.hf_directory, target, may_be_inside=True)
-        artifacts(plan.checkpoint.hf_directory)  # refuses what cannot be copied at the end
+        artifacts(plan.checkpoint.hf_directory)  # This refuses files that could not be copied at the end.
         if plan.checkpoint.config_hash is not None:
             refuse_changed_config(
                 plan.checkpoint.hf_directory, plan.checkpoint.config_hash, plan.checkpoint.hf_directory
@@ -401,7 +401,8 @@ def export_model(
         raise ConversionError(
             f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
         )
-    # With parts any machine may be the last one, which writes all files but the weights.
+    # With several parts, any machine may be the last one, which writes all files except the weights: all
+    # parts must agree on those files.
     fingerprint = plan.fingerprint if options.part is None else plan.fingerprint | plan.fingerprint_of_files
     return convert(
         lambda staging: _Export(plan, staging, options),
@@ -428,7 +429,7 @@ class _Export(Conversion):
             checkpoint.manifest,
             checkpoint.directory,
         )
-        # For writing, and for reading back what an earlier run has written.
+        # Open the files for writing, and for reading back what an earlier run has written.
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
         self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
         self._tensors = {tensor.key: tensor for tensor in plan.written}
@@ -436,10 +437,11 @@ class _Export(Conversion):
         self.files = [[tensor.key for tensor in tensors] for tensors in plan.files.values()]
         for number in filter(options.has, range(len(self.files))):
             path, header, length = self._file(number)
-            # A file that is there keeps its bytes: they may be finished work.
+            # An existing file keeps its bytes: they may be finished work.
             path.touch(0o644)
             with self._opened.use(path) as descriptor:
-                # The full length at once, as a hole, so that threads write at their offsets in any order.
+                # Give the file its full length at once, as a hole, so that threads write at their offsets in
+                # any order.
                 os.ftruncate(descriptor, length)
                 write_bytes(descriptor, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
@@ -471,7 +473,7 @@ class _Export(Conversion):
         for part, place in () if tensor.blocks else tensor.parts:
             row_bytes = torch.Size(part.shape[1:]).numel() * dtype.itemsize
             for start, stop in row_ranges(part.shape, dtype.itemsize):
-                # counted over the axis of experts too
+                # In a stack of experts, count the rows of all experts before this one.
                 row = place.start + start + (0 if place.index is None else place.index * place.shape[1])
                 position = row * row_bytes
                 yield Chunk(
@@ -507,7 +509,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
         (directory / "config.json").write_text(
             json.dumps(plan.checkpoint.config, indent=2) + "\n", encoding="utf-8"
         )
-    # After the comparison of the bytes above, because this may change them.
+    # Write the config after the comparison of the copied files above, because this may change them.
     write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
     own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
     tensors = {
@@ -518,7 +520,7 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}
     source, family = plan.checkpoint.directory.name, plan.architecture.family
-    # Now that the files are as they will stay.
+    # Hash the files now that they have their final content.
     files = file_hashes(directory)
     ConversionManifest(
         source, family, tensors, also_stored, places, notes, plan.missing, plan.left_out, files

@@ -55,6 +55,6 @@ def load_family_file(path: Path) -> Family:
             f"{path} defines FAMILY = {family!r}", "define FAMILY as a converters.families.base.Family"
         )
     register_family(family)
-    # Rules are cached by architecture, and a family that is registered again may have others.
+    # Rules are cached by architecture, and a family that is registered again may have other rules.
     forget_rules()
     return family

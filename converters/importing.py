@@ -50,7 +50,7 @@ from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredItem, StoredTensor, finish_checkpoint, write_common
 
-# the sizes of files follow from the model alone: bytes must not depend on the workers
+# The sizes of files follow from the model alone: the written bytes must not depend on the number of workers.
 _FILES, _SMALLEST_FILE, _LARGEST_FILE = 32, 16 * 2**20, 512 * 2**20
 
 
@@ -120,7 +120,7 @@ class ImportPlan(Plan):
         """Names of the item files, each with the rules of its parameters."""
         goal = min(_LARGEST_FILE, max(_SMALLEST_FILE, sum(map(self.size, self.rules)) // _FILES))
         files: list[tuple[str, list[Rule]]] = []
-        # Full from the start, so that the first parameter opens a file.
+        # Start as if a file were full, so that the first parameter opens a new file.
         filled = goal
         for rule in self.rules:
             if filled >= goal:
@@ -186,7 +186,7 @@ def plan_import(
         ConversionError: config and weights do not belong together, something cannot be carried over, or no
             Megatron-Core model computes the same function.
     """
-    # before it is read: a change between the two is noticed at the end
+    # Hash the config before it is read, so that a change between the two is noticed at the end.
     hash_of_config = config_hash(source.directory)
     config = source.read_json("config.json")
     if config is None:
@@ -198,11 +198,12 @@ def plan_import(
     architecture = as_stored(read_architecture(config, ignore_config_keys), source.names())
     if not allow_unsupported:
         _require_support(architecture)
-    # Before anything is sized by the config: a wrong number in it could ask for terabytes.
+    # Check the config before anything is sized by it: a wrong number in it could ask for terabytes.
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     check_source(source, architecture, excused=allow_missing)
     if dtype is not None and isinstance(source, DequantizedSource):
-        source.dequantized_dtype = torch.float32  # rounded once, to what is asked for
+        # Dequantised values are rounded only once, to the requested dtype.
+        source.dequantized_dtype = torch.float32
     model = HuggingFaceModel(source, architecture)
     adapter = None
     if lora is not None:
@@ -278,7 +279,7 @@ def import_model(
     """
     directory = plan.model.source.directory
     check_apart(directory, target)
-    artifacts(directory)  # refuses what cannot be copied at the end
+    artifacts(directory)  # This refuses files that could not be copied at the end.
     refuse_changed_config(directory, plan.config_hash, directory)
     begin = functools.partial(_Import, plan, common_state)
     return convert(begin, target, options, plan.fingerprint, is_checkpoint, len(plan.tensors))
@@ -291,7 +292,7 @@ class _Import(Conversion):
 
     def __init__(self, plan: ImportPlan, common_state: Mapping[str, Any] | None, staging: Staging) -> None:
         directory = plan.model.source.directory
-        # Of a source that an export has written: its other files have to be those that it wrote.
+        # If an export has written the source, the files next to its weights have to be those that it wrote.
         manifest = read_manifest(directory)
         if manifest is not None:
             refuse_changed_files(directory, directory, manifest.files)
@@ -343,7 +344,8 @@ class _Import(Conversion):
                 file.add(
                     chunk.key,
                     chunk.offsets,
-                    # An item has all dimensions of the stored tensor, of size 1 over layers and experts.
+                    # An item has all dimensions of the stored tensor: the axes over layers and experts have
+                    # size 1 in it.
                     tensor.reshape(*[1] * (len(chunk.offsets) - tensor.dim()), *tensor.shape),
                 )
         finally:
@@ -358,7 +360,8 @@ class _Import(Conversion):
 
     def write_rest(self, digests: Mapping[str, str], notes: dict[str, Any]) -> None:
         plan, directory = self._import, self.staging.directory
-        # In the order of the plan, not of the threads: the index has to come out the same.
+        # Collect the items in the order of the plan rather than that of the threads, so that the index is
+        # always the same.
         items = list[StoredItem]()
         for name in self.pieces:
             items += map(_item, self.finished[name]["items"])
@@ -367,9 +370,9 @@ class _Import(Conversion):
             write_common(directory, self._common_state)
         source, beside = plan.model.source, directory / HF_DIRECTORY
         copy_artifacts(source.directory, beside)
-        # The copy is compared and not the source, which could still change between the two.
+        # Compare the copy rather than the source, which could still change between the two steps.
         refuse_changed_config(beside, plan.config_hash, source.directory)
-        # After the comparison, because it changes the file.
+        # Remove the quantisation after the comparison, because this changes the file.
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
         tensors, places = {}, {}
@@ -387,6 +390,6 @@ class _Import(Conversion):
 
 
 def _item(described: Sequence[Any]) -> StoredItem:
-    # A record has been through JSON, which turns tuples into lists.
+    # A record has passed through JSON, which turns tuples into lists.
     key, offsets, sizes, *place = described
     return StoredItem(key, tuple(offsets), tuple(sizes), *place)

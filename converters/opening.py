@@ -85,7 +85,7 @@ class MegatronCheckpoint:
 
     def identity(self) -> list[Any]:
         """Return name, size and modification time of each file, which change when the weights change."""
-        # The optimizer's weights change with its own files.
+        # The optimizer's master weights change together with the optimizer's files.
         places = [
             self.directory,
             *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory)),
@@ -109,7 +109,7 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     checkpoint = TorchDistCheckpoint(directory)
     tensors, settings = tensors_of(checkpoint, options.weights), read_settings(checkpoint, options)
     hf_directory = options.hf_directory or _stored_config(directory, path)
-    # Before the file is read: a change between the two is noticed when the export ends.
+    # Hash the config before it is read, so that a change between the two is noticed when the export ends.
     hash_of_config = None if hf_directory is None else config_hash(hf_directory)
     config = (
         _made_config(directory, settings, options, tensors)
@@ -118,12 +118,12 @@ def open_megatron(path: Path, options: OpeningOptions | None = None) -> Megatron
     )
     described = read_architecture(config, options.ignored_config_keys)
     architecture = as_stored(described, tensors)
-    # Before anything is sized by the config.
+    # Check the config before anything is sized by it.
     check_plausible(architecture, {key: tensors.shape(key) for key in tensors}, str(directory), stacked=True)
     if settings is not None:
         check_agreement(settings, architecture, options.ignored_settings)
     made = hf_directory is None
-    # A manifest has the hashes of the model's own weights, not of the optimizer's.
+    # A manifest has hashes of the model's own weights, but not of the optimizer's master weights.
     manifest = read_manifest(directory) if options.weights == MODEL_WEIGHTS else None
     return MegatronCheckpoint(
         directory,
@@ -183,7 +183,7 @@ class Opened:
     def dtype(self, tensor: HuggingFaceTensor) -> torch.dtype:
         """Return the dtype of a tensor, or its original dtype if an import widened it."""
         stored = self.model.dtype(tensor)
-        # what an export wrote in another dtype than its manifest says is a difference, and no widening
+        # An export does not widen: a tensor in another dtype than its manifest records is a difference.
         return stored if self.megatron is None else self.megatron.dtype_before(tensor.name, stored)
 
 
@@ -201,7 +201,8 @@ def open_any(path: Path, options: OpeningOptions | None = None) -> Opened:
 
 
 def _stored_config(directory: Path, given: Path) -> Path | None:
-    # the checkpoint's own config first, then one that a trainer keeps for all of its checkpoints
+    # Look for the checkpoint's own config first, then for one that a trainer keeps for all of its
+    # checkpoints.
     places = (directory / HF_DIRECTORY, directory, given / HF_DIRECTORY, directory.parent / HF_DIRECTORY)
     return next((place for place in places if (place / "config.json").is_file()), None)
 
@@ -214,7 +215,7 @@ def _given_config(hf_directory: Path, options: OpeningOptions) -> dict[str, Any]
             f"{hf_directory} already says which config and tokenizer belong to the model",
             "leave --tokenizer out",
         )
-    # A model that sees keeps what belongs to its text in a config of its own.
+    # A vision-language model keeps the settings of its text model in a config of their own.
     said = (config.get("text_config") or config).get("vocab_size")
     if options.vocab_size not in (None, said):
         raise ConversionError(

@@ -35,21 +35,22 @@ def module_of_file(path: Path) -> ModuleType:
     """
     try:
         text = path.read_bytes()
-        # not with this file's own __future__, by which annotations would be texts
+        # Do not inherit the __future__ imports of this module, which would turn annotations into strings.
         code = compile(text, str(path), "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError) as error:
         raise PythonFileError(f"cannot be read as a Python file ({error})") from error
-    # With a hash of path and text: a changed file is another module, and equal names do not collide.
+    # The module's name contains a hash of path and text: a changed file is another module, and equal names do
+    # not collide.
     name = f"user_file_{path.stem}_{hashlib.sha256(str(path.absolute()).encode() + text).hexdigest()[:16]}"
     if name in _MODULES:
         return _MODULES[name]
     module = ModuleType(name)
     module.__file__ = str(path)
-    # where dataclasses and pickles look a class of the file up
+    # Dataclasses and pickles look up the classes of the file in ``sys.modules``.
     sys.modules[name] = module
     directory = str(path.absolute().parent)
     if directory not in sys.path:
-        # At the end: what is in its directory must not take the place of an installed module.
+        # Append the directory at the end, so that its files do not shadow installed modules.
         sys.path.append(directory)
     try:
         _refuse_others_names(text, path.absolute().parent)
@@ -95,7 +96,7 @@ def _refuse_others_names(text: bytes, directory: Path) -> None:
 def _imported_names(text: bytes) -> Iterator[str]:
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    # an import will say so
+    # The import that follows will report the error.
     except (SyntaxError, ValueError):
         return
     for node in nodes:
@@ -107,7 +108,7 @@ def _imported_names(text: bytes) -> Iterator[str]:
 
 def _origin_of(name: str) -> str:
     """Return the file that Python would import under a name, or a description if there is no file."""
-    # The file may be newer than what importlib remembers of the directory.
+    # The file may be newer than importlib's cached listing of the directory.
     importlib.invalidate_caches()
     found = getattr(sys.modules[name], "__file__", None) if name in sys.modules else None
     if name not in sys.modules:

@@ -129,12 +129,12 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
             except ConversionError:
                 if ranks == 1:
                     raise
-                # one of the tiny model's sizes is odd, and this rule cuts it
+                # One of the tiny model's sizes is odd, and this rule splits that axis.
                 continue
             back = dict(to_hf(rule, shards, architecture))
             whole = dict(to_hf(rule, [load_shard(rule, source, architecture)], architecture))
             for part in rule.parts:
-                # a tensor that is stored in one piece under its own name is compared with what is stored
+                # A tensor that is stored in one piece under its own name is compared with the stored tensor.
                 expected = source.read(part.name) if part.name in source else whole[part.name]
                 if not torch.equal(back[part.name], expected):
                     yield (
@@ -148,7 +148,7 @@ ComputeLogprobs = Callable[[Path, Tensor], Tensor]
 [B, S] float32, with zeros in column 0."""
 LOGPROB_BOUND = 1e-5
 """Largest allowed difference of a log-probability in float32."""
-# no divisor of the tiny vocabulary, so that there is padding to add and to take off again
+# This number does not divide the tiny vocabulary, so that the import adds padding and the export removes it.
 _VOCABULARY_MULTIPLE = 4
 _TOKENS = (3, 17)
 
@@ -255,7 +255,7 @@ class _Variant:
             run()
         except ConversionError as error:
             return Finding(self.name, check, "failed", str(error))
-        # the rules of a user may fail in any way
+        # The rules of a user's family may fail in any way.
         except Exception as error:
             return Finding(self.name, check, "failed", f"{type(error).__name__}: {error}")
         return Finding(self.name, check, "passed", text)
@@ -288,7 +288,7 @@ class _Variant:
             for stored in (others, {**others, f"{name}.other": tensors[name]}):
                 save_tensors(changed, stored)
                 try:
-                    # Names alone are wrong here: without that comparison no data is read.
+                    # Only the names are wrong here. Without the comparison of tied weights no data is read.
                     check_source(open_source(changed), self.architecture, compare_tied=False)
                 except ConversionError as error:
                     unnamed = [

@@ -23,15 +23,15 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 42,
     "intermediate_size": 52,
-    # the models of transformers that treat some layers in another way do so every second to fourth
+    # Models of transformers that treat some layers differently do so in every second to fourth layer.
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    # a quarter of it, which some models rotate, is an even number
+    # Some models rotate a quarter of it, which has to be an even number.
     "head_dim": 24,
     "max_position_embeddings": 64,
 }
-# set where the config class has them
+# These sizes are set if the config class has them.
 _FURTHER_SIZES: dict[str, Any] = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -86,12 +86,12 @@ def tiny_config(family: Family) -> dict[str, Any]:
         defaults = AutoConfig.for_model(like).to_dict()
         further = {key: value for key, value in _FURTHER_SIZES.items() if key in defaults}
         described = AutoConfig.for_model(like, **_sizes(defaults), **further).to_dict()
-    # config classes check their values each in their own way
+    # Config classes check their values with exceptions of any type.
     except Exception as error:
         raise ConversionError(
             f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX
         ) from error
-    # transformers neither makes nor saves such a layer, and a config that does not say has one
+    # transformers neither builds nor saves such a layer, while a config without this key has one.
     without_mtp = {key: 0 for key in family.config_keys & {"mtp_num_hidden_layers"}}
     return {
         **described,
@@ -140,14 +140,16 @@ def save_random(
     if is_known_to_transformers(family):
         from transformers import AutoModelForCausalLM
 
-        # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16
-        # bytes
+        # The grouped matrix product, which transformers prefers for experts, needs rows of a multiple of 16
+        # bytes.
         model = AutoModelForCausalLM.from_config(
             make_hf_config(config), dtype=torch.float32, experts_implementation="eager"
         )
-        # A recurrence multiplies rounding: at the usual scale transformers' float32 is 3e-4 from its float64.
+        # A recurrence multiplies rounding errors: at the usual scale transformers' float32 result is 3e-4
+        # away from its float64 result.
         scale = 0.05 if "linear_key_head_dim" in config else _SCALE
-        # Fresh norms are alike and fresh biases zeros, so that two of them could change places unseen.
+        # Add noise to fresh norms, which are all alike, and to fresh biases, which are zeros: a conversion
+        # that exchanges two of them would otherwise go unnoticed.
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape) * scale
@@ -172,7 +174,7 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
     for name, tensor in sorted(stored_tensors(model).items()):
         wanted = torch.float32 if name in stay else dtype
         if wanted is torch.float32:
-            # multiples of 2^-12 up to 2^11: exact, and unlike one another
+            # Use multiples of 2^-12 up to 2^11: float32 holds them exactly, and all of them differ.
             tensors[name] = (
                 torch.arange(count, count + tensor.numel(), dtype=torch.float32) / 4096 - 1024
             ).reshape(tensor.shape)
@@ -198,5 +200,5 @@ def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _random(like: Tensor) -> Tensor:
     noise = torch.randn(like.shape) * _SCALE
-    # Vectors are mostly norms, and around 1 they keep the activations in range.
+    # Vectors are mostly norms, and values around 1 keep the activations in range.
     return 1.0 + noise if like.dim() == 1 else noise

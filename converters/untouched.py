@@ -51,7 +51,8 @@ class Untouched:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors as they are stored, bit for bit."""
-        # A plain source: these go back as they are stored, neither dequantised nor adapted.
+        # Open the plain source: these tensors are returned as they are stored, neither dequantised nor
+        # adapted.
         source = HuggingFaceSource(self._directory)
         for name in self._names:
             yield name, source.read(name)
@@ -91,7 +92,7 @@ class Completed(MegatronModel):
                 "the checkpoint's",
                 "give the directory of the model that was trained",
             )
-        # With the layers that predict, which the trained checkpoint lacks.
+        # This architecture includes the multi-token prediction layers, which the trained checkpoint lacks.
         super().__init__(trained.checkpoint, begun.architecture)
         self.begun = begun
         self._prefixes = tuple(_prefixes(begun.architecture))

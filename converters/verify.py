@@ -51,7 +51,7 @@ def problems_of(opened: Opened, excused: Sequence[str], *, is_alone: bool) -> It
     except ConversionError as error:
         for detail in error.details or (error.what,):
             yield Difference("keys", opened.path.name, detail)
-        # Without the right names and shapes nothing below can be read.
+        # Stop here: without the right names and shapes the checks below could not read the tensors.
         return
     if isinstance(opened.model, MegatronModel) and not (
         opened.megatron is not None and opened.megatron.padding_is_free
@@ -99,13 +99,14 @@ def verify(one: Opened, other: Opened | None = None, excused: Sequence[str] = ()
         found += problems_of(each, alone, is_alone=other is None)
     if other is None:
         return found
-    # the comparison says which values are not finite
+    # Drop these: the comparison below reports values that are not finite.
     found = [difference for difference in found if difference.kind != "values"]
-    # what is missing cannot be compared
+    # Missing tensors cannot be compared.
     if _has_kind(found, "keys"):
         return found
     agree_on_dtypes(one, other)
-    # what a conversion was excused from may be missing on both sides, but not on one
+    # A tensor that the manifests excuse may be missing on both sides, but not on one: pass only the caller's
+    # patterns.
     return found + list(differences(one, other, excused))
 
 
@@ -238,7 +239,7 @@ def logits_of(directory: Path, ids: Tensor, head: ScoreHead | None = None) -> Te
         if head is not None and head.bias
         else AutoModelForSequenceClassification
     )
-    # the grouped product of experts that transformers prefers does not take every width
+    # The grouped product of experts, which transformers prefers, does not support every width.
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
@@ -260,7 +261,7 @@ def _logits(opened: Opened) -> Tensor:
         elif isinstance(opened.model, HuggingFaceModel) and isinstance(
             opened.model.source, DequantizedSource
         ):
-            # transformers computes with quantised weights on a GPU alone
+            # Dequantise the model first: transformers computes with quantised weights only on a GPU.
             directory, imported = Path(temporary) / "model", Path(temporary) / "imported"
             import_model(plan_import(opened.model.source, allow_unsupported=True), imported)
             export_model(plan_export(open_megatron(imported)), directory)

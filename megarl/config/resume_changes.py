@@ -118,8 +118,8 @@ def check_changes(
         accepted: ``checkpointing.accept_changes``.
 
     Raises:
-        ConfigError: a change cannot take effect; or it affects the reproducibility of the run, and is not
-            accepted.
+        ConfigError: a change cannot take effect; or it changes what defines the run, such as its data or
+            schedule, and is not accepted.
     """
     changes, models = changed_keys(before, now), tuple(model_sections(now).items())
     trained = [path for path, section in models if section.is_trained]

@@ -259,7 +259,7 @@ class LoggerConfig(TypedDict):
 
 
 class ClusterConfig(TypedDict):
-    """The machines."""
+    """Nodes and devices of the run."""
 
     gpus_per_node: Annotated[int, Key("worker ranks per node, also if the ranks run on a CPU.", AT_LEAST_1)]
     num_nodes: Annotated[int, Key("number of nodes.", AT_LEAST_1)]

@@ -63,7 +63,7 @@ class Block:
 
     @property
     def run(self) -> int:
-        """Rows of a piece that is not cut short."""
+        """Rows of a full-sized piece."""
         return -(-self.part[0] // self.sharding_size)
 
     @property
@@ -200,7 +200,7 @@ class DividedParameters:
         )
 
     def move(self, place: Place) -> None:
-        """See ``ParameterStore``."""
+        """Move parameters and buffers to the device or to host memory."""
         move_model(self._model, self._device if place == "device" else torch.device("cpu"))
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -208,7 +208,7 @@ class DividedParameters:
         return {name: self._cut(name, parameter) for name, parameter in self._parameters.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See ``ParameterStore``."""
+        """Write a filled ``state`` into the parameters; see ``ParameterStore``."""
         for name, parameter in self._parameters.items():
             write_block(parameter, self._whole(state[name]))
 
@@ -217,7 +217,7 @@ class DividedParameters:
         return _with_tensors(named_optimizer_state(optimizer, self._named()), self._cut)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, loaded: OptimizerState) -> None:
-        """See ``ParameterStore``."""
+        """Load the result of ``optimizer_state``; see ``ParameterStore``."""
         install_optimizer_state(optimizer, self._named(), _with_tensors(loaded, self._divided))
 
     def _named(self) -> Iterable[tuple[str, torch.nn.Parameter]]:

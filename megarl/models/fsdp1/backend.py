@@ -103,7 +103,7 @@ class FSDP1Backend(HuggingFaceBackend):
 
     @property
     def gathered_bytes(self) -> int:
-        """0: the size is not bounded, because a layer is gathered whatever its size."""
+        """Always 0, for no bound: a layer is gathered whatever its size."""
         return 0
 
     @contextlib.contextmanager

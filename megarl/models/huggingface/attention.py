@@ -1,10 +1,9 @@
-"""The engine's attention as an attention implementation of transformers, under the name ``megarl``.
+"""The engine's attention as an attention implementation of transformers, named ``megarl``.
 
-The layout of sequences travels as the keyword argument ``sequence_layout`` through ``model(**kwargs)``, as
-transformers hands unknown keywords on to every attention call; so it is there again when a layer is
-recomputed in the backward pass. No mask is ever made: transformers leaves that out for an implementation it
-has no mask function for, and sequences are padded on the right only, so that a causal mask hides the padding
-from every real token.
+The layout of sequences is the keyword argument ``sequence_layout`` of ``model(**kwargs)``, which transformers
+passes on to every attention call; so it is also available when a layer is recomputed in the backward pass. No
+mask is ever created: transformers creates none for an implementation without a mask function. Sequences are
+padded only on the right, so that causality hides the padding from every real token.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _default: list[SequenceLayout] = [ROWS]
 
 @contextlib.contextmanager
 def default_layout(layout: SequenceLayout) -> Iterator[None]:
-    """Inside, attention takes ``layout`` wherever no ``sequence_layout`` is passed, in all threads of this
-    process."""
+    """Make ``layout`` the default of ``sequence_layout`` inside the block, in all threads of this process."""
     _default.append(layout)
     try:
         yield
@@ -53,28 +51,31 @@ def attention_forward(
     decoded_rows: DecodedRows | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute attention with the signature that transformers calls.
 
     Args:
         module: the attention layer.
-        query: [n, H, t, D], this rank's heads and context share.
-        key: [n, G, k, D]; k is t, or more with a key-value cache, of which the queries are the last.
+        query: [n, H, t, D], this rank's heads and part of the context.
+        key: [n, G, k, D]; k is t, or more with a key-value cache, in which case the queries are the last t
+            positions.
         value: [n, G, k, D].
         attention_mask: must be None.
         dropout: must be 0.
         scaling: factor of the scores.
-        sliding_window: positions that a query sees, itself among them; None for all before it.
-        sequence_layout: packed sequences and context parallelism; rows that are sequences when None.
-        row_lengths: [n] int64, of each row its positions that are no padding on the left
-            (``causal_attention``); only when generating.
-        decoded_rows: whose cache keys and values are of; only when generating.
-        others: further keywords of transformers.
+        sliding_window: number of positions that a query sees, including its own; None for all earlier
+            positions.
+        sequence_layout: packed sequences and context parallelism; None for the default, which is one sequence
+            per row unless ``default_layout`` changes it.
+        row_lengths: [n] int64, each row's number of positions without left padding (``causal_attention``);
+            only for generation.
+        decoded_rows: rows whose cache the keys and values come from; only for generation.
+        others: other keywords of transformers.
 
     Returns:
         [n, t, H, D], and no attention weights.
 
     Raises:
-        ModelError: the model asks for attention that this is not.
+        ModelError: the model requests a kind of attention that is not supported.
     """
     _refuse_unknown(module, attention_mask, dropout, others)
     mask = None if decoded_rows is None else decoded_rows.mask(sliding_window, query.dtype)

@@ -1,5 +1,5 @@
-"""The base class of the torch backends: all of the engine's ``Backend`` protocol but how parameters are
-divided, gathered and exported."""
+"""The base class of the torch backends: the engine's ``Backend`` protocol except the division, gathering and
+export of parameters."""
 
 from __future__ import annotations
 
@@ -55,42 +55,44 @@ SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
 
 
 class ParameterStore(Protocol):
-    """The parameters of a model as they are divided over ranks. Every method but ``move`` is a collective."""
+    """The parameters of a model as they are divided over ranks. Every method except ``move`` is a
+    collective."""
 
     def move(self, place: Place) -> None:
-        """Move parameters and buffers."""
+        """Move parameters and buffers to the device or to host memory."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The weights for a checkpoint; to be given to ``load_state`` when they were filled."""
+        """Return the weights for a checkpoint. After filling them from a checkpoint, pass them to
+        ``load_state``."""
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Write a filled ``state`` into the parameters."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
-        """State for a checkpoint, by parameter name."""
+        """Return optimizer state for a checkpoint, by parameter name."""
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
     ) -> None:
-        """The reverse of ``optimizer_state``."""
+        """Load the result of ``optimizer_state``."""
 
 
 class HuggingFaceBackend(ABC):
     """One worker's part of a transformers model, with its optimizer and schedule.
 
-    Kept parameters, gradients and optimizer state are float32, unless ``policy.optimizer`` says otherwise of
-    parameters and state; the model computes in ``policy.precision``.
+    Stored parameters, gradients and optimizer state are float32, unless ``policy.optimizer`` sets another
+    dtype for parameters or state. The model computes in ``policy.precision``.
 
     Args:
         policy: the policy configuration, already validated.
         source: Hugging Face weights to start from.
         runtime: device of this process; torch.distributed is initialised on its backend.
-        seed: of a new score layer.
-        with_optimizer: False for a model that is only read.
+        seed: seed of a new score layer.
+        with_optimizer: False for a model that is not trained.
 
     Raises:
-        ConfigError: the layout, the plan, the precision, the optimizer or the schedule is not possible here.
-        ModelError: the model's config and weights do not fit together, or transformers cannot let it score.
+        ConfigError: the layout, plan, precision, optimizer or schedule is not supported here.
+        ModelError: the model's config and weights do not match, or transformers has no scoring model for it.
     """
 
     groups: ParallelGroups
@@ -148,28 +150,30 @@ class HuggingFaceBackend(ABC):
 
     @abstractmethod
     def _build(self, source: HuggingFaceSource) -> None:
-        """Build the model with this rank's part of the weights, and set what is declared above."""
+        """Build the model with this rank's part of the weights, and set the attributes that are declared
+        above."""
 
     @abstractmethod
     def _refuse_optimizer(self) -> None:
-        """Raise ConfigError for an optimizer that cannot step parameters as they are divided here."""
+        """Raise ConfigError for an optimizer that cannot update parameters as they are divided here."""
 
     def _counted(self) -> Iterable[nn.Parameter]:
-        """The parameters that count on this rank in the gradient's norm."""
+        """Return the parameters that this rank counts in the gradient's norm."""
         return self._parameters.values()
 
     @abstractmethod
     def _generating_model(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """A model with the present weights, which ranks with more or longer rows than others can run for
-        themselves."""
+        """Yield a model with the present weights that each rank can run independently, so that ranks may
+        differ in the number and length of their rows."""
 
     @abstractmethod
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors in ``policy.precision``, which is what the model computes with."""
+        """Yield names and full tensors in ``policy.precision``, the dtype of the model's computation."""
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Every pass gathers parameters over them."""
+        """Data-parallel group if it has several ranks, otherwise None: every pass gathers parameters over
+        this group."""
         return self.groups.data if self.groups.data_size > 1 else None
 
     def set_training(self, training: bool) -> None:
@@ -224,25 +228,26 @@ class HuggingFaceBackend(ABC):
         return schedule_values(self.optimizer) if self.optimizer is not None else {}
 
     def sync_parameters(self) -> None:  # noqa: B027 - there is nothing to do
-        """Every pass gathers the parameters for itself and lets them go again; nothing is ever under way."""
+        """Do nothing: every pass gathers the parameters itself and frees them, so that no gather is ever
+        pending."""
 
     def parameters_changed(self) -> None:  # noqa: B027 - there is nothing to do
-        """Nothing is cached: the next pass reads the parameters again."""
+        """Do nothing: no copy is kept, and the next pass reads the parameters again."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Export all weights: there is one stage."""
+        """Export all weights, because there is only one stage."""
         return self.export_hf()
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
-        """None: all weights are gathered."""
+        """Return an empty mapping, because all weights are gathered."""
         return {}
 
     def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights."""
+        """Export all weights in full."""
         return self.export_hf()
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
-        """None: there is one stage."""
+        """Return an empty sequence, because there is only one stage."""
         return ()
 
     @torch.no_grad()
@@ -251,14 +256,14 @@ class HuggingFaceBackend(ABC):
     ) -> BatchedDataDict[Any]:
         """Continue prompts; see ``decode``.
 
-        The weights are gathered once, into a model of their own, so that ranks with more or longer rows need
-        not wait for the others. Where there is nothing to gather, the model itself generates.
+        The weights are gathered once, into a separate model, so that ranks need not wait for others with more
+        or longer rows. If there is nothing to gather, the model itself generates.
         """
         with self._generating_model() as model:
             return generate(model, self, data, config, tokenizer, greedy=greedy)
 
     def move(self, part: Part, place: Place) -> None:
-        """See the protocol. Gradients are not kept: they are let go of on the way to the host."""
+        """Move a part of the model to the device or to host memory. Gradients are freed instead of moved."""
         if not self.runtime.is_cuda:
             return
         if part == "gradients":
@@ -308,7 +313,7 @@ class HuggingFaceBackend(ABC):
             checkpoint.require(optimizer)
 
     def _as_peft(self) -> dict[str, Any] | None:
-        """PEFT's config of the adapters; None without."""
+        """Return PEFT's config of the adapters, or None if there are none."""
         return None
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
@@ -330,5 +335,5 @@ class HuggingFaceBackend(ABC):
             self.scheduler = resume_schedule(self.policy, self.scheduler, schedule)
 
     def close(self) -> None:
-        """Give the memory of staged checkpoints back. Process groups go with torch's default group."""
+        """Free the memory of staged checkpoints. Process groups end with torch's default group."""
         self._staging.close()

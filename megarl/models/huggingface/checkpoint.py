@@ -1,11 +1,11 @@
-"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP): any number of ranks reads
-what any other wrote.
+"""Checkpoints of the torch backends through torch.distributed.checkpoint (DCP). Any number of ranks can read
+what any other number wrote.
 
-A state is a mapping from the model's Hugging Face parameter names to tensors, sharded ones as DTensors. Both
-torch backends write the same names and shapes, so that either reads the other's checkpoints.
+A state maps the model's Hugging Face parameter names to tensors; sharded ones are DTensors. Both torch
+backends write the same names and shapes, so that each can read the other's checkpoints.
 
-No file is unpickled freely. DCP writes its index, ``.metadata``, as a pickle; here only the few classes it
-consists of are let in. Tensors and all that is no tensor come through ``torch.load(weights_only=True)``,
+No file is unpickled without restrictions. DCP writes its index, ``.metadata``, as a pickle, and only the few
+classes in it are allowed here. Tensors and other values are read with ``torch.load(weights_only=True)``,
 random-number states from safetensors.
 """
 
@@ -38,8 +38,8 @@ PLAIN_FILE = "optimizer.pt"
 IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
 OptimizerState = dict[str, Any]
-"""``state``: {parameter name: {key: tensor or number}}; ``param_groups``: hyperparameters and ``params``, a
-list of parameter names."""
+"""State of an optimizer. ``state`` is {parameter name: {key: tensor or number}}; ``param_groups`` has
+hyperparameters and ``params``, a list of parameter names."""
 
 
 def save_weights(
@@ -48,7 +48,7 @@ def save_weights(
     buffer: StagingBuffer | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the weights to ``directory``, or stage them. ``add`` writes further files, on rank 0. A
+    """Write the weights to ``directory``, or stage them. ``add`` writes additional files on rank 0. A
     collective over all ranks.
 
     Raises:
@@ -63,10 +63,11 @@ def save_weights(
 
 
 def load_weights(state: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill the tensors of ``state`` in place from what ``save_weights`` wrote. A collective over all ranks.
+    """Fill the tensors of ``state`` in place with the weights that ``save_weights`` wrote. A collective over
+    all ranks.
 
     Raises:
-        CheckpointError: no such checkpoint, or it holds another model.
+        CheckpointError: there is no such checkpoint, or it holds another model.
     """
     _read(state, directory, "weights")
 
@@ -110,18 +111,18 @@ def save_optimizer(
 def load_optimizer(
     like: Mapping[str, torch.Tensor], runtime: DeviceRuntime, directory: Path
 ) -> tuple[OptimizerState, dict[str, Any]]:
-    """Read what ``save_optimizer`` wrote: states of the optimizer and of the schedule are returned,
-    random-number states are put back.
+    """Read what ``save_optimizer`` wrote. Return the states of optimizer and schedule, and restore
+    random-number states.
 
-    The hyperparameters are the checkpoint's, not the configuration's, so that a run goes on as it was; of the
-    learning rate see ``resume_schedule``. Random-number states come back where this rank existed when they
-    were saved. A collective over all ranks.
+    Hyperparameters are those of the checkpoint instead of the configuration, so that a run continues
+    unchanged; for the learning rate see ``resume_schedule``. Random-number states are restored if this rank
+    existed when they were saved. A collective over all ranks.
 
     Args:
-        like: the weights; state of a weight's shape is spread over the ranks as the weight is.
+        like: the weights; state with a weight's shape is distributed over the ranks like the weight.
 
     Raises:
-        CheckpointError: no such checkpoint, or it belongs to another model.
+        CheckpointError: there is no such checkpoint, or it belongs to another model.
     """
     with failing_alike():
         metadata = _metadata(directory)
@@ -156,7 +157,7 @@ def load_optimizer(
 def named_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> OptimizerState:
-    """State of an optimizer whose parameters are whole tensors or DTensors, by name."""
+    """Return the state of an optimizer by parameter name; its parameters are full tensors or DTensors."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named_parameters}
     state = optimizer.full_state() if isinstance(optimizer, LowPrecisionAdamW) else optimizer.state
     return {
@@ -173,10 +174,10 @@ def install_optimizer_state(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     loaded: OptimizerState,
 ) -> None:
-    """The reverse of ``named_optimizer_state``.
+    """Load the result of ``named_optimizer_state`` into an optimizer.
 
     Raises:
-        CheckpointError: the state belongs to an optimizer over other parameters.
+        CheckpointError: the state belongs to an optimizer with other parameters.
     """
     names = {parameter: name for name, parameter in named_parameters}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -194,14 +195,14 @@ def install(
     loaded: OptimizerState,
     names: Mapping[torch.nn.Parameter, str],
 ) -> None:
-    """Put state, by a parameter's place in the optimizer, and the hyperparameters of ``loaded`` into the
-    optimizer.
+    """Load state, by the index of each parameter in the optimizer, and the hyperparameters of ``loaded`` into
+    the optimizer.
 
-    A kernel that the configuration leaves open is the one that the checkpoint was written with, so that a run
-    goes on bit for bit; in checkpoints of version 0.1 that is the plain one.
+    If the configuration does not choose a kernel, the one that wrote the checkpoint is used, so that a run
+    continues bit for bit. For checkpoints of version 0.1 that is the plain kernel.
 
     Raises:
-        CheckpointError: ``loaded`` belongs to an optimizer over other parameters.
+        CheckpointError: ``loaded`` belongs to an optimizer with other parameters.
     """
     here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [list(group["params"]) for group in loaded["param_groups"]]
@@ -282,11 +283,11 @@ def _fits(stored: Any, here: torch.Tensor) -> bool:
 
 
 def require(directory: Path) -> None:
-    """Refuse a path that is no finished DCP directory. Local.
+    """Raise an error unless a path is a complete DCP directory. Local.
 
     Raises:
-        CheckpointError: it is none.
-        StorageError: the storage does not say.
+        CheckpointError: it is not.
+        StorageError: the storage does not respond.
     """
     if not is_file(directory / METADATA_FILE):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Generation by a transformers model, drawing the same tokens as every other backend.
+"""Generation with a transformers model, which samples the same tokens as every other backend.
 
-Keys and values go to ``DecodedRows``, whose steps have fixed shapes. A model that remembers more than those
-keeps its own cache.
+Keys and values are stored in ``DecodedRows``, whose steps have fixed shapes. A model that keeps other state
+than keys and values uses its own cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 
 
 class Generating(Protocol):
-    """A backend, as generation uses it."""
+    """The attributes of a backend that generation uses."""
 
     policy: PolicyConfig
     groups: ParallelGroups
@@ -46,13 +46,12 @@ def generate(
 ) -> BatchedDataDict[Any]:
     """Continue every prompt; see ``decode``.
 
-    Data-parallel ranks need not be in step, so the model must need no collective with them: its parameters
-    are whole, or those of this tensor-parallel rank. Ranks that share rows have to be in step, and are.
+    Data-parallel ranks need not be in step, so the model must not need a collective with them: its parameters
+    are full ones, or the parts of this tensor-parallel rank. Ranks that share rows run in step.
 
     Args:
-        model: a causal language model of transformers; its logits are the columns that ``backend.vocabulary``
-            says.
-        backend: where the model runs and who runs it together.
+        model: a causal language model of transformers; its logits have the columns of ``backend.vocabulary``.
+        backend: gives the policy section, the device and the process groups.
         data, config, tokenizer, greedy: as for ``decode``.
     """
     # Asked of the cache that transformers would make, which knows the kinds of the model's layers.
@@ -82,7 +81,7 @@ def generate(
 
 
 class _CachedForward:
-    """See ``Forward``."""
+    """``Forward`` with keys and values in ``DecodedRows``."""
 
     def __init__(
         self, model: torch.nn.Module, vocabulary: VocabularyShard, decoded: DecodedRows, graphs: Graphs
@@ -96,12 +95,12 @@ class _CachedForward:
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
-        """See ``Forward``."""
+        """Read prompts and return the logits after the last token; see ``Forward``."""
         self.decoded.read(lengths, tokens.shape[1], prompt_of, end)
         return self._forward(tokens)[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """See ``Forward``."""
+        """Read one token per row and return the logits after it; see ``Forward``."""
         positions = self.decoded.advance()
 
         def forward(lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,7 +111,7 @@ class _CachedForward:
         return self.graphs.run(positions, forward, lengths, tokens)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """See ``Forward``."""
+        """Keep only the given rows; see ``Forward``."""
         self.decoded.keep(rows)
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -123,7 +122,7 @@ class _CachedForward:
 
 
 class _RowsCache(DynamicCache):  # type: ignore[misc]
-    """``DecodedRows`` where a model of transformers looks for its cache."""
+    """Adapter that presents ``DecodedRows`` as the cache of a transformers model."""
 
     def __init__(self, decoded: DecodedRows) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ class _RowsCache(DynamicCache):  # type: ignore[misc]
         *unused: Any,
         **ignored: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Cache``: tensors are [b, G, n, d]."""
+        """Store new keys and values of a layer and return all of them, as [b, G, n, d]; see ``Cache``."""
         keys, values = self._decoded.store(
             layer_idx, key_states.permute(2, 0, 1, 3), value_states.permute(2, 0, 1, 3)
         )
@@ -145,7 +144,7 @@ class _RowsCache(DynamicCache):  # type: ignore[misc]
 
 
 class _OwnCacheForward:
-    """See ``Forward``; all prompts are read in one pass."""
+    """``Forward`` with the model's own cache; all prompts are read in one pass."""
 
     def __init__(self, model: torch.nn.Module, vocabulary: VocabularyShard) -> None:
         self.model = model
@@ -156,7 +155,7 @@ class _OwnCacheForward:
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
-        """See ``Forward``."""
+        """Read prompts and return the logits after the last token; see ``Forward``."""
         # Asked of prompts on the host; without padding attention needs no mask.
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
@@ -167,11 +166,11 @@ class _OwnCacheForward:
         return logits[prompt_of]
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """See ``Forward``."""
+        """Read one token per row and return the logits after it; see ``Forward``."""
         return self._forward(tokens[:, None], lengths)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """See ``Forward``."""
+        """Keep only the given rows; see ``Forward``."""
         self.cache.batch_select_indices(rows)
 
     def _forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -182,8 +181,8 @@ class _OwnCacheForward:
 
 
 def _keeps_positions_alone(cache: DynamicCache) -> bool:
-    """Return whether every layer keeps keys and values of its last positions, and nothing that was computed
-    from all of them."""
+    """Return whether every layer caches only the keys and values of its last positions, and no state that is
+    computed from all positions."""
     # By exact type: a subclass may keep more.
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
@@ -196,7 +195,7 @@ def _next_logits(
     cache: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """[b, V] after tokens [b, n] at positions [b, n]."""
+    """Return the logits [b, V] after tokens [b, n] at positions [b, n]."""
     output = model(
         input_ids=tokens,
         position_ids=positions,
@@ -210,7 +209,8 @@ def _next_logits(
 
 
 def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Tensor:
-    """[b, V] of the true vocabulary from the columns [b, V / ranks] of each tensor-parallel rank."""
+    """Gather [b, V] for the vocabulary without padding from the columns [b, V / ranks] of each
+    tensor-parallel rank."""
     if vocabulary.group is not None:
         ranks = dist.get_world_size(vocabulary.group)
         # Transposed, so that the gather puts the ranks' columns one behind another.

@@ -1,8 +1,8 @@
-"""A transformers model without its weights, and what of a checkpoint belongs into it.
+"""Building a transformers model without its weights, and the check that a checkpoint matches it.
 
-Parameters are built on the meta device, so that no rank ever holds a model it does not keep; a backend
-divides them and then reads its own slices. Buffers (rotary frequencies) are real from the start: they come
-from the model's own constructor.
+Parameters are built on the meta device, so that no rank ever holds more of a model than it keeps; a backend
+divides them and then reads its own slices. Buffers (rotary frequencies) are real from the start, because the
+model's own constructor computes them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _IGNORABLE = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module registers is moved to the meta device at once; buffers stay where
-    they are made."""
+    """Move every parameter that a module registers inside the block to the meta device at once; buffers stay
+    where they are created."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -58,23 +58,24 @@ def parameters_on_meta() -> Iterator[None]:
 def build_on_meta(
     hf_config: Any, *, vocabulary: int | None = None, scores: bool = False, trust_remote_code: bool = False
 ) -> Any:
-    """A causal language model with float32 parameters on the meta device, real buffers, and the engine's
-    attention.
+    """Build a causal language model with float32 parameters on the meta device, real buffers, and the
+    engine's attention.
 
-    Or with ``scores`` a model that scores, whose ``logits`` [n, t, 1] are what its score layer says at every
-    token, where transformers' own gives those of the last one that is no padding.
+    With ``scores``, build a scoring model, whose ``logits`` [n, t, 1] are the output of its score layer at
+    every token. transformers' own model returns only that of the last token that is not padding.
 
-    The embedding row of the padding token is trained like any other, as in Megatron: a model whose padding
-    token is also its end-of-text token would otherwise never learn to read the end.
+    The embedding row of the padding token is trained like any other, as in Megatron. Otherwise a model whose
+    padding token is also its end-of-text token would never learn to read the end.
 
     Args:
-        hf_config: the model's config; left as it is.
-        vocabulary: rows of embedding and output layer, at least the true size; the true size when None.
-        scores: its config is one of ``megarl.models.engine.scoring``.
+        hf_config: the model's config; not modified.
+        vocabulary: rows of embedding and output layer, at least the true size; None for the true size.
+        scores: build a scoring model; its config is one of ``megarl.models.engine.scoring``.
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ModelError: vLLM would compute another model from the config, or its model also sees.
+        ModelError: vLLM would compute another model from the config, or the model has other inputs besides
+            text.
     """
     # A copy, because the vocabulary and dropout below are changed; the caller exports its own.
     config = copy.deepcopy(hf_config)
@@ -133,18 +134,18 @@ def _score_every_token(model: Any) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether embedding and output layer are one parameter; False for a module without these."""
+    """Return whether embedding and output layer share one parameter; False for a module without them."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return output is not None and output.weight is model.get_input_embeddings().weight
 
 
 def tie(model: Any) -> None:
-    """Make the embedding's parameter the output layer's as well."""
+    """Make the output layer share the embedding's parameter."""
     model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The model's transformer layers, in order."""
+    """Return the model's transformer layers, in order."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -156,10 +157,9 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def recompute_layers(model: Any) -> None:
-    """Keep of every layer only its input, and compute it again in the backward pass.
+    """Keep only the input of every layer, and recompute the layer in the backward pass.
 
-    What is wrapped is the layer's ``forward``, inside of all hooks: parameters are gathered around it, not by
-    it.
+    The layer's ``forward`` is wrapped inside all hooks, so that parameters are gathered around it, not by it.
     """
     for layer in layers_of(model):
         # The reentrant kind takes no keyword arguments, by which sequence layouts travel.
@@ -167,7 +167,7 @@ def recompute_layers(model: Any) -> None:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint holds, by name."""
+    """Return the buffers that a checkpoint holds, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
@@ -177,10 +177,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """``check_names`` for a model; all that its checkpoints hold has to be parameters.
+    """Check that a checkpoint matches a model as ``check_names`` does, and that the model saves only
+    parameters.
 
     Raises:
-        ModelError: it keeps a buffer in them; or as ``check_names`` does.
+        ModelError: the model saves a buffer in its checkpoints; or as in ``check_names``.
     """
     if buffers := persistent_buffers(model):
         raise ModelError(
@@ -191,15 +192,15 @@ def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str,
 
 
 def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Check that a checkpoint has every tensor of a model, no other, in the right shapes. Reads headers only.
+    """Check that a checkpoint has exactly the tensors of a model, in the right shapes. Only headers are read.
 
     Args:
         source: the checkpoint.
-        shapes: true shapes by name, padding left out.
-        tied: the checkpoint may store the output layer once more.
+        shapes: shapes by name, without vocabulary padding.
+        tied: the checkpoint may also store the tied output layer.
 
     Raises:
-        ModelError: with every tensor that is missing, unknown or of another shape.
+        ModelError: a tensor is missing, unknown or of another shape; the message names the first ten.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in source]
     problems += [

@@ -1,4 +1,4 @@
-"""Moves parts of a divided model between the device and host memory, so that another engine can use the
+"""Moving parts of a divided model between the device and host memory, so that another engine can use the
 device meanwhile."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megarl.models.huggingface.loading import is_tied, tie
 
 
 def move_model(model: Any, device: torch.device) -> Any:
-    """Parameters and buffers to ``device``; the model itself."""
+    """Move parameters and buffers to ``device``, and return the model."""
     # Module.to() may make new parameters, one for each module, and so untie a shared one.
     tied = is_tied(model)
     model.to(device)
@@ -23,7 +23,7 @@ def move_model(model: Any, device: torch.device) -> Any:
 
 
 def move_buffers(model: Any, device: torch.device) -> Any:
-    """Buffers to ``device``; the model itself."""
+    """Move buffers to ``device``, and return the model."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -32,8 +32,8 @@ def move_buffers(model: Any, device: torch.device) -> Any:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put this rank's pieces of state tensors where ``move`` puts a tensor, but for scalars, which their
-    optimizer wants where it put them."""
+    """Replace this rank's pieces of state tensors by the result of ``move``, except scalars, which the
+    optimizer wants to keep in place."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, DTensor) and value.ndim > 0:
@@ -43,8 +43,8 @@ def move_optimizer(optimizer: torch.optim.Optimizer, move: Callable[[torch.Tenso
 
 
 def _with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """``tensor`` with another piece of this rank's. ``DTensor.from_local`` would bring that back to the
-    device of the mesh."""
+    """Return ``tensor`` with another local piece. ``DTensor.from_local`` would move the piece back to the
+    mesh's device."""
     inner, context = tensor.__tensor_flatten__()
     parts = {**{name: getattr(tensor, name) for name in inner}, "_local_tensor": local}
     return DTensor.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())

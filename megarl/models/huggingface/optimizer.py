@@ -1,12 +1,12 @@
 """Optimizer and learning-rate schedule of the torch backends, by import path and keyword arguments.
 
-Vectors (parameters of one dimension: biases and norms) are a group of their own, so that
-``weight_decay_on_vectors: false`` can leave them out of the weight decay, as Megatron does. The schedule
-counts ``train()`` calls.
+Vectors (parameters with one dimension: biases and norms) have their own group, so that
+``weight_decay_on_vectors: false`` can exclude them from weight decay, as Megatron does. The schedule counts
+``train()`` calls.
 
-Adam and AdamW run torch's fused kernel where the configuration chooses none: one pass over the state instead
-of a dozen operations a parameter. It rounds in another order than the plain one, so a checkpoint remembers
-which of the two wrote it, and a run goes on with that.
+Adam and AdamW use torch's fused kernel if the configuration does not choose one: it makes one pass over the
+state instead of a dozen operations per parameter. Its rounding differs from the plain kernel's, so a
+checkpoint records which of the two wrote it, and a run continues with that one.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def build_optimizer(
     dimensions: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``policy.optimizer`` over all trainable parameters.
+    """Build the optimizer of ``policy.optimizer`` over all trainable parameters.
 
     Args:
         policy: ``optimizer`` is ``{name: import path, kwargs: {...}, weight_decay_on_vectors: true or
             false}``.
         named_parameters: each parameter once.
-        dimensions: number of dimensions of each parameter by name, where a rank's shard does not show it any
-            more.
-        seed: of the rounding of states below float32.
+        dimensions: number of dimensions of each full parameter by name; needed if a rank's shard does not
+            show it.
+        seed: seed for rounding states below float32.
 
     Raises:
-        ConfigError: there is no such optimizer, it does not know an argument, or refuses a value.
+        ConfigError: there is no such optimizer, or it does not accept an argument or a value.
     """
     chosen = {**defaults_of(PytorchOptimizerConfig), **(at(policy, "optimizer") or {})}
     if "name" not in chosen:
@@ -120,21 +120,22 @@ def build_optimizer(
 
 
 def _shard_number(parameter: torch.Tensor) -> int:
-    """Number of this rank's shard of a parameter, which ranks that have copies of it share."""
+    """Return the index of this rank's shard of a parameter, which is the same on ranks with copies of it."""
     if isinstance(parameter, DTensor):
         return parameter.device_mesh.get_local_rank(0)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The learning-rate schedule of ``policy.scheduler``; without one the learning rate is constant, and
-    steps are counted all the same.
+    """Build the learning-rate schedule of ``policy.scheduler``. Without one, the learning rate is constant,
+    but steps are still counted.
 
     ``{name, kwargs}`` is one schedule. A list of them that ends with ``{milestones: [...]}`` is a sequence:
     at the first milestone the second schedule takes over, and so on.
 
     Raises:
-        ConfigError: there is no such schedule, it does not know an argument, or the milestones do not fit.
+        ConfigError: there is no such schedule, it does not accept an argument, or the milestones do not
+            match.
     """
     chosen = policy["scheduler"]
     if not chosen:
@@ -150,7 +151,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
 
 
 def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a schedule, for ``resume_schedule``."""
+    """Return the part of a schedule that a checkpoint stores for ``resume_schedule``."""
     return {
         "kind": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -159,15 +160,15 @@ def saved_schedule(policy: PolicyConfig, scheduler: LRScheduler) -> dict[str, An
 
 
 def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping[str, Any]) -> LRScheduler:
-    """Return the schedule at the step of a checkpoint, whose optimizer state is in the optimizer already.
+    """Return the schedule at the step of a checkpoint, whose optimizer state has already been loaded.
 
-    A schedule with the settings of the checkpoint's gets its state, so that a run goes on bit for bit.
-    Another one takes its steps from the run's beginning.
+    If the schedule has the checkpoint's settings, it gets the checkpoint's state, so that a run continues bit
+    for bit. A schedule with other settings is stepped from the run's beginning to the checkpoint's step.
 
     Args:
-        policy: the configuration, which decides.
-        scheduler: made by it.
-        saved: of the checkpoint; those of version 0.1 do not say with which settings.
+        policy: the configuration, whose settings apply.
+        scheduler: schedule that was built from it.
+        saved: saved schedule of the checkpoint; version 0.1 did not save the settings.
     """
     optimizer = scheduler.optimizer
     settings, before = _settings(policy, optimizer), schedule_values(optimizer)["lr"]
@@ -193,7 +194,7 @@ def _settings(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """``lr`` and ``wd`` that the next optimizer step will use."""
+    """Return ``lr`` and ``wd`` of the next optimizer step."""
     groups = optimizer.param_groups
     return {
         "lr": float(groups[0]["lr"]),
@@ -202,25 +203,25 @@ def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of the squares of all entries, 0-d float64 on ``device``."""
+    """Return the sum of the squares of all entries, 0-d float64 on ``device``."""
     # float64, so that the norm is the same number however parameters are divided over ranks.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device) for gradient in gradients]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's pieces of the gradients there are."""
+    """Return this rank's pieces of the existing gradients."""
     gradients = [gradient for parameter in parameters if (gradient := gradient_of(parameter)) is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> float:
-    """L2 norm of the gradient over all ranks, the same number on all of them.
+    """Return the L2 norm of the gradient over all ranks, the same number on all of them.
 
     Args:
-        parameters: of which this rank's pieces count; each element of the gradient is to count on one rank.
-        device: where collectives work.
+        parameters: parameters whose local pieces this rank counts; one rank must count each element.
+        device: device for collectives.
     """
     total = squared_norm(local_gradients(parameters), device)
     # Over the world: each element counts on one rank, see _counted.
@@ -229,8 +230,8 @@ def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) 
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) -> None:
-    """Scale gradients in place so that their norm, which is ``norm``, becomes at most ``bound``; None or 0
-    leaves them alone."""
+    """Scale gradients in place so that their norm, given as ``norm``, is at most ``bound``. With None or 0
+    they are not changed."""
     if not bound:
         return
     factor = bound / (norm + 1e-6)  # the small number of torch.nn.utils.clip_grad_norm_ and of Megatron
@@ -246,11 +247,11 @@ GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor of every loss on its way backward, so that small gradients do not vanish in float16.
+    """Factor of every loss in the backward pass, which keeps small float16 gradients from vanishing.
 
     Attributes:
-        factor: the present one; 1 throughout without scaling.
-        dynamic: False for the wide exponents of float32 and bfloat16.
+        factor: the present factor; always 1 without scaling.
+        dynamic: False for float32 and bfloat16, whose exponents have enough range.
         clean_steps: steps without overflow since the factor last changed.
     """
 
@@ -260,11 +261,11 @@ class LossScale:
 
     @classmethod
     def for_float16(cls) -> LossScale:
-        """A factor that follows the gradients."""
+        """Return a dynamic loss scale, which is lowered at overflows and raised again later."""
         return cls(INITIAL, dynamic=True)
 
     def accepts(self, norm: float) -> bool:
-        """Return whether a step with gradients of this norm may be taken, and set the scale of the next one.
+        """Return whether a step with this gradient norm may be taken, and set the factor of the next step.
         All ranks pass the same norm."""
         if not self.dynamic:
             return True
@@ -279,7 +280,7 @@ class LossScale:
 
 
 def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """The schedules of a list, and the steps at which the next one takes over."""
+    """Split a list of schedules into the schedules, and the steps at which the next one takes over."""
     faults = list(milestone_faults(chosen))
     if faults:
         raise ConfigError(faults)
@@ -303,7 +304,7 @@ def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Op
 
 
 def _resolve(key: str, path: Any, base: type, example: str) -> Any:
-    """The class that an import path names."""
+    """Return the class at an import path, or raise ConfigError."""
     module, _, name = str(path).rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -320,7 +321,7 @@ def _resolve(key: str, path: Any, base: type, example: str) -> Any:
 
 
 def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set[str]) -> set[str]:
-    """Refuse arguments that ``kind`` does not know; those it does know."""
+    """Raise ConfigError for arguments that ``kind`` does not accept, and return the names that it does."""
     parameters = inspect.signature(kind).parameters
     accepted = {name for name in parameters if name not in given}
     # With **kwargs no name is unknown; the constructor itself refuses what it does not take.

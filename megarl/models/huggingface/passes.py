@@ -1,4 +1,4 @@
-"""Micro-batches through a transformers model with one of the engine's heads at the end."""
+"""Passes of micro-batches through a transformers model, with one of the engine's heads at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from megarl.models.engine.output_layer import Request, answers_requests, asking
 
 
 def output_of(model: Any, model_input: ModelInput, request: Request | None = None) -> torch.Tensor:
-    """[n, t, V]: the logits of one micro-batch, this rank's positions and vocabulary columns; or what
-    ``request`` asks for instead.
+    """Return the logits [n, t, V] of one micro-batch, for this rank's positions and vocabulary columns; or
+    the result of ``request`` instead.
 
     Raises:
-        ModelError: the model does something to its logits, which would be done to the log-probabilities in
-            their place.
+        ModelError: the model changes its logits after the output layer, which a request cannot account for.
     """
     with asking(request):
         output = model(
@@ -41,10 +40,11 @@ def output_of(model: Any, model_input: ModelInput, request: Request | None = Non
 
 
 def _request(head: Head, model: Any, model_input: ModelInput) -> Request | None:
-    """Return the request of ``head`` to the model's output layer; None where that answers none.
+    """Return the request of ``head`` to the model's output layer; None if that layer does not answer
+    requests.
 
     Raises:
-        ModelError: it would have to answer in chunks.
+        ModelError: the layer does not answer requests, but the configuration demands chunks.
     """
     request = head.asks(model_input)
     if request is None or answers_requests(model.get_output_embeddings()):
@@ -70,20 +70,20 @@ def forward_backward(
     loss_scale: float = 1.0,
     before_last: Callable[[], None] = lambda: None,
 ) -> list[HeadOutput]:
-    """Run ``head`` on every micro-batch, one after the other, and with ``backward`` add up the gradients of
-    the losses.
+    """Run ``head`` on every micro-batch in order, and with ``backward`` accumulate the gradients of the
+    losses.
 
     Args:
-        model: a causal language model of transformers, wrapped or not; what wraps it reduces gradients over
+        model: a causal language model of transformers, wrapped or not; a wrapper reduces gradients over
             ranks.
         inputs: the micro-batches.
-        head: gets the logits [n, t, V] of each, or what it asks for instead.
-        backward: also go backward from the head's loss.
-        loss_scale: factor of every loss on its way backward, for float16.
+        head: gets the logits [n, t, V] of each, or the result of its request.
+        backward: also run the backward pass from the head's loss.
+        loss_scale: factor of every loss in the backward pass, for float16.
         before_last: called before the last micro-batch.
 
     Returns:
-        What the head returned, in order; losses detached.
+        Results of the head, in order; losses are detached.
     """
     outputs = []
     for number, model_input in enumerate(inputs, start=1):

@@ -1,5 +1,5 @@
-"""The order in which weights leave a transformers model: that of the mapping rules, which Megatron exports in
-too."""
+"""The order in which a transformers model's weights are sent: that of the mapping rules, in which Megatron
+exports too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from converters.mapping.rules import hf_names
 
 
 def in_sending_order(names: Iterable[str], hf_config: Any) -> list[str]:
-    """Parameter names, sorted as all backends export them; names of a model without mapping rules stay in
-    their own order.
+    """Return parameter names in the export order of all backends. The names of a model without mapping rules
+    keep their own order.
 
     Args:
-        names: of the model's parameters.
+        names: names of the model's parameters.
         hf_config: its transformers config.
     """
     try:

@@ -1,4 +1,5 @@
-"""The policy. Its configuration stands in ``megarl.config.policy``, and has NeMo-RL's names here too."""
+"""The policy. Its configuration is defined in ``megarl.config.policy``, and is also available here under
+NeMo-RL's names."""
 
 from megarl.config.policy import (
     DTensorConfig,

@@ -1,8 +1,8 @@
-"""Batch plan: which row goes to which data-parallel replica and micro-batch, and back, planned on the driver
-from lengths alone.
+"""Batch plan: the assignment of rows to data-parallel replicas and micro-batches, and its reversal. The
+driver plans from lengths only.
 
-The plan gives every replica the same number of micro-batches, so that collectives inside a forward pass
-(FSDP, expert parallelism) meet.
+Every replica gets the same number of micro-batches, so that collectives inside a forward pass (FSDP, expert
+parallelism) match.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DEFAULT_HIDDEN_SIZE = 2048
 
 
 STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask", "response_tokens"))
-"""Columns of a training batch that every pipeline stage reads: tokens, where they end, and what normalisers
-count. All else is the loss's, which the last stage computes."""
+"""Columns of a training batch that every pipeline stage reads: tokens, their lengths, and what normalisers
+count. Other columns are for the loss, which the last stage computes."""
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A batch dealt to replicas.
+    """A batch distributed over replicas.
 
     Attributes:
-        dealt: the rows of each replica, in order, with their micro-batch plans; what is sent to it.
-        rows: rows of the batch; from here on ``order`` names copies that only fill.
+        dealt: rows of each replica, in order, with their micro-batch plans, as sent to the replica.
+        rows: number of rows of the batch; row numbers from this on are copies that only fill up.
     """
 
     dealt: list[DealtRows]
@@ -46,24 +46,24 @@ class ShardedBatch:
 
     @cached_property
     def shards(self) -> list[SlicedDataDict]:
-        """The rows of each replica as it gets them."""
+        """Rows of each replica as the replica receives them."""
         return [deal.shard() for deal in self.dealt]
 
     @cached_property
     def order(self) -> list[int]:
-        """Return for each row of the stacked shards its row in the batch."""
+        """Row number in the batch of each row of the concatenated shards."""
         return [row for deal in self.dealt for row in deal.rows]
 
     def rows_of(self, replica: int, first: int, last: int) -> list[int]:
-        """Rows of the batch that a replica has as its rows ``first`` to ``last`` (exclusive)."""
+        """Return the row numbers in the batch of a replica's rows ``first`` to ``last`` (exclusive)."""
         return list(self.dealt[replica].rows[first:last])
 
     def by_stage(self, stages: int) -> list[list[DealtRows]]:
-        """The rows of each replica for each pipeline stage, with the columns that the stage reads."""
+        """Return each replica's rows for each pipeline stage, with the columns that the stage reads."""
         return [*[with_columns(self.dealt, STAGE_KEYS)] * (stages - 1), self.dealt]
 
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the replicas' results for their rows in the order of the batch."""
+        """Return the replicas' results for their rows, in the order of the batch."""
         restored = parts[0].new_empty(len(self.order), *parts[0].shape[1:])
         for deal, part in zip(self.dealt, parts, strict=True):
             # By row numbers: packing and dynamic batching deal rows in another order.
@@ -81,22 +81,22 @@ def shard_batch(
     rows_together: int = 1,
     hidden_size: int = DEFAULT_HIDDEN_SIZE,
 ) -> ShardedBatch:
-    """Deal a batch to data-parallel replicas, as ``policy.sequence_packing`` or ``policy.dynamic_batching``
-    asks, otherwise evenly.
+    """Distribute a batch over data-parallel replicas, by ``policy.sequence_packing`` or
+    ``policy.dynamic_batching`` if enabled, otherwise evenly.
 
     Args:
         data: ``input_ids`` [B, S], ``input_lengths`` [B] and any other columns.
         policy: the policy configuration.
-        replicas: data-parallel replicas.
-        phase: which token budget counts. For log-probabilities any number of rows is legal: copies of the
+        replicas: number of data-parallel replicas.
+        phase: selects the token budget. For log-probabilities any number of rows is allowed; copies of the
             last row fill up.
-        global_batch: rows of an optimizer step; None takes all rows as one.
+        global_batch: rows per optimizer step; None for all rows in one.
         rows_together: consecutive rows that stay in one micro-batch (2 for preference pairs).
-        hidden_size: of the model; balances attention against matrix multiplications.
+        hidden_size: hidden size of the model; balances attention against matrix multiplications.
 
     Raises:
         BatchError: sizes do not divide, or a sequence does not fit the token budget.
-        PackingError: a sequence does not fit the token budget, or fewer rows than replicas.
+        PackingError: a sequence does not fit the token budget, or there are fewer rows than replicas.
     """
     rows = data.size
     # Only here: a copy that is trained on would count twice.
@@ -121,7 +121,7 @@ def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """Return what sequence lengths must be a multiple of, so that the ranks of ``policy``'s layout get equal
+    """Return the number that must divide sequence lengths, so that the ranks of ``policy``'s layout get equal
     parts."""
     backend = enabled_backend(policy)
     if backend == "megatron":

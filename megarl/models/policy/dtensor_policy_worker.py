@@ -1,5 +1,5 @@
-"""DTensorPolicyWorker: one rank of a policy on DTensor and FSDP2. A plain class: Ray makes an actor of it,
-torchrun uses it as it is."""
+"""DTensorPolicyWorker: one rank of a policy on DTensor and FSDP2. It is a plain class; Ray wraps it in an
+actor, and torchrun uses it directly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megarl.models.huggingface.mover import move_buffers, move_model
 
 @contextlib.contextmanager
 def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the parameters of all modules that ``fully_shard`` divided are gathered; afterwards they are
-    divided again. A collective."""
+    """Gather the parameters of all modules that ``fully_shard`` divided inside the block, and divide them
+    again on exit. A collective."""
     try:
         for module in sharded_modules(model):
             module.unshard()
@@ -39,11 +39,11 @@ def unshard_fsdp2_model(model: torch.nn.Module) -> Iterator[None]:
 def get_cpu_state_dict(
     state_generator: Iterable[tuple[str, torch.Tensor]], pin_memory: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory, of divided ones this rank's piece.
+    """Copy tensors to host memory; of divided tensors, copy this rank's piece.
 
     Args:
         state_generator: names and tensors.
-        pin_memory: copy into page-locked memory, without waiting for each.
+        pin_memory: copy into page-locked memory, without waiting for each copy.
     """
     copies = {}
     for name, tensor in state_generator:
@@ -64,7 +64,7 @@ class DTensorPolicyWorker(EngineWorker):
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> DTensorBackend:
-        """See ``EngineWorker``."""
+        """Build the DTensor backend; see ``EngineWorker``."""
         return DTensorBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     # generation
@@ -86,20 +86,20 @@ class DTensorPolicyWorker(EngineWorker):
         cp_no_restore_buffers: set[torch.Tensor],
         cp_rotate_method: str | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which every buffer holds this rank's part of it (``megarl.models.dtensor.mesh``).
+        """Return a context in which every buffer holds this rank's part (``megarl.models.dtensor.mesh``).
 
-        The worker's own methods do not need it: they cut their batches themselves.
+        The worker's own methods do not need it, because they divide their batches themselves.
 
         Args:
-            cp_mesh: the context-parallel ranks.
-            cp_buffers: changed in place.
-            cp_seq_dims: the sequence dimension of each buffer.
-            cp_no_restore_buffers: buffers that need not get their whole content back.
-            cp_rotate_method: how keys and values come together; ``allgather``, or None for the same, or
-                ``alltoall``: ring attention.
+            cp_mesh: mesh of the context-parallel ranks.
+            cp_buffers: tensors that are changed in place.
+            cp_seq_dims: sequence dimension of each buffer.
+            cp_no_restore_buffers: buffers whose full content need not be restored.
+            cp_rotate_method: exchange of keys and values: ``allgather`` (also for None), or ``alltoall`` for
+                ring attention.
 
         Raises:
-            ConfigError: another rotate method.
+            ConfigError: the rotate method is unknown.
         """
         if cp_rotate_method not in ROTATE_METHODS:
             raise ConfigError(
@@ -111,7 +111,7 @@ class DTensorPolicyWorker(EngineWorker):
     @staticmethod
     @contextlib.contextmanager
     def train_context(cp_context: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """Enter ``cp_context`` around forward and backward pass. No attention kernel has to be switched off
+        """Enter ``cp_context`` around the forward and backward pass. No attention kernel has to be disabled
         for it."""
         with cp_context or contextlib.nullcontext():
             yield
@@ -119,31 +119,31 @@ class DTensorPolicyWorker(EngineWorker):
     # where a model is
 
     def move_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
-        """Parameters and buffers to ``device``; the model itself."""
+        """Move parameters and buffers to ``device``, and return the model."""
         moved: torch.nn.Module = move_model(model, torch.device(device))
         return moved
 
     def move_buffer_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
-        """Buffers to ``device``; the model itself. ``fully_shard`` moves parameters alone."""
+        """Move buffers to ``device``, and return the model. ``fully_shard`` moves only parameters."""
         moved: torch.nn.Module = move_buffers(model, torch.device(device))
         return moved
 
     def move_to_cuda(self, model: torch.nn.Module) -> torch.nn.Module:
-        """To this worker's device, which is the CPU where there is no other."""
+        """Move a model to this worker's device, which may be the CPU, and return the model."""
         moved = self.move_to_device(model, self.runtime.device)
         self.runtime.empty_cache()
         return moved
 
     def move_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """To host memory."""
+        """Move a model to host memory, and return the model."""
         return self.move_to_device(model, "cpu")
 
     def return_state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, DTensors of this rank's piece that know the whole (``full_tensor()``); a
-        tied weight is there once.
+        """Return the parameters by name, as DTensors that hold this rank's piece and can gather the full
+        tensor (``full_tensor()``). A tied weight appears once.
 
-        Where the tensor-parallel ranks do not divide the vocabulary, embedding and output layer have rows of
-        zeros behind it, which the Hugging Face model does not take: cut them to its ``vocab_size``, or write
-        the model with ``export_hf``, which has none.
+        If the tensor-parallel ranks do not divide the vocabulary, embedding and output layer end with rows of
+        zeros, which the Hugging Face model does not accept. Truncate them to its ``vocab_size``, or write the
+        model with ``export_hf``, which leaves them out.
         """
         return self.backend.state_dict()

@@ -1,5 +1,5 @@
-"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. A plain class: Ray makes an
-actor of it, torchrun uses it as it is."""
+"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. It is a plain class; Ray wraps
+it in an actor, and torchrun uses it directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.models.generation.interfaces import Sampling
 
 
 class FSDP1PolicyWorker(EngineWorker):
-    """One rank of a policy on FullyShardedDataParallel: data parallelism alone, each rank keeps a part of
+    """One rank of a policy on FullyShardedDataParallel, with data parallelism only: each rank keeps a part of
     every layer."""
 
     backend: FSDP1Backend
@@ -26,7 +26,7 @@ class FSDP1PolicyWorker(EngineWorker):
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> FSDP1Backend:
-        """See ``EngineWorker``."""
+        """Build the FSDP1 backend; see ``EngineWorker``."""
         return FSDP1Backend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(
@@ -39,8 +39,8 @@ class FSDP1PolicyWorker(EngineWorker):
     # placement by hand
 
     def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to host memory and return it. Of the worker's own, the gradients go too; with
-        ``fsdp_offload_enabled``, and on a CPU, it is there already."""
+        """Move a model to host memory and return it. Gradients of the worker's own model are freed. With
+        ``fsdp_offload_enabled``, and on a CPU, the worker's model is already there."""
         if model is not self.model:
             return model.to("cpu")
         self.backend.move("gradients", "host")
@@ -48,8 +48,8 @@ class FSDP1PolicyWorker(EngineWorker):
         return model
 
     def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to this worker's device and return it. The worker's own stays where it is with
-        ``fsdp_offload_enabled``."""
+        """Move a model to this worker's device and return it. With ``fsdp_offload_enabled``, the worker's own
+        model is not moved."""
         if model is not self.model:
             return model.to(self.runtime.device)
         self.backend.move("parameters", "device")
@@ -57,5 +57,6 @@ class FSDP1PolicyWorker(EngineWorker):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model: wrapped in FullyShardedDataParallel, or on one rank the transformers model itself."""
+        """The model: wrapped in FullyShardedDataParallel, or the transformers model itself on a
+        single rank."""
         return self.backend.model.module

@@ -1,5 +1,5 @@
-"""Policy: the driver's view of a policy that is spread over Ray actors. It checks, shards, calls and
-collects; it computes nothing."""
+"""Policy: the driver's view of a policy that is distributed over Ray actors. It validates and shards data,
+calls workers and collects results; it computes nothing itself."""
 
 from __future__ import annotations
 
@@ -73,37 +73,37 @@ WORKERS = {
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
 DRIVER_FIRST_S = 60.0
-"""Seconds by which a collective outlasts the longest call: the driver, which sees all ranks, is the first to
-say who is late."""
+"""Seconds by which a collective outlasts the longest call. The driver, which sees all ranks, is thus the
+first to report a late one."""
 GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
-    """A policy over the workers of a cluster.
+    """A policy on the workers of a cluster.
 
     Args:
-        cluster: gives the places, one worker a bundle.
+        cluster: provides the bundles, one per worker.
         config: the policy configuration.
-        tokenizer: of the model.
-        name_prefix: opens the workers' names.
+        tokenizer: tokenizer of the model.
+        name_prefix: prefix of the workers' names.
         workers_per_node: as in ``RayWorkerGroup``.
-        init_optimizer: False for a policy that is only read.
+        init_optimizer: False for a policy that is not trained.
         weights_path: checkpoint to start from instead of ``model_name``'s weights.
         optimizer_path: optimizer checkpoint to continue from.
         init_reference_model: keep the weights of ``model_name`` as the reference policy.
-        seed: for the workers' random-number generators and, where a batch brings none, sampling seeds.
-        init_timeout_s, call_timeout_s: bounds for starting the workers and for each call, in seconds.
-        deadlines: bounds of the calls by phase, in place of ``call_timeout_s``. No collective of the workers
-            gives up before them.
+        seed: seed of the workers' random-number generators, and of sampling seeds if a batch has none.
+        init_timeout_s, call_timeout_s: time limits in seconds for starting the workers, and for each call.
+        deadlines: time limits of the calls by phase, in place of ``call_timeout_s``. No collective of the
+            workers times out before them.
         check_collectives: compare every collective of a group of ranks before it begins, and name the ranks
             that differ; slow.
 
     Attributes:
-        generate_calls: calls of ``generate`` that were answered.
+        generate_calls: number of successful calls of ``generate``.
 
     Raises:
         ConfigError: the configuration is wrong, or its layout does not fit the cluster.
-        MegarlError: a worker could not be made; none is left behind.
+        MegarlError: a worker could not be created; none is left behind.
     """
 
     # engines take whole weights until they say otherwise
@@ -176,12 +176,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel replicas of the model."""
+        """Number of data-parallel replicas of the model."""
         return self.sharding_annotations.get_axis_size("data_parallel")
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model has an output for."""
+        """Number of tokens that the model has an output for."""
         return self._vocab_size
 
     # log-probabilities
@@ -213,20 +213,21 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         skip_masked: bool = False,
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """The ``k`` most likely tokens behind each token of ``data``, in its order, and what ``get_logprobs``
-        gives, in one pass.
+        """Compute the ``k`` most likely next tokens after each token of ``data``, in its order, and the
+        result of ``get_logprobs``, in one pass.
 
         Args:
             data: as for ``get_logprobs``.
-            k: at most the vocabulary; ``policy.generation`` has to keep all tokens.
+            k: number of tokens, at most the vocabulary; ``policy.generation`` must not exclude any token.
             micro_batch_size: replaces ``logprob_batch_size``.
-            skip_masked: as for ``get_logprobs``; there is 0 where a token would follow whose mask is 0.
-            vocabulary_size: of a model that is to learn from them. Rows of the output layer from there on,
-                which some models have more of than others of one tokenizer, count as padding. None for all.
+            skip_masked: as for ``get_logprobs``; results are 0 if the mask of the next token is 0.
+            vocabulary_size: vocabulary of the model that learns from the result. Later rows of the output
+                layer count as padding; with the same tokenizer, some models have more of them than others.
+                None for all rows.
 
         Raises:
-            BatchError: the batch cannot be used, or ``k`` is not between 1 and the vocabulary.
-            ConfigError: the model scores, or sampling leaves tokens out.
+            BatchError: the batch is invalid, or ``k`` is not between 1 and the vocabulary.
+            ConfigError: the model is a scoring model, or sampling excludes tokens.
         """
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)
         if not 1 <= k <= size:
@@ -246,13 +247,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """Return the value that a model that scores (``policy.reward_model_cfg``) gives at each token of
-        ``data``, in its order."""
+        """Return the value of a scoring model (``policy.reward_model_cfg``) at each token of ``data``, in its
+        order."""
         return self._token_column("get_values", "values", data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
-        """The scores of the sequences of ``data``, in its order: what a model that scores says at the last
-        token of each."""
+        """Return the scores of the sequences of ``data``, in its order: the output of a scoring model at the
+        last token of each."""
         values = self.get_values(data)["values"]
         return BatchedDataDict(
             {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
@@ -289,18 +290,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
+        """Take one optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
         ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric,
-        the values of all micro-batches of all data-parallel replicas. ``skipped`` says which global batches
-        no step was taken after, why, and in which rows of ``data`` that was seen first. ``positions`` counts
-        those that the forward passes computed, padding among them.
+        the values of all micro-batches of all data-parallel replicas. ``skipped`` lists the global batches
+        without a step, each with the reason and the rows of ``data`` in which it was first seen.
+        ``positions`` is the number of positions in the forward passes, padding included.
 
         Raises:
-            ConfigError: ``loss_fn`` is not called as a loss is, for example one written for logits.
-            BatchError: the batch cannot be trained on.
+            ConfigError: ``loss_fn`` does not have a loss's signature, for example because it was written for
+                logits.
+            BatchError: the batch is invalid for training.
             NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or
-                ``policy.max_consecutive_skips`` does not allow to go on; its ``skipped`` is as above.
+                ``policy.max_consecutive_skips`` does not allow training to continue; its ``skipped`` is as
+                above.
         """
         # Here, before anything travels; the workers check it again for callers without a driver.
         check_loss(loss_fn, scores=scores(self.cfg))
@@ -393,12 +396,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt, in the order of ``data``.
 
-        ``truncated`` [B] bool comes on top of that API's keys: True where a length limit and not a stop ended
-        the answer. Rows that bring no ``sampling_seeds`` get one from this policy's seed and the number of
-        generate calls before.
+        Besides the keys of that API, the result has ``truncated`` [B] bool: True if a length limit ended the
+        response, and not a stop. Rows without ``sampling_seeds`` get one from this policy's seed and the
+        number of earlier generate calls.
 
         Raises:
-            BatchError: the prompts cannot be used.
+            BatchError: the prompts are invalid.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(
@@ -437,12 +440,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the rest."""
+        """Move parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the other parts."""
         self._prepare("prepare_for_generation")
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing to do: the policy itself generates."""
+        """Do nothing: the policy itself generates."""
         return True
 
     # where parameters, gradients and optimizer state are
@@ -451,11 +454,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._prepare("prepare_for_training")
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the rest."""
+        """Move parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the other parts."""
         self._prepare("prepare_for_lp_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def offload_before_refit(self) -> None:
         self._call_all("offload_before_refit")
@@ -474,9 +477,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``.
 
         Args:
-            weights_path, optimizer_path, tokenizer_path: each one path, or a list with one for each rank:
-                those of another node may write to another directory, and the files of all directories
-                together are the checkpoint.
+            weights_path, optimizer_path, tokenizer_path: each is one path, or a list with one path per rank.
+                Ranks of different nodes may write to different directories, whose files together are the
+                checkpoint.
         """
         paths = {
             "weights_path": weights_path,
@@ -496,7 +499,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.worker_group.get_all_worker_results(futures)
 
     def load_checkpoint(self, weights_path: PathLike, optimizer_path: PathLike | None = None) -> None:
-        """Read what ``save_checkpoint`` wrote into the running workers."""
+        """Load a checkpoint from ``save_checkpoint`` into the running workers."""
         self._call_all(
             "load_checkpoint", weights_path=_absolute(weights_path), optimizer_path=_absolute(optimizer_path)
         )
@@ -508,16 +511,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # refit: the weights to an engine that generates
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Make the group that weights are sent over to engines elsewhere; the engines' ``init_collective``
-        has to be called with it.
+        """Create the group over which weights are sent to engines on other devices. The engines'
+        ``init_collective`` must be called too.
 
         Args:
-            ip, port: where the policy's first worker listens; it is on this host. The first worker of each
+            ip, port: address of the policy's first worker; the IP is on its host. The first worker of each
                 later pipeline stage joins it.
-            world_size: ranks of all engines, and one, however many stages there are.
+            world_size: number of ranks of all engines, plus one, whatever the number of stages.
 
         Returns:
-            Futures, to be awaited with those of the engines.
+            Futures, to be awaited together with those of the engines.
         """
         return self.worker_group.run_all_workers_single_data(
             "init_collective", ip=ip, port=port, world_size=world_size
@@ -528,7 +531,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def prepare_refit_info(  # type: ignore[override]
         self, state_dict_info: Any = None
     ) -> dict[str, Any] | None:
-        """``{name: (shape, dtype)}`` of what a refit sends, in its order, for the engine's
+        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in order, for the engine's
         ``prepare_refit_info``."""
         return self._results("prepare_refit_info", first_rank_only=True)[0]
 
@@ -536,10 +539,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Begin a refit of an engine on the same devices.
 
         Args:
-            _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
+            _refit_buffer_size_gb: maximum GiB of a group, limited to what the workers allow.
 
         Returns:
-            The names of all weights in groups, to be asked of ``get_weights_ipc_handles`` in this order.
+            The names of all weights in groups, to be passed to ``get_weights_ipc_handles`` in this order.
 
         Raises:
             RefitError: a weight is larger than a group may be.
@@ -551,8 +554,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return [group.names for group in self._manifest.groups(budget)]
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Handles of the weights ``keys`` by device; what they point to stands until the group after the next
-        is asked for."""
+        """Return handles of the weights ``keys`` by device. They stay valid until the group after the next
+        one is requested."""
         if "_manifest" not in self.__dict__:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
         # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
@@ -562,11 +565,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
-        """Hand slices of weights to engines on the same devices from now on, where no rank needs another's
-        shard for them.
+        """Choose the weights that are sent as slices to engines on the same devices from now on: those for
+        which no rank needs another rank's shard.
 
         Args:
-            wanted: ``slices_wanted`` of the engines. Nothing is sent to workers that know it.
+            wanted: ``slices_wanted`` of the engines. If it has not changed, the workers are not called.
 
         Returns:
             The names of these weights, for the engines' ``take_slices``.
@@ -586,23 +589,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def mailboxes(self) -> dict[str, Any]:
-        """Mailboxes in which ranks of engines on the same devices find weights, by device; asked of the
-        workers once. For ``meet``."""
+        """Mailboxes through which engine ranks on the same devices get weights, by device, for ``meet``. The
+        workers are asked once."""
         return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
 
     def hand_over_weights(
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
     ) -> list[ray.ObjectRef[Any]]:
-        """Give the present weights to engines on the same devices: each worker hands its groups to the
+        """Send the present weights to engines on the same devices: each worker passes its groups to the
         engine's rank on its device.
 
         Args:
-            session: what the engines' ``meet`` returned.
-            ticket: number of this refit, for the engines' ``update_weights_from_policy`` too.
-            _refit_buffer_size_gb: GiB that a group may have, at most what the workers allow.
+            session: result of the engines' ``meet``.
+            ticket: number of this refit, also for the engines' ``update_weights_from_policy``.
+            _refit_buffer_size_gb: maximum GiB of a group, limited to what the workers allow.
 
         Returns:
-            Futures, to be awaited with those of the engines.
+            Futures, to be awaited together with those of the engines.
 
         Raises:
             RefitError: a weight is larger than a group may be.
@@ -623,30 +626,30 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        """Return what a refit sends, as the workers returned it once."""
+        """Description of the weights that a refit sends; the workers are asked once."""
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Send the present weights over the group; the engines' ``update_weights_from_collective`` has to be
-        called with it.
+        """Send the present weights over the group. The engines' ``update_weights_from_collective`` must be
+        called too.
 
         Returns:
-            Futures, to be awaited with those of the engines.
+            Futures, to be awaited together with those of the engines.
         """
         return self.worker_group.run_all_workers_single_data("broadcast_weights_for_collective")
 
     def weight_digests(self) -> dict[str, int]:
-        """A number of the bits of each weight, by its Hugging Face name: equal for equal weights, in whatever
-        layout."""
+        """Return a digest of the bits of each weight, by its Hugging Face name. Equal weights have equal
+        digests in any layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
     # profiling and the end
 
     def memory_figures(self) -> dict[str, float]:
-        """``memory_gib`` and ``peak_memory_gib`` of the worker that has most: what the allocator reserved of
-        a GPU (on a CPU, the resident set), now and at its peak so far. On GPUs also, as NVML says them now:
-        ``free_memory_gib`` of the fullest one, ``power_w`` of all together, ``utilization_percent`` on
-        average. Right after ``train`` they are those that came with its result."""
+        """Return ``memory_gib`` and ``peak_memory_gib``, each of the worker that has most: the allocator's
+        reserved GPU memory (on a CPU, the resident set), now and at its peak so far. On GPUs, return also
+        NVML's present ``free_memory_gib`` of the fullest GPU, the total ``power_w``, and the mean
+        ``utilization_percent``. Right after ``train``, all figures are those that came with its result."""
         calls, infos = self._memory_after_train
         if calls != self.worker_group.calls:
             infos = self._results("get_gpu_info")
@@ -655,8 +658,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return memory | gpu_metrics(infos)
 
     def peak_flops(self) -> list[float]:
-        """Peak of each worker's device in FLOP/s at the policy's precision: the maker's where the device is
-        known, else that of a large matrix product, measured on all of them at once."""
+        """Return each worker's peak FLOP/s at the policy's precision: the published figures if all devices
+        are known, otherwise those of a large matrix product, measured on all workers at once."""
         known = [
             known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")
         ]
@@ -674,15 +677,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._call_all("stop_gpu_profiling")
 
     def start_torch_profiling(self, ranks: Sequence[int]) -> None:
-        """Record with torch's profiler on these ranks, until ``stop_torch_profiling``."""
+        """Record with torch's profiler on these ranks until ``stop_torch_profiling``."""
         self._call_all("start_torch_profiling", ranks=list(ranks))
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:
-        """End the recordings and write each to ``<stem>_rank<N>.json``; the files."""
+        """Stop the recordings, write each to ``<stem>_rank<N>.json``, and return the files."""
         return [path for path in self._results("stop_torch_profiling", stem=stem) if path is not None]
 
     def shutdown(self) -> bool:
-        """End the workers; True when all ended cleanly. May be called more than once."""
+        """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
         try:
             return self.worker_group.shutdown(cleanup_method="shutdown")
         except Exception:
@@ -706,7 +709,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
-        """The answers of one worker for each data-parallel replica, in order."""
+        """Return the result of one worker per data-parallel replica, in order."""
         return self.worker_group.get_all_worker_results(
             self._start_sharded(method, [shards] * self._stages, options)
         )
@@ -718,7 +721,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _start_sharded(
         self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]
     ) -> MultiWorkerFuture:
-        """A call of all workers, each with what its pipeline stage gets of its replica's rows."""
+        """Start a call of all workers, each with its pipeline stage's columns of its replica's rows."""
         return self.worker_group.run_all_workers_sharded_data(
             method,
             data=by_stage,
@@ -729,8 +732,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _prepare(self, method: str) -> None:
-        """Move a worker's parts. Others on the same devices may count on it from here on; without others it
-        goes with the next call."""
+        """Move the workers' parts between device and host. If other worker groups share the devices, the move
+        is complete on return; otherwise it is sent with the next call."""
         if self.worker_group.cluster.max_colocated_worker_groups > 1:
             self._call_all(method)
         else:
@@ -740,14 +743,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._results(method, **options)
 
     def _results(self, method: str, **options: Any) -> list[Any]:
-        """The answers of all workers, by rank."""
+        """Call all workers and return their results by rank."""
         return self.worker_group.get_all_worker_results(
             self.worker_group.run_all_workers_single_data(method, **options)
         )
 
 
 def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what is logged of the workers' GPU figures; a figure that not all of them have is left out."""
+    """Return the logged metrics of the workers' GPU figures. A figure that some workers lack is left out."""
     ways: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
         "free_memory_gib": ("free_memory_mb", lambda values: min(values) / 1024),
         "power_w": ("power_w", sum),
@@ -763,8 +766,8 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _with_rows_of_batch(
     skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int
 ) -> list[dict[str, Any]]:
-    """Return what workers say of global batches without a step, with the rows of the whole batch in place of
-    those of a replica."""
+    """Return the workers' reports of global batches without a step, with row numbers of the whole batch
+    instead of those of a replica."""
     return [
         {
             **batch,
@@ -779,8 +782,8 @@ def _with_rows_of_batch(
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
-    """Return which rank has which coordinates: tensor parallel fastest, then context, data and pipeline
-    parallel."""
+    """Return the coordinates of each rank, with tensor parallelism fastest, then context, data and pipeline
+    parallelism."""
     backend = enabled_backend(config)
     pipeline = context = tensor = 1
     if backend == "megatron":
@@ -796,14 +799,14 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
 
 
 def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
-    """Environment variables that a backend's workers get besides those of the driver: its section's own, and
-    what its layout wants.
+    """Return the environment variables that a backend's workers get besides the driver's: those of its
+    section, and those that its layout needs.
 
-    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in the order in which
-    they were launched, so that a collective of Megatron-Core's tensor or context parallelism begins before
-    the product of matrices that it is to overlap. Products of float32 are products of float32
-    (``NVIDIA_TF32_OVERRIDE=0``): Transformer Engine would round their operands to ten bits. Of what else a
-    GPU's workers get see ``allocator.fast_pinning``. A value of the driver's environment stays.
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in launch order. A
+    collective of Megatron-Core's tensor or context parallelism thus begins before the matrix product that it
+    overlaps with. ``NVIDIA_TF32_OVERRIDE=0`` keeps float32 products in float32, since Transformer Engine
+    would round their operands to ten bits. For the other variables of GPU workers see
+    ``allocator.fast_pinning``. A value in the driver's environment is kept.
     """
     backend = enabled_backend(config)
     found = fast_pinning() if gpus else {}

@@ -1,5 +1,5 @@
-"""MegatronPolicyWorker: one rank of a policy on Megatron-Core. A plain class: Ray makes an actor of it,
-torchrun uses it as it is."""
+"""MegatronPolicyWorker: one rank of a policy on Megatron-Core. It is a plain class; Ray wraps it in an actor,
+and torchrun uses it directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MegatronPolicyWorker(EngineWorker):
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> MegatronBackend:
-        """See ``EngineWorker``."""
+        """Build the Megatron backend; see ``EngineWorker``."""
         family_file = config["megatron_cfg"]["family_file"]
         if family_file is not None:
             load_family_file(Path(family_file))

@@ -1,8 +1,8 @@
-"""Engines of the policy's own backend: its workers, on ranks of their own, which only generate and get the
+"""Engines of the policy's own backend: workers on separate ranks that only generate, and that get the
 policy's weights by refits.
 
-So generation apart from training, and with it asynchronous training, runs on any machine, and answers as the
-policy itself would: tokens and log-probabilities of the same code.
+With them, separate generation and thus asynchronous training run on any machine. Their tokens and
+log-probabilities come from the same code as the policy's own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS = "generation"
-"""What the group of workers is called."""
+"""Name of the worker group."""
 
 LIFE_SECONDS = 60.0
-"""Seconds that a worker has to answer ``is_alive``, after a call that it was in."""
+"""Seconds that a worker has to answer ``is_alive``, after the call that it is executing."""
 
 
 class PolicyEnginesConfig(TypedDict):
@@ -62,10 +62,10 @@ class PolicyEnginesConfig(TypedDict):
 
 
 class PolicyEngines(RolloutEngine):
-    """A policy that is never trained, in the place of engines.
+    """A rollout engine that is a policy which is never trained.
 
     Args:
-        make: builds it.
+        make: builds the policy.
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
@@ -77,29 +77,30 @@ class PolicyEngines(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that all ranks have; None where they differ, or have none."""
+        """Version of the weights that all ranks have; None if the versions differ, or if some rank has no
+        weights."""
         return self._version
 
     @property
     def ranks(self) -> int:
-        """Ranks of all copies of the model."""
+        """Number of ranks of all replicas of the model."""
         return len(self._policy.worker_group.workers)
 
     @property
     def connected(self) -> bool:
-        """Return whether ``init_collective`` was called for the present workers."""
+        """True if ``init_collective`` was called for the present workers."""
         return self._connected
 
     def disconnect(self) -> None:
-        """Forget the policy's group."""
+        """Mark the policy's group as not connected."""
         self._connected = False
 
     def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
-        """Wait for futures of this object's methods."""
+        """Wait for futures of this object's methods, and return their results."""
         return self._policy.worker_group.get_all_worker_results(futures)
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Learn the weights that will arrive."""
+        """Store the description of the weights that will arrive."""
         self._weights = state_dict_info
         self._version = None
 
@@ -107,7 +108,7 @@ class PolicyEngines(RolloutEngine):
         """Join the policy's group; see ``GenerationInterface.init_collective``.
 
         Raises:
-            RefitError: ``world_size`` is not that of these ranks and one.
+            RefitError: ``world_size`` is not the number of these ranks plus one.
         """
         if world_size != self.ranks + 1:
             raise RefitError(
@@ -118,12 +119,12 @@ class PolicyEngines(RolloutEngine):
         return self._call("connect", weights=self._weights, address=[ip, port, world_size, 1])
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Take all weights from the policy's group; await the futures with the policy's."""
+        """Receive all weights from the policy's group; await the futures together with the policy's."""
         self._version = None
         return self._call("update_from_broadcast")
 
     def loaded(self, versions: list[Any]) -> None:
-        """Take note of what the futures of ``update_weights_from_collective`` gave."""
+        """Store the weights' version from the results of ``update_weights_from_collective``."""
         # One version on all ranks, or none: a copy with other weights must not answer.
         found = set(versions)
         self._version = found.pop() if len(found) == 1 else None
@@ -139,13 +140,13 @@ class PolicyEngines(RolloutEngine):
 
         Raises:
             RefitError: the workers do not have the weights that were sent last.
-            BatchError: the prompts cannot be used.
+            BatchError: the prompts are invalid.
         """
         self._require_weights()
         return self._policy.generate(data, greedy, sampling=sampling)
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor]:
-        """Log-probabilities of given tokens, for which copies of the model are one engine; see
+        """Return the log-probabilities of given tokens; all replicas of the model count as one engine. See
         ``RolloutEngine.score``.
 
         Raises:
@@ -156,19 +157,19 @@ class PolicyEngines(RolloutEngine):
         return [self._policy.get_logprobs(data)["logprobs"]]
 
     def weight_digests(self) -> list[dict[str, int]]:
-        """Return those of each rank."""
+        """Return the weight digests of each rank."""
         return self.results(self._call("weight_digests"))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Parameters to the device, where they stay."""
+        """Move parameters to the device, where they stay."""
         return self._policy.prepare_for_generation()
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing to do: the devices are their own."""
+        """Do nothing: the devices are not shared."""
         return True
 
     def is_alive(self) -> bool:
-        """Return whether all processes answer, and none hangs in a call that was given up."""
+        """Return whether all processes respond, and none hangs in a call that timed out."""
         try:
             self._policy.worker_group.get_all_worker_results(self._call("is_alive"), timeout_s=LIFE_SECONDS)
         except MegarlError:
@@ -176,7 +177,7 @@ class PolicyEngines(RolloutEngine):
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Start new workers in place of all present ones; they are refused until a whole refit over a new
+        """Replace all workers by new ones, which cannot generate until they get a full refit over a new
         group."""
         self._version = None
         self.disconnect()
@@ -187,7 +188,7 @@ class PolicyEngines(RolloutEngine):
         self._policy.generate_calls = calls
 
     def shutdown(self) -> bool:
-        """End the workers; True when all ended cleanly. May be called more than once."""
+        """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
         return self._policy.shutdown()
 
     def _require_weights(self) -> None:
@@ -199,15 +200,15 @@ class PolicyEngines(RolloutEngine):
 
 
 def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
-    """The policy section that workers which only generate are made by.
+    """Return the policy section for workers that only generate.
 
-    Layers are cut over the engines' own ``tensor_parallel_size``, and over nothing else: there is neither a
-    gradient whose memory the other axes would divide, nor a backward pass to hide what they exchange. Weights
-    come merged, so that there are no adapters.
+    Layers are sharded over the engines' own ``tensor_parallel_size`` only. There are no gradients whose
+    memory other axes would divide, and no backward pass to hide their communication. The section has no
+    adapters, because weights arrive merged.
 
     Args:
-        policy: of the run, complete.
-        ranks: that generate.
+        policy: policy section of the run, with its defaults.
+        ranks: number of ranks that generate.
     """
     generation = policy["generation"]
     assert generation is not None
@@ -254,7 +255,7 @@ def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
     """Start the workers of a run that only generate.
 
     Raises:
-        ConfigError: the layout does not fit the places.
+        ConfigError: the layout does not fit the bundles.
     """
     from megarl.data.tokenization import get_tokenizer
     from megarl.distributed.deadlines import PhaseDeadlines
@@ -281,8 +282,8 @@ def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
 
 
 def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
-    """Memory of a rank that generates: a model that is only read, and keys and values of
-    ``generation_batch_size`` sequences. A refit brings a whole model to its host memory."""
+    """Return the memory of a rank that generates: a model that is not trained, and keys and values of
+    ``generation_batch_size`` sequences. A refit brings the full model into its host memory."""
     from megarl.config import validate_policy_config
     from megarl.config.layout import Layout
     from megarl.config.memory import BYTES

@@ -1,5 +1,4 @@
-"""Functions that code written for NeMo-RL's policy layer imports from here; megarl itself needs none of
-them."""
+"""Functions that code for NeMo-RL's policy layer imports from here; megarl itself needs none of them."""
 
 from __future__ import annotations
 
@@ -32,13 +31,12 @@ _HOPPER = 9
 
 
 def is_vllm_v1_engine_enabled() -> bool:
-    """Return whether vLLM runs its V1 engine: True, since the versions that megarl works with have no
-    other."""
+    """Return whether vLLM runs its V1 engine: always True, since the supported versions have no other."""
     return True
 
 
 def import_class_from_path(name: str) -> Any:
-    """The class, or whatever stands there, at an import path ``package.module.Name``.
+    """Return the class or other object at an import path ``package.module.Name``.
 
     Raises:
         ConfigError: (a ValueError) nothing can be imported under this name.
@@ -52,20 +50,21 @@ def import_class_from_path(name: str) -> Any:
 
 
 def get_gpu_info(model: torch.nn.Module) -> dict[str, Any]:
-    """Rank, device, memory figures (MiB) of this process and one parameter of ``model`` as a sample; needs
-    torch.distributed."""
+    """Return rank, device and memory figures (MiB) of this process, and one parameter of ``model`` as a
+    sample. Needs torch.distributed."""
     return runtime().facts(model.named_parameters())
 
 
 def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
-    """Return what to change in a model's config so that an engine does not take a sliding window that the
-    config switches off.
+    """Return the changes of a model's config that keep an engine from using a sliding window that the config
+    disables.
 
     Args:
-        model_name: directory or hub id of the model.
+        model_name: directory or Hugging Face id of the model.
 
     Returns:
-        ``{"sliding_window": None}`` where ``use_sliding_window`` is false and a window is set, else nothing.
+        ``{"sliding_window": None}`` if ``use_sliding_window`` is false and a window is set, otherwise an
+        empty dictionary.
     """
     from converters.families.hf_config import read_hf_config
 
@@ -79,13 +78,14 @@ def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
 
 
 def configure_expandable_segments() -> None:
-    """Let torch's CUDA allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``) on devices from Hopper on.
+    """Let torch's CUDA allocator expand its segments (``PYTORCH_CUDA_ALLOC_CONF``) on Hopper or newer
+    devices.
 
-    To be called before anything is allocated. What the environment says of it already stays; without a CUDA
-    device nothing is done.
+    Call this before any allocation. A setting in the environment is kept, and nothing happens without a CUDA
+    device.
 
     Raises:
-        RuntimeError: the variable asks for it on an older device, where weights could not be handed to an
+        RuntimeError: the variable enables it on an older device, where weights could not be passed to an
             engine.
     """
     if not runtime().is_cuda:
@@ -103,19 +103,19 @@ def configure_expandable_segments() -> None:
 
 
 def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]:
-    """Ray's runtime environment of a policy worker: the profiler, where ``MEGARL_NSYS_WORKER_PATTERNS``
-    matches its name.
+    """Return Ray's runtime environment of a policy worker, with the profiler if
+    ``MEGARL_NSYS_WORKER_PATTERNS`` matches the worker's name.
 
     Args:
-        policy_worker_name: such as ``megatron_policy_worker``.
+        policy_worker_name: for example ``megatron_policy_worker``.
     """
     return get_nsight_config_if_pattern_matches(policy_worker_name)
 
 
 def get_megatron_checkpoint_dir() -> str:
-    """Return where converted checkpoints are kept: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in
+    """Return the directory for converted checkpoints: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in
     ``HF_HOME``, else ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged.
-    megarl's own workers read Hugging Face models directly and keep nothing there."""
+    megarl's own workers read Hugging Face models directly and store nothing there."""
     chosen = env.text("MEGARL_MEGATRON_CHECKPOINT_DIR")
     if chosen is None:
         home = env.text("HF_HOME")
