@@ -1,4 +1,4 @@
-"""``python -m megarl``: the command, where its script is not on the path."""
+"""``python -m megarl``: runs the command if its script is not on the path."""
 
 import sys
 

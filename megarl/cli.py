@@ -39,7 +39,7 @@ _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that repeats no secret of a command line that it refuses. Sub-commands have the class of their
+    """A parser that hides secrets when it rejects a command line. Sub-commands use the class of their
     parser."""
 
     def error(self, message: str) -> NoReturn:
@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     parser: argparse.ArgumentParser = _Parser(
         prog="megarl", description="Reinforcement learning of language models on Megatron-Core."
     )
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-command ``eval``."""
+    """Add the sub-command ``eval``."""
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
@@ -164,7 +164,8 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-commands that look at runs and machines: ``status``, ``plot``, ``samples`` and ``doctor``."""
+    """Add the sub-commands that inspect runs and machines: ``status``, ``plot``, ``samples`` and
+    ``doctor``."""
     status = commands.add_parser(
         "status",
         help="show the status of a run",
@@ -226,7 +227,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-command ``samples``."""
+    """Add the sub-command ``samples``."""
     samples = commands.add_parser(
         "samples",
         help="show prompts and responses of a run",
@@ -271,7 +272,7 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
-    """The options of how a configuration is read."""
+    """Add the options that control how a configuration is read."""
     parser.add_argument(
         "--with",
         dest="layers",
@@ -290,7 +291,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-command ``convert``, which works without anything else of megarl."""
+    """Add the sub-command ``convert``, which works without the rest of megarl."""
     from converters.command import build_parser as add_arguments
 
     add_arguments(
@@ -301,7 +302,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The sub-command ``parity``."""
+    """Add the sub-command ``parity``."""
     from megarl.parity.faults import MUTATIONS
 
     parity = commands.add_parser(
@@ -358,11 +359,11 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. Overrides of a configuration may stand anywhere among the options.
+    """Parse a command line. Overrides of a configuration may be anywhere among the options.
 
     Returns:
-        The arguments, with ``overrides`` and, of a command that takes a configuration, ``strangers``: options
-        that it does not have, with their values.
+        The arguments, with ``overrides`` and, for a command that takes a configuration, ``strangers``:
+        unknown options with their values.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -400,7 +401,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message where arguments do not go together."""
+    """Exit with a message if arguments cannot be combined."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
     if (
@@ -431,8 +432,8 @@ def _is_override(word: str) -> bool:
 def _without_options(
     words: Sequence[str], unknown: Collection[str]
 ) -> tuple[list[tuple[str, object]], list[str]]:
-    """Take options that a command does not have, each with the words that are its values, out of a command
-    line.
+    """Remove unknown options, each with the words that are its values, from a command line. Return them and
+    the remaining words.
 
     A word that names a recipe or a YAML file is CONFIG rather than a value.
     """
@@ -467,18 +468,18 @@ def load_and_check(
     strangers: Sequence[tuple[str, object]] = (),
     own_options: Sequence[str] = (),
 ) -> RunConfig:
-    """The configuration of a run: read, overridden, checked and filled in.
+    """Return the configuration of a run: read, overridden, checked and filled in.
 
     Args:
-        path: file or recipe; None where the command line has none.
+        path: file or recipe; None if the command line names none.
         overrides: ``key=value`` words.
-        layers: files laid over it.
-        allow_env: it may take values of environment variables.
+        layers: files that are merged over the configuration.
+        allow_env: whether the configuration may use values of environment variables.
         strangers: options that the command does not have, with their values.
-        own_options: those that it has.
+        own_options: options that the command has.
 
     Raises:
-        ConfigError: it carries everything that is wrong with the configuration and with the command line.
+        ConfigError: the error carries everything that is wrong with the configuration and the command line.
     """
     from megarl.config.load import followers_of, load_config, with_environment
     from megarl.config.other_trainers import option_faults, override_faults, split_overrides
@@ -516,8 +517,8 @@ def load_and_check(
 
 
 def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a command line; after a fault of its options, with the usage of the
-    command."""
+    """Return the configuration of a command line. If its options are wrong, exit after printing the command's
+    usage and the errors."""
     options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
     try:
         return load_and_check(
@@ -536,7 +537,7 @@ def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> R
 
 
 def list_recipes(as_json: bool) -> int:
-    """Say which configurations ship with megarl."""
+    """Print the configurations that ship with megarl, and return 0."""
     from megarl.config.recipes import PARTS, recipes
 
     shipped = {part: list(recipes(part)) for part in PARTS}
@@ -566,7 +567,7 @@ def list_recipes(as_json: bool) -> int:
 
 
 def list_keys(words: Sequence[str]) -> int:
-    """Print the keys of configurations that have all of some words. Returns 1 where there are none."""
+    """Print the configuration keys that match all of the words. Return 0, or 1 if there are none."""
     from megarl.config.reference import search_keys
 
     found = False
@@ -580,7 +581,7 @@ def list_keys(words: Sequence[str]) -> int:
 
 
 def _time(text: str) -> float:
-    """Unix seconds of an option's time."""
+    """Return an option's time as Unix seconds."""
     from megarl.run.time_left import read_time
 
     try:
@@ -590,7 +591,8 @@ def _time(text: str) -> float:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run a configuration, or show what it would do; with ``--data``, that includes what it reads."""
+    """Run a configuration, or show what it would do; with ``--data``, also show the data that it
+    would read."""
     from megarl.observe.progress import ProgressConsole, progress_shown
 
     with contextlib.ExitStack() as stack:
@@ -650,7 +652,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def show(config: RunConfig, data: bool) -> None:
-    """Check and print what a run would do, and with ``data`` what it would read; all checks come first."""
+    """Check and print what a run would do and, with ``data``, what it would read; all checks come first."""
     from rich.console import Console
 
     from megarl.config.model_facts import facts_of_policy, published_config
@@ -683,7 +685,7 @@ def show(config: RunConfig, data: bool) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine, or with ``--nodes`` a cluster."""
+    """Check this machine, or a cluster with ``--nodes``."""
     if not arguments.nodes:
         from megarl.doctor.command import run
 
@@ -696,7 +698,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def require_runs(arguments: argparse.Namespace) -> None:
-    """Refuse directories of runs that do not answer."""
+    """Raise an error if the file system of a run's directory does not respond."""
     from megarl.config.places import require_answers
 
     runs = getattr(arguments, "runs", None) or [run for run in [getattr(arguments, "run", None)] if run]
@@ -716,7 +718,7 @@ def samples(arguments: argparse.Namespace) -> int:
 
 
 def parity(arguments: argparse.Namespace) -> int:
-    """Compare with plain transformers."""
+    """Compare backends and layouts with plain transformers."""
     from megarl.parity.command import Options, run
 
     options = Options(
@@ -735,15 +737,15 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[Any]:
-    """Give ``convert selftest`` log-probabilities of Megatron-Core; see ``megatron_logprobs``."""
+    """Provide ``convert selftest`` with log-probabilities of Megatron-Core; see ``megatron_logprobs``."""
     from megarl.parity.converted import megatron_logprobs
 
     return megatron_logprobs(family_files)
 
 
 def report(error: MegarlError | ConversionError) -> int:
-    """Say what went wrong, and return the exit code. A fault of the user's, also one found by a worker, is
-    shown without tracebacks."""
+    """Print the error, and return the exit code. An error that the user can fix is printed without
+    tracebacks, even if a worker found it."""
     limit = process_limit(error)
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
@@ -757,10 +759,10 @@ def report(error: MegarlError | ConversionError) -> int:
 
 
 def process_limit(error: BaseException) -> MachineError | None:
-    """Return the fault of a machine on which no further process or thread may be started, where an error is
-    due to that, also in a worker.
+    """Return an error about the limit on processes or threads if this limit caused ``error``, even in a
+    worker; otherwise None.
 
-    Another start would meet the same limit, so that it is the user's to raise.
+    Another start would meet the same limit, so the user has to raise it.
     """
     text = "".join(traceback.format_exception(error))
     no_process = os.strerror(errno.EAGAIN) in text and any(name in text for name in _FORKING)
@@ -777,7 +779,7 @@ def process_limit(error: BaseException) -> MachineError | None:
 
 
 def hide_secrets() -> None:
-    """Set up the log; neither it nor the traceback of an error that nobody foresaw shows a secret of the
+    """Set up the log, so that neither the log nor the traceback of an unexpected error shows secrets of the
     environment or a configuration."""
     # what libraries say of their own course (Megatron-Core at its import, for one) is nobody's here
     redact_log(env.snapshot())
@@ -793,7 +795,7 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit code; errors that nobody foresaw leave with their traceback."""
+    """Run a command and return its exit code; unexpected errors end with their traceback."""
     from converters.command import quiet_without_reader
 
     return quiet_without_reader(lambda: _run(parse(argv)))

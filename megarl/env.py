@@ -1,4 +1,4 @@
-"""The environment of the process: its variables, of which this is the one reader in megarl, and installed
+"""The environment of the process: its variables, which only this module of megarl reads, and installed
 packages."""
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ DISTRIBUTION = "megarl-trainer"
 
 
 def snapshot() -> dict[str, str]:
-    """Return a copy of the whole environment, to hand on to child processes."""
+    """Return a copy of the whole environment, to pass on to child processes."""
     return dict(os.environ)
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """Return the value of ``name``; a variable that is blank counts as unset."""
+    """Return the value of ``name``, or ``default`` if the variable is unset or blank."""
     value = os.environ.get(name, "").strip()
     return value or default
 
 
 def integer(name: str, default: int) -> int:
-    """Return the value of ``name`` as an integer.
+    """Return the value of ``name`` as an integer, or ``default`` if the variable is unset.
 
     Raises:
-        ValueError: the variable is set to something that is not an integer.
+        ValueError: the value is not an integer.
     """
     value = text(name)
     if value is None:
@@ -41,7 +41,8 @@ def integer(name: str, default: int) -> int:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """True for ``1``, ``true``, ``yes``, ``on`` (any case), False for ``0``, ``false``, ``no``, ``off``."""
+    """Return True for ``1``, ``true``, ``yes``, ``on`` (any case), False for ``0``, ``false``, ``no``,
+    ``off``, and ``default`` if the variable is unset. Raise ValueError for any other value."""
     value = text(name)
     if value is None:
         return default
@@ -59,7 +60,8 @@ def set_variables(values: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for this process, and for children started within; afterwards they are what they were."""
+    """Set variables for this process, and for children started within the block; restore their earlier values
+    afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -73,18 +75,18 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 UNSAFE = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",)
-"""Variables by which a file that is read could run code: torch would then read a pickle as it comes wherever
-nobody has said otherwise."""
+"""Variables that could let a file run code when it is read: torch would then unpickle files without
+restrictions wherever the caller does not set ``weights_only``."""
 
 
 def forget_unsafe() -> list[str]:
-    """Take such variables out of the environment of this process, and of what it starts from now on; those
-    that were there."""
+    """Remove the variables of ``UNSAFE`` from the environment of this process and of later children. Return
+    those that were set."""
     return [name for name in UNSAFE if os.environ.pop(name, None) is not None]
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None without it."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Every error megarl raises on purpose.
+"""All errors that megarl raises on purpose.
 
-A message names the thing, its value, the bound it broke and how to mend it. Errors that the NeMo-RL policy
-API promises as ``AssertionError`` or ``ValueError`` inherit from those as well, so that code which catches
-them goes on working.
+A message names the thing, its value, the bound that it broke, and the fix. Errors that the NeMo-RL policy API
+promises as ``AssertionError`` or ``ValueError`` also inherit from those, so that code that catches them keeps
+working.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from megarl.redaction import HIDDEN, is_secret, shown
 
 WORKER_TRACE = "\n--- traceback of the worker ---"
-"""Line of a message behind which the traceback of a worker stands."""
+"""Line of a message that precedes a worker's traceback."""
 
 
 class MegarlError(Exception):
-    """Base of all deliberate errors. ``exit_code`` is what the command line returns for it."""
+    """Base class of all deliberate errors. ``exit_code`` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -29,12 +29,12 @@ class Violation:
 
     Attributes:
         key: dotted path of the key, for example ``policy.megatron_cfg.tensor_model_parallel_size``.
-        value: what stands there.
+        value: the configured value.
         bound: what would have been accepted.
         fix: what to write instead.
-        candidates: values by dotted key, each set of which may mend it, the best first;
-            ``megarl.config.proposals`` tries them on the whole configuration, and ``fix`` is for where none
-            of them satisfies all rules.
+        candidates: sets of values by dotted key, best first, each of which may fix the violation.
+            ``megarl.config.proposals`` tries them on the whole configuration; ``fix`` is used if none of them
+            satisfies all rules.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Violation:
 
 
 class ConfigError(MegarlError, ValueError):
-    """A configuration cannot be used. Carries every violation found, not only the first."""
+    """A configuration cannot be used. The error carries all violations, not only the first."""
 
     exit_code = 2
     heading = "configuration error"
@@ -67,7 +67,7 @@ class ConfigError(MegarlError, ValueError):
 
 
 def numbered(violations: Sequence[Violation]) -> str:
-    """Return a list of violations as text, one a line."""
+    """Return a numbered list of violations as text, one per line."""
     return "\n".join(f"  {number}. {violation}" for number, violation in enumerate(violations, 1))
 
 
@@ -84,7 +84,8 @@ class DataError(MegarlError, ValueError):
 
 
 class RecordError(DataError):
-    """One record of a data source cannot be used; ``data.on_bad_record`` says whether it may be left out."""
+    """One record of a data source cannot be used; ``data.on_bad_record`` decides whether it may be
+    skipped."""
 
 
 class ModelError(MegarlError, ValueError):
@@ -94,12 +95,12 @@ class ModelError(MegarlError, ValueError):
 
 
 class BatchError(MegarlError, ValueError, AssertionError):
-    """A batch has the wrong keys, shapes, dtypes or values. Raised on the driver, before any worker is
-    called."""
+    """A batch has wrong keys, shapes, dtypes or values. The error is raised on the driver, before any worker
+    is called."""
 
 
 class PackingError(MegarlError, ValueError):
-    """Sequences cannot be packed into the bins asked for."""
+    """Sequences cannot be packed into the requested bins."""
 
 
 class CheckpointError(MegarlError, RuntimeError):
@@ -107,12 +108,12 @@ class CheckpointError(MegarlError, RuntimeError):
 
 
 class StorageError(CheckpointError):
-    """The storage did not give what a file holds, at any of several tries. The file may be whole."""
+    """The storage did not return a file's content in several attempts. The file itself may be undamaged."""
 
 
 class UnusableCheckpointError(CheckpointError):
-    """A checkpoint that nothing can go on from: damaged, of another run, or one whose loading could run
-    code."""
+    """A checkpoint that no run can resume from: it is damaged, it belongs to another run, or loading it could
+    run code."""
 
     exit_code = 2
 
@@ -123,34 +124,34 @@ class StateError(MegarlError, RuntimeError):
 
 
 class MicroBatchMemoryError(MegarlError, MemoryError):
-    """A micro-batch that does not fit in memory with the model. It has changed no weight."""
+    """A micro-batch does not fit in memory with the model. No weight was changed."""
 
 
 class GenerationError(MegarlError, RuntimeError):
-    """A model gave logits that no token can be drawn from."""
+    """A model returned logits that no token can be sampled from."""
 
 
 class RefitError(MegarlError, RuntimeError):
-    """Weights could not be handed to the engine that generates, or what arrived is not what was announced. No
-    part of them is served."""
+    """Weights could not be handed to the generation engine, or the received weights differ from the announced
+    ones. The engine serves none of them."""
 
 
 class RewardError(MegarlError, RuntimeError):
-    """A reward function raised, returned no finite number, or killed its process. The message names the
+    """A reward function raised, did not return a finite number, or killed its process. The message names the
     record."""
 
 
 class RewardOutageError(RewardError):
-    """A response could not be scored for a reason that no response can cause: a scorer that does not answer,
-    a machine that is full.
+    """A response could not be scored for a reason that no response can cause, such as an unresponsive scorer
+    or a full machine.
 
-    A user's reward function may raise it too: the response is then left out of training, whatever
-    ``env.on_error`` says but ``raise``.
+    A user's reward function may raise it too. The response is then left out of training, unless
+    ``env.on_error`` is ``raise``.
     """
 
 
 class MismatchError(MegarlError, RuntimeError):
-    """Generation and training disagree about the probabilities of the same tokens more than the run
+    """The probabilities of the same tokens differ between generation and training by more than the run
     allows."""
 
 
@@ -158,7 +159,7 @@ class NonFiniteError(MegarlError, RuntimeError):
     """A loss, a gradient or a weight is NaN or infinite. No weight was changed by it.
 
     Attributes:
-        skipped: the global batches it is about, as plain values; empty where it is about weights.
+        skipped: the affected global batches, as plain values; empty if the error is about weights.
     """
 
     skipped: list[dict[str, Any]]
@@ -174,14 +175,14 @@ class WorkerError(MegarlError, RuntimeError):
 
 
 class WorkerLostError(WorkerError):
-    """The process of a worker, or its whole node, is gone. What the others hold is useless; another start
-    goes on from a checkpoint."""
+    """The process of a worker, or its whole node, is gone. The state of the other workers is lost; a restart
+    resumes from a checkpoint."""
 
     exit_code = 4
 
 
 class ClusterError(MegarlError, RuntimeError):
-    """The Ray cluster cannot give what was asked for."""
+    """The Ray cluster cannot provide the requested resources."""
 
 
 class MissingNodesError(ClusterError):
@@ -191,7 +192,7 @@ class MissingNodesError(ClusterError):
 
 
 class DeadlineError(MegarlError, TimeoutError):
-    """A phase did not finish within its deadline. What the workers hold is useless; another start goes on
-    from a checkpoint."""
+    """A phase did not finish within its deadline. The state of the workers is lost; a restart resumes from a
+    checkpoint."""
 
     exit_code = 4

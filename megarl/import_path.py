@@ -1,8 +1,9 @@
 """Objects that a configuration names: by import path, ``path/to/file.py:name`` or ``package.module:name``, or
 ``given:name``.
 
-``given:name`` is an object of the program that called ``megarl.train``. It exists in the processes that the
-object was sent to, and in no file: whoever reads the configuration later is told to give it again.
+``given:name`` is an object of the program that called ``megarl.train``. It exists only in the processes that
+the object was sent to, and in no file. Anyone who uses the configuration later gets an error that asks for
+the object again.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ _SLOW_S = 10.0
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether a value names an object and not one of the built-in names, none of which has a colon."""
+    """Return whether a value names an object rather than a built-in name; no built-in name has a colon."""
     return ":" in text
 
 
 def load_object(path: str, key: str) -> Any:
-    """Return the object at an import path. Its module is run; that happens for names in a configuration
-    alone.
+    """Return the object at an import path. This runs the object's module, so only names in a configuration
+    are loaded.
 
-    It is loaded once a run (``forget_objects``), so that a file that is changed or removed meanwhile changes
-    nothing of the run.
+    An object is loaded once per run (``forget_objects``), so changing or removing its file does not affect
+    the run.
 
     Args:
         path: ``path/to/file.py:name``, relative to the working directory, or ``package.module:name``.
         key: dotted key of the configuration, for the error.
 
     Raises:
-        ConfigError: there is no such file or module, it fails, or has no such name.
+        ConfigError: there is no such file or module, importing it fails, or it does not have the name.
     """
     # not kept below: another call of the same process may give another object by the same name
     if path in _given:
@@ -64,17 +65,17 @@ def give_object(name: str, value: Any, pickled: bytes) -> None:
     Args:
         name: an identifier.
         value: the object.
-        pickled: the same by cloudpickle, to send to processes that need it too.
+        pickled: the object pickled by cloudpickle, to send to processes that need it too.
     """
     _given[f"{GIVEN}{name}"] = value, pickled
 
 
 def unpickle_object(path: str, pickled: bytes) -> None:
-    """Let ``given:NAME`` stand for the object in a pickle. It comes from the parent process through a pipe,
-    never from a file.
+    """Unpickle an object, and let ``given:NAME`` stand for it. The pickle comes from the parent process
+    through a pipe, never from a file.
 
     Raises:
-        ConfigError: it cannot be made here, for want of a module for example.
+        ConfigError: the object cannot be created here, for example because a module is missing.
     """
     import cloudpickle
 
@@ -90,12 +91,12 @@ def unpickle_object(path: str, pickled: bytes) -> None:
 
 
 def pickled_object(path: str) -> bytes | None:
-    """Return the pickle of a given object; None for a path of another kind, or one that nobody has given."""
+    """Return the pickle of a given object; None if the path is not one of a given object."""
     return _given[path][1] if path in _given else None
 
 
 def forget_objects() -> None:
-    """Load objects anew when they are asked for again: a run begins."""
+    """Clear the loaded objects at the start of a run, so that they are loaded again."""
     _loaded.clear()
 
 
@@ -131,7 +132,7 @@ def _load(path: str, key: str) -> Any:
 
 @contextlib.contextmanager
 def _told_when_slow(source: str, key: str) -> Iterator[None]:
-    """Say once that a module is still being run, if it takes long."""
+    """Log once that a module is still being imported, if it takes long."""
     text = (
         "%s: %s is still being imported after %g s, and is waited for. Fix: keep what takes long out of "
         "the module's own lines"

@@ -1,12 +1,12 @@
-"""Keys of a configuration: meaning, bounds and default of a key stand at its field.
+"""Keys of a configuration. The meaning, bounds and default of a key are written at its field.
 
 A section is a TypedDict whose fields are annotated::
 
     prompts: Annotated[int, Key("prompts a step", AT_LEAST_1)]
     scale: NotRequired[Annotated[float, Key("of the rewards", ABOVE_0, default=1.0)]]
 
-Types are checked, bounds kept and defaults filled in by what the fields say (``megarl.config``); the table of
-keys is made of them too.
+``megarl.config`` uses the annotations to check types and bounds, to fill in defaults, and to create the table
+of keys.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Range:
     Attributes:
         low: smallest value, None for no bound.
         high: largest value, None for no bound.
-        low_open: ``low`` itself is outside.
-        high_open: ``high`` itself is outside.
+        low_open: whether ``low`` itself is outside.
+        high_open: whether ``high`` itself is outside.
     """
 
     low: float | None = None
@@ -37,7 +37,7 @@ class Range:
     high_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether ``value`` is inside."""
+        """Return whether ``value`` is inside the interval."""
         if self.low is not None and (value <= self.low if self.low_open else value < self.low):
             return False
         return self.high is None or not (value >= self.high if self.high_open else value > self.high)
@@ -57,7 +57,7 @@ DECAY = Range(low=0, high=1, high_open=True)
 
 
 class _NoDefault:
-    """Marks a key that nothing fills in, or that follows from other keys."""
+    """Marker of a key without a default: the key is required, or its value follows from other keys."""
 
     def __repr__(self) -> str:
         return "NO_DEFAULT"
@@ -71,12 +71,12 @@ class Key:
     """Meaning, bounds and default of a configuration key, written at its field.
 
     Attributes:
-        meaning: in words, without a full stop.
-        bounds: of a number; null is left to the type.
+        meaning: description of the key, without a full stop.
+        bounds: bounds of a number; whether null is allowed depends on the type.
         default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from
             other keys.
-        advice: what to write instead of a number out of bounds, where that is not obvious.
-        follows: key of the same section whose value an absent one takes.
+        advice: what to write instead of a number out of bounds, if that is not obvious.
+        follows: key of the same section whose value is used if this key is absent.
     """
 
     meaning: str
@@ -106,15 +106,15 @@ def defaults_of(section: Any) -> dict[str, Any]:
 
 
 def _key_in(annotation: Any) -> Key | None:
-    """Return the ``Key`` inside an annotation, through NotRequired."""
+    """Return the ``Key`` inside an annotation, looking through NotRequired; None if there is none."""
     if get_origin(annotation) is Annotated:
         return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
     return next((key for part in get_args(annotation) if (key := _key_in(part)) is not None), None)
 
 
 def section_types(annotation: Any) -> Iterator[Any]:
-    """Yield the TypedDicts inside an annotation, through NotRequired, unions and lists; not those that stand
-    under names of the user's."""
+    """Yield the TypedDicts inside an annotation, looking through NotRequired, unions and lists. TypedDicts
+    under user-defined names are left out."""
     if is_typeddict(annotation):
         yield annotation
     for part in get_args(annotation) if get_origin(annotation) is not dict else ():
@@ -122,7 +122,7 @@ def section_types(annotation: Any) -> Iterator[Any]:
 
 
 def named_section_types(annotation: Any) -> Iterator[Any]:
-    """Yield the TypedDicts that an annotation has under names of the user's, ``dict[str, ...]``."""
+    """Yield the TypedDicts that an annotation has under user-defined names, ``dict[str, ...]``."""
     for part in get_args(annotation):
         yield from section_types(part) if get_origin(annotation) is dict else named_section_types(part)
 

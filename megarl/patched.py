@@ -1,4 +1,4 @@
-"""Replaces attributes of modules, classes and objects for the time of a block."""
+"""Temporary replacement of attributes of modules, classes and objects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replaces attributes inside the block; afterwards each owner is as it was.
+    """Replace attributes inside the block, and restore each owner afterwards.
 
     Args:
-        replacements: (owner, name, value); made in this order and taken back in the reverse one, so that an
-        attribute may come twice.
+        replacements: (owner, name, value) triples, applied in order and undone in reverse, so that an
+            attribute may appear twice.
     """
     originals: list[tuple[Any, str, Any]] = []
     try:

@@ -1,5 +1,5 @@
-"""Redaction of secrets in files, logs and messages: values under names of secrets, credentials in addresses,
-and values that were taken from the environment."""
+"""Redaction of secrets in files, logs and messages: values whose names mark them as secrets, credentials in
+addresses, and values from the environment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"
 FIELDS = frozenset(
     {"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"}
 )
-"""Keys of the configuration that name a field of a record. A test compares them with the schema."""
+"""Configuration keys that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 # each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would
@@ -102,10 +102,10 @@ _learned: set[str] = set()
 
 
 class FromEnvironment(str):
-    """A text of a configuration that holds the value of an environment variable.
+    """A configuration text that holds the value of an environment variable.
 
     Attributes:
-        written: what stands in the configuration file, which alone may be written elsewhere.
+        written: the text in the configuration file, which is the only form that may be written elsewhere.
     """
 
     written: str
@@ -117,8 +117,8 @@ class FromEnvironment(str):
 
 
 def is_secret(name: str) -> bool:
-    """Return whether what bears this name is a secret: an environment variable (``*_TOKEN``, ``*_KEY``, ...),
-    or a part of a dotted key."""
+    """Return whether a name marks its value as a secret. The name is that of an environment variable
+    (``*_TOKEN``, ``*_KEY``, ...), or a dotted key, any part of which may mark it."""
     return any(_names_secret(part) for part in name.split("."))
 
 
@@ -135,11 +135,10 @@ def _names_secret(part: str) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """Return a deep copy of plain containers in which nothing is left that is a secret by its name or the
-    form of an address.
+    """Return a deep copy of plain containers without secrets.
 
-    What stands below such a name is hidden, whatever its type, except null, true and false; in other texts
-    what ``redacted_text`` hides.
+    Every value below the name of a secret is hidden, whatever its type, except null, true and false. In other
+    texts, the secrets that ``redacted_text`` finds are hidden.
     """
     if isinstance(value, Mapping):
         return {
@@ -153,7 +152,7 @@ def redacted(value: Any) -> Any:
 
 
 def shown(key: str, value: Any) -> str:
-    """Return the value of a key for a message: its ``repr`` without secrets."""
+    """Return the ``repr`` of a key's value without secrets, for a message."""
     if is_secret(key):
         return repr(_hidden(value))
     if isinstance(value, FromEnvironment):
@@ -178,16 +177,16 @@ def _addresses(text: str) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """Return a message without secrets: in addresses, behind ``NAME=`` and ``name:``, and those values that
-    ``learn`` was told of."""
+    """Return a message without secrets: credentials in addresses, values after ``NAME=`` and ``name:``, and
+    the values that ``learn`` has collected."""
     for value in sorted(_learned, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _without_assigned(_addresses(text))
 
 
 def _without_assigned(text: str) -> str:
-    """Return a text in which what is assigned to the name of a secret is hidden; what is assigned to another
-    name may assign in turn."""
+    """Return a text with values hidden that are assigned to the name of a secret. A value that is assigned to
+    another name may contain further assignments."""
     parts, begin, place = list[str](), 0, 0
     while named := _NAMED.search(text, place):
         place = named.end()
@@ -204,8 +203,8 @@ def _without_assigned(text: str) -> str:
 
 
 def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
-    """Return whether a word behind a colon goes on with a message: ``'/etc/passwd': an error``, ``bad
-    password: try again``."""
+    """Return whether the word after a colon continues a sentence instead of being a value: ``'/etc/passwd':
+    an error``, ``bad password: try again``."""
     word = value.rstrip(".:!?")
     if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
         return False
@@ -216,16 +215,17 @@ def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
 
 
 def _is_secret_in_text(name: str) -> bool:
-    """``token: 5`` may be any sentence; ``hf_token: 5`` is an assignment."""
+    """Return whether a name in a text marks its value as a secret: ``token: 5`` may be part of any sentence,
+    but ``hf_token: 5`` is an assignment."""
     is_plain = name.isalpha() and name.islower() and not any(part in name for part in _ANYWHERE)
     return not is_plain and is_secret(name)
 
 
 def learn(values: Mapping[str, Any]) -> None:
-    """Hide the values of the secrets among these, at any depth, wherever they stand in a text from now on.
+    """Collect the values of all secrets in ``values``, at any depth, to hide them in every text from now on.
 
-    Of one that has several lines, as a private key, each line too: what processes print is looked at line by
-    line.
+    If a secret has several lines, such as a private key, each line is hidden too, because process output is
+    redacted line by line.
     """
     for value in _secrets(values, within=False):
         _learned.update(
@@ -245,11 +245,11 @@ def _secrets(value: Any, within: bool) -> Iterator[str]:
 
 
 class LineRedactor:
-    """Takes the secrets out of what a process writes, which comes in pieces of any size, and gives it on in
-    whole lines.
+    """Removes secrets from the output of a process, which arrives in pieces of any size, and returns whole
+    lines.
 
-    A line ends with a line feed, or with a carriage return, as those of progress bars do. One that is longer
-    than ``longest`` bytes is shown without its end.
+    A line ends with a line feed or with a carriage return, as those of progress bars do. A line of more than
+    ``longest`` bytes is shown without its end.
     """
 
     def __init__(self, longest: int = 1 << 20) -> None:
@@ -257,7 +257,7 @@ class LineRedactor:
         self._begun = bytearray()
 
     def take(self, data: bytes) -> str:
-        """Return the lines that end within ``data``, with their ends."""
+        """Return the lines that are complete after ``data``, with their line ends."""
         said = []
         for piece in _ENDED.findall(data):
             self._keep(piece.rstrip(b"\r\n"))
@@ -266,7 +266,7 @@ class LineRedactor:
         return "".join(said)
 
     def end(self) -> str:
-        """Return what was written since the last end of a line."""
+        """Return the text after the last line end."""
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
             # what stands at the cut could be the beginning of a secret
@@ -285,8 +285,8 @@ class LineRedactor:
 
 
 def redact_log(environment: Mapping[str, str]) -> None:
-    """Set up the log of this process, on its standard error, unless it has one: from warnings on, and without
-    the secrets of its environment."""
+    """Set up the log of this process unless it has one: on standard error, from level WARNING, without
+    secrets of the environment."""
     learn(environment)
     if not sys.warnoptions:
         # Megatron and torch announce changes to their own developers at every start; python -W shows them.
@@ -297,8 +297,8 @@ def redact_log(environment: Mapping[str, str]) -> None:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Lines of a log, tracebacks included, without secrets."""
+    """A formatter of log lines, including tracebacks, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one record."""
+        """Return one record as text without secrets."""
         return redacted_text(super().format(record))

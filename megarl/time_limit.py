@@ -1,4 +1,4 @@
-"""A time limit on a block of code that may never come back by itself."""
+"""A time limit on a block of code that may never return by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 
 class OutOfTimeError(BaseException):
-    """Raised in a block whose time is over. No ``Exception``: libraries catch those and go on."""
+    """Raised in a block that exceeds its time limit. It is not an ``Exception``, because libraries catch
+    those and continue."""
 
 
 _depth = 0
@@ -17,10 +18,10 @@ _depth = 0
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTimeError inside a block that takes longer.
+    """Raise OutOfTimeError inside a block that takes longer.
 
-    An alarm does it, between two steps of the interpreter; outside the main thread, which alone gets signals,
-    there is no limit.
+    An alarm signal raises it, between two steps of the interpreter. Only the main thread receives signals, so
+    there is no limit in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +44,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Stop the clock of the ``time_limit`` that the code stands under, if it does, while the block runs."""
+    """Pause the clock of the surrounding ``time_limit``, if there is one, while the block runs."""
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0) if is_limited() else (0.0, 0.0)
     try:
         yield
@@ -53,5 +54,5 @@ def unlimited() -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Return whether the code that runs now stands under a ``time_limit``."""
+    """Return whether the current code runs inside a ``time_limit``."""
     return _depth > 0

@@ -87,7 +87,7 @@ def measure(quick: bool) -> Iterator[Point]:
 
 def _model(directory: Path, parts: int = 1) -> Path:
     """Save half a million random weights with the quickstart's tokenizer, and return the directory. With
-    several ``parts``, the sizes are those of one of so many tensor-parallel ranks."""
+    several ``parts``, the sizes are those of one tensor-parallel rank of ``parts`` ranks."""
     from benchmarks import tiny
     from benchmarks.subject import NARROW
     from megarl.quickstart.material import make_tokenizer

@@ -506,8 +506,9 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield one point for each model and number of ranks. Mixtures have so many weights that they take
-    minutes: they are counted at the most ranks only, and a quick run counts only the first mixture."""
+    """Yield one point for each model and number of ranks. Mixtures have many weights, and counting them takes
+    minutes: they are counted only at the largest number of ranks, and a quick run counts only the first
+    mixture."""
     dense = [name for name, layout in LAYOUTS.items() if not layout.mixture]
     mixtures = [name for name, layout in LAYOUTS.items() if layout.mixture]
     for name in [*dense, *(mixtures[:1] if quick else mixtures)]:

@@ -39,7 +39,7 @@ class AdaptedSource(HuggingFaceSource):
             if tensor.name in self.adapter:
                 place = locate(tensor, self)
                 self._changed.setdefault(place.name, []).append((tensor, place))
-        # what is stored twice has to stay equal
+        # A tensor that is stored twice has to stay equal to its copy.
         for name, original in repeated_tensors(architecture).items():
             if name in self and original in self._changed:
                 self._changed[name] = self._changed[original]
@@ -66,19 +66,20 @@ class AdaptedSource(HuggingFaceSource):
         box = self.box(name, slices)
         tensor, place = members[0]
         (first, last), others = box[0], tuple(slice(start, stop) for start, stop in box[1:])
-        # A tensor by itself: only what is wanted of it is read.
+        # The tensor is stored by itself, so that only the requested part is read.
         if place.index is None and place.shape == tensor.shape and tensor.name in self.adapter.factors:
-            # A plain matrix: no column of the product depends on another, so only the wanted box is read and
-            # merged.
+            # Read and merge only the requested box of a plain matrix: the columns of the product are
+            # independent.
             block = super().read(name, slices)
             return self.adapter.merge(tensor.name, block, first, torch.float32, columns=box[1])
-        # the adapter's rows are those of its tensors, which may lie between one another here
+        # The adapter counts rows within its own tensors, whose rows may alternate in this stored tensor.
         is_stack = place.index is not None
         whole = super().read(name, (slice(first, last),) if is_stack else None).float()
         for tensor, place in members:
             if place.index is None or first <= place.index < last:
                 block = whole if place.index is None else whole[place.index - first]
-                # rows_in goes on to the end of the stored tensor, which may hold others behind.
+                # Take the first rows of the view: rows_in continues to the end of the stored tensor, which
+                # may hold further tensors.
                 rows = rows_in(block, place)[: tensor.shape[0]]
                 rows.copy_(self.adapter.merge(tensor.name, rows.contiguous(), 0, torch.float32))
         wanted = whole if is_stack else whole[first:last]

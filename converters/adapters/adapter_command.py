@@ -25,8 +25,8 @@ from converters.families.read import read_architecture
 from converters.files.reading import identity_of
 from converters.torch_dist.location import find_checkpoint
 
-# What peft (0.21, for transformers 5) takes for factors of stacks of experts, wherever in a mixture of
-# experts it stands.
+# peft (0.21, for transformers 5) treats these as factors of stacks of experts, wherever in a mixture of
+# experts they stand.
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
 
 
@@ -70,7 +70,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
     Raises:
         ConversionError: PEFT would misread some of the adapter, or the target cannot be written.
     """
-    kept = adapter.origin.name == ADAPTER_CONFIG  # it was PEFT's, and goes back as it came
+    kept = adapter.origin.name == ADAPTER_CONFIG  # It came from PEFT, and is returned unchanged.
     misread = (
         sorted(filter(_OF_EXPERTS.fullmatch, adapter.keys())) if adapter.has_experts and not kept else []
     )

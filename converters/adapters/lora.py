@@ -28,9 +28,9 @@ from converters.model_config.architecture import Architecture
 from converters.model_config.prediction_layers import beginnings
 from converters.torch_dist.location import holds_checkpoint
 
-# The tensors of an adapter: ``lora_A`` is [rank, in], ``lora_B`` [out, rank].
+# In an adapter, ``lora_A`` is [rank, in] and ``lora_B`` is [out, rank].
 _FACTOR = re.compile(r"(?P<module>.+)\.(?P<factor>lora_(?:embedding_)?[AB])(?:\.weight)?")
-# of float32 temporaries; small enough for a processor's cache
+# This is the number of float32 elements of a temporary, which should fit into a processor's cache.
 _BLOCK_ELEMENTS = 2**17
 _FIX = "use the base model that the adapter was trained on, and an adapter of plain LoRA"
 
@@ -85,7 +85,7 @@ class LoraAdapter:
         tensors = {tensor.name: tensor for tensor in hf_tensors(architecture)}
         if isinstance(self.source, PeftDirectory):
             self.source.name_as(tensors)
-        # only now: its patterns may have names of another class
+        # Read the config after the renaming above: its patterns may use the names of another class.
         self._config = self.source.config
         replacements = Replacements(self.source, tensors, architecture.tied_embeddings)
         self.replaced = replacements.found
@@ -123,14 +123,15 @@ class LoraAdapter:
                 columns.
         """
         if name in self.replaced:
-            # rounded once where the adapter's dtype is wider than the base's
+            # Convert through the wider dtype, so that values are rounded only once if the adapter's dtype is
+            # wider than the base's.
             merged = rows.to(torch.promote_types(rows.dtype, torch.float32))
             self.replaced[name].put(self.source, merged, start)
             return merged.to(dtype or rows.dtype)
         factors, stop = self.factors[name], start + rows.shape[0]
         if factors.is_embedding:
-            # PEFT stores those of an embedding as A [rank, vocabulary] and B [hidden, rank]: the rows are A's
-            # columns.
+            # PEFT stores the factors of an embedding as A [rank, vocabulary] and B [hidden, rank]: its rows
+            # are A's columns.
             up = self._read(factors.down, columns=(start, stop)).T
             down = self._read(factors.up).T.contiguous()
         elif factors.place is not None:
@@ -143,7 +144,8 @@ class LoraAdapter:
             torch.empty(rows.shape, dtype=dtype or rows.dtype),
             torch.promote_types(rows.dtype, torch.float32),
         )
-        # Blocks bound the temporaries alone: an element's ranks are summed in the same order in any of them.
+        # Blocks only limit temporaries: an element's terms are summed over the ranks in the same order in any
+        # block.
         step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
         for begin in range(0, rows.shape[0], step):
             block = slice(begin, begin + step)
@@ -154,7 +156,7 @@ class LoraAdapter:
         self, factors: Factors, place: TensorLocation, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
         # PEFT views A as [experts, rank, in] but B as [out, rank, experts]: an expert has adjacent rows of A,
-        # and of B every ``experts``-th column.
+        # and every ``experts``-th column of B.
         expert, experts, rank = place.index or 0, place.shape[0], factors.rank
         first = place.start + start * place.step
         rows = self._read(factors.up, rows=(first, max(first, first + (stop - start - 1) * place.step + 1)))
@@ -175,8 +177,8 @@ class LoraAdapter:
         found: dict[str, dict[str, str]] = {}
         problems, tied = replacements.problems, architecture.tied_embeddings
         for name in sorted(set(self.source.keys()) - replacements.names):
-            # PEFT moves a wrapped module to base_layer, and saves that of an embedding along with the
-            # adapter.
+            # PEFT moves a wrapped module to base_layer, and saves the base layer of an embedding along with
+            # the adapter.
             base = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
             if (
                 name.endswith(".base_layer.weight")
@@ -195,8 +197,8 @@ class LoraAdapter:
         fitted: dict[str, Factors] = {}
         stacks = expert_stacks(tensors)
         for module, names in found.items():
-            # PEFT wraps a module once for each target parameter, so that one with two stacks has two such
-            # suffixes.
+            # PEFT wraps a module once for each target parameter, so that a module with two stacks has this
+            # suffix twice.
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
             candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
             if candidates:
@@ -229,8 +231,8 @@ class LoraAdapter:
                 and not stack.startswith(untrained)
             ):
                 problems.append(f"missing: {stack}, which target_parameters lists")
-        # Only now: a wrapper's prefix makes every name unknown, and one message then stands for the whole
-        # list.
+        # Test for a wrapper before the problems are raised: its prefix makes every name unknown, and a single
+        # message then replaces the whole list.
         if problems:
             self._refuse_wrapped(tensors)
         if problems or not (fitted or self.replaced):
@@ -287,7 +289,7 @@ class LoraAdapter:
         dtypes = [self.source.dtype(name) for name in (down, up)]
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
-        # Looked up before the loop below overwrites them.
+        # Look these up before the loop below adds them.
         again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
         for tensor, place in stacks[fitting[0]]:
             scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
@@ -346,8 +348,8 @@ def expert_stacks(tensors: Mapping[str, HuggingFaceTensor]) -> dict[str, list[Me
 def _product(up: Tensor, down: Tensor) -> Tensor:
     """Multiply [n, r] by [r, columns] term by term. Each term is rounded separately, so that the result does
     not depend on n."""
-    # No matmul: it chooses the order of its sums by the number of rows, and no addcmul, which may round
-    # product and sum once.
+    # Do not use matmul, which chooses the order of its sums by the number of rows, nor addcmul, which may
+    # round the product and the sum together.
     total = torch.zeros(up.shape[0], down.shape[1])
     term = torch.empty_like(total)
     for rank in range(down.shape[0]):

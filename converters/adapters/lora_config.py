@@ -13,8 +13,8 @@ from typing import Any
 from converters.errors import ConversionError
 from converters.model_config.sizes import is_off, read_number
 
-# about training, about where the adapter comes from, or the choice of modules, which the adapter's own
-# tensors show
+# These keys are about training, the origin of the adapter, or the choice of modules, which the adapter's own
+# tensors show.
 _INERT = frozenset(
     {
         "auto_mapping",
@@ -24,7 +24,7 @@ _INERT = frozenset(
         "inference_mode",
         "loftq_config",
         "lora_dropout",
-        # of ms-swift: learning rates, and the dtype in which factors are trained
+        # ms-swift writes these: learning rates, and the dtype in which factors are trained.
         "lora_dtype",
         "lorap_emb_lr",
         "lorap_lr_ratio",
@@ -56,7 +56,7 @@ _READ = frozenset(
     "modules_to_save",
     "trainable_token_indices",
 }
-# the others (pissa, olora, corda, loftq ...) take something out of the base weights before training
+# The other methods (pissa, olora, corda, loftq ...) subtract something from the base weights before training.
 _UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 _FIX = "merge it with peft, or save it in a plain LoRA form"
 
@@ -110,7 +110,7 @@ def is_among(name: str, targets: frozenset[str]) -> bool:
 
 
 def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
-    # The expression of PEFT's get_pattern_key, so that both find the same pattern.
+    # Use the expression of PEFT's get_pattern_key, so that both find the same pattern.
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 
@@ -163,7 +163,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             "at hand"
         )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
-    # Releases of peft add keys; one that is off asks for nothing.
+    # New releases of peft add keys. A key that is off requests nothing.
     return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
 
 

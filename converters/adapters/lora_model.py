@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=LogicalModel)
 def _merged(model: Model, directory: Path, choose_dtype: ChooseDtype) -> tuple[Model, LoraAdapter]:
     adapter = LoraAdapter(directory, model.architecture)
     refuse_other_base(adapter, model)
-    # Shallow: both share the open files, and the base stays readable without the adapter.
+    # Make a shallow copy: both models share the open files, and the base stays readable without the adapter.
     merged = copy.copy(model)
     merged.adapter = adapter, choose_dtype
     return merged, adapter
@@ -44,7 +44,7 @@ def merge_import(
     Raises:
         ConversionError: the adapter is damaged or does not fit.
     """
-    # Rounding to the stored dtype before the conversion to another one would round twice.
+    # Merge in float32 if another dtype follows: rounding to the stored dtype first would round twice.
     return _merged(base, directory, lambda _, stored: stored if dtype is None else torch.float32)
 
 
@@ -90,7 +90,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
     for name, stored in adapter.base.items():
         for start, stop in row_ranges(tensors[name].shape, base.dtype(tensors[name]).itemsize):
             own = adapter.source.read(stored, ((start, stop), (0, tensors[name].shape[1])))
-            # Both widen to float32 exactly, so that the stored dtypes may differ.
+            # Widen both exactly to float32, so that their stored dtypes may differ.
             if not torch.equal(base.read(tensors[name], start, stop).float(), own.float()):
                 raise ConversionError(
                     f"{name} of this model is not that of the base model in {adapter.directory}",

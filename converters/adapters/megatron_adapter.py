@@ -188,7 +188,7 @@ def said_of(
         ConversionError: no file gives the scale, or the file has another rank or an unknown kind of adapter.
     """
     if kept is not None:
-        # A conversion stores factors that were never cut over ranks, hence the 1.
+        # A conversion stores factors that were never sharded, hence the tensor-parallel size 1.
         return kept, read_json_object(kept, (f"{kept} does not exist", "import the adapter again")), 1
     path = find_run_config(directory)
     if path is None:
@@ -223,7 +223,7 @@ def _made_config(
         "base_model_name_or_path": model.get("hf_model_id"),
         "bias": "none",
         "fan_in_fan_out": False,
-        # PEFT saves every adapter as one for inference, whatever trained it.
+        # PEFT saves every adapter as an adapter for inference, whatever trained it.
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": section.get("alpha"),
@@ -250,9 +250,10 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     return sorted(targets)
 
 
-# ``_w`` and ``_v``: gate and up as Megatron-Core names them when it saves the halves of a SwiGLU layer apart.
+# Megatron-Core adds ``_w`` and ``_v``, for gate and up, when it saves the halves of a SwiGLU layer
+# separately.
 _ADAPTER = re.compile(r"(.+)\.adapter\.(?:adapter_\w+\.)?linear_(?:in|out)\.weight(?:_[wv])?")
-# No layer's number in the key: layers are stacked along a leading dimension.
+# Such a key has no layer number: layers are stacked along a leading dimension.
 _STACKED = re.compile(r"decoder\.layers\.[a-z]")
 _FIX = (
     "use the config of the model that was trained (--hf-config DIRECTORY); adapters of Megatron-Bridge's "
@@ -296,7 +297,8 @@ class MegatronAdapter:
     def __init__(self, directory: Path, architecture: Architecture) -> None:
         self.directory = find_checkpoint(directory)
         checkpoint = TorchDistCheckpoint(self.directory)
-        # Optimizer state has the parameters' keys behind these prefixes; it is no part of the adapter.
+        # Exclude optimizer state, which has the parameters' keys after a prefix and is not part of the
+        # adapter.
         found = {key for key in checkpoint if _ADAPTER.fullmatch(key) and not is_of_optimizer(key)}
         if not found:
             raise ConversionError(
@@ -335,7 +337,7 @@ class MegatronAdapter:
         )
         self.origin, self.raw_config, cut = said
         self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
-        # adapters of gate and up apart, whose rows Megatron-Bridge takes for those of both
+        # These are separate adapters of gate and up, whose rows Megatron-Bridge treats as rows of both.
         apart = (
             self._place(rule, "linear_out", part)
             for rule in rules
@@ -350,7 +352,7 @@ class MegatronAdapter:
                 "whether its release did",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
-        # Last, because it reads every value.
+        # Do this check last, because it reads every value.
         if manifest is not None and blocks is not None:
             require_as_written(self, manifest, self.directory / MANIFEST_FILE, self._between(rules, blocks))
 
@@ -374,7 +376,7 @@ class MegatronAdapter:
         """See ``AdapterSource``."""
         factor = self._factors[name]
         (first, last), (left, right) = whole(factor.shape) if box is None else box
-        # The empty piece gives an empty box its width and dtype, because torch.cat refuses an empty list.
+        # This empty piece gives an empty box its width and dtype, because torch.cat refuses an empty list.
         pieces, position = [torch.empty(0, right - left, dtype=self.dtype(name))], 0
         for start, stop in factor.runs:
             low, high = max(first, position), min(last, position + stop - start)
@@ -403,7 +405,7 @@ class MegatronAdapter:
         )
 
     def _common_rank(self, rules: list[Rule]) -> int:
-        # linear_in is [..., rank, in]: the grid of stacked layers stands in front.
+        # The shape of linear_in is [..., rank, in], after the leading axes of stacked layers.
         ranks = {
             place.key: self._tensors.shape(place.key)[-2]
             for rule in rules
@@ -480,7 +482,7 @@ class MegatronAdapter:
             )
 
     def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
-        # The base may be stored either way, however the adapters are.
+        # Look for both layouts: the base may be stacked or not, independently of the adapters.
         base = {
             stored_place(rule, self._architecture, stacked=stacked).key
             for rule in all_rules(self._architecture)

@@ -43,7 +43,8 @@ class PeftDirectory(SafetensorsFile):
         theirs, ours = (_TEXT_PREFIX, NESTED_PREFIX) if is_nested else (NESTED_PREFIX, _TEXT_PREFIX)
 
         def renamed(name: str) -> str:
-            # The tower has one name in both, and a nested name begins as one of the text does.
+            # The vision tower has the same name in both classes, and a nested name begins like a plain name
+            # of the text model.
             if not name.startswith(theirs) or (is_nested and name.startswith((HF_PREFIX, ours))):
                 return name
             return ours + name.removeprefix(theirs)
@@ -63,7 +64,8 @@ class PeftDirectory(SafetensorsFile):
             target_parameters=frozenset(map(renamed, listed.target_parameters)),
             saved_modules=frozenset(map(renamed, listed.saved_modules)),
             token_indices={renamed(name): rows for name, rows in listed.token_indices.items()},
-            # patterns of ranks and scales are expressions, which are matched with the names of the training
+            # Patterns of ranks and scales are regular expressions, which are matched with the names used in
+            # training.
             beginnings=(ours, theirs),
         )
 

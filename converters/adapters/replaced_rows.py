@@ -75,7 +75,8 @@ class Replacements:
                     if is_among(module, frozenset({target}))
                 )
                 self._add(stored, f"{module}.weight", next(listed, None))
-            # PEFT saves the head of a tied model by its own name, which the base checkpoint does not have.
+            # PEFT saves the output layer of a tied model under its own name, which the base checkpoint does
+            # not have.
             elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [
@@ -125,10 +126,10 @@ class Replacements:
     def _tie(self) -> Iterator[str]:
         """Drop the output layer of a tied model if it equals the embedding; otherwise yield the problem that
         they differ."""
-        # Removed in any case: a tied model has no head of its own to change.
+        # Drop the output layer in any case: a tied model has no separate one to change.
         embedding, head = self.found.get(self._embedding), self.found.pop(_HEAD, None)
         if embedding is not None and embedding.tokens is not None and head is None:
-            return  # PEFT trains the tokens of a tied embedding on both sides
+            return  # PEFT trains the token rows of a tied embedding on both sides.
         if embedding is None and head is None:
             return
         both = embedding is not None and head is not None

@@ -83,7 +83,7 @@ class AdapterPlan:
     def notes(self) -> dict[str, Any]:
         """Notes about the conversion: format, rank, alpha and layout of the layers."""
         layers = "stacked" if self.stacked else "apart"
-        # Megatron-Bridge divides alpha by the stored rank, so that alpha grows with the number of blocks.
+        # Megatron-Bridge divides alpha by the stored rank, so alpha has to grow with the number of blocks.
         alpha = self.scaling * self.stored_rank
         return {
             FORM_NOTE: self.form,
@@ -112,7 +112,7 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
     problems = list(_without_form(adapter, {part.name for rule in rules for part in rule.parts}))
     if problems:
         raise ConversionError(f"the adapter in {directory} has no exact form in Megatron", _FIX, problems)
-    # ``_without_form`` has made sure that rank and scale are the same for all.
+    # ``_without_form`` has checked that all factors have the same rank and scale.
     one = next(iter(adapter.factors.values()))
     form = SHARED if all(_is_shared(adapter, rule) for rule in rules) else BLOCKS
     return AdapterPlan(
@@ -143,7 +143,7 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
     }
     with Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint) as staging:
         hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
-        # torch.distributed.checkpoint names files __RANK_NUMBER.distcp; this is the only one.
+        # torch.distributed.checkpoint names its files __RANK_NUMBER.distcp. This is the only file here.
         file = ItemFile(staging.directory / "__0_0.distcp")
         tensors: dict[str, StoredTensor] = {}
         object_names: list[str] = []
@@ -163,7 +163,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         beside = staging.directory / HF_DIRECTORY
         beside.mkdir(exist_ok=True)
         (beside / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-        # As it came: the scale is read from it, and the way back to PEFT copies it.
+        # Copy the adapter's config unchanged: the scale is read from it, and the conversion back to PEFT
+        # copies it.
         shutil.copyfile(plan.adapter.directory / ADAPTER_CONFIG, beside / ADAPTER_CONFIG)
         _manifest(plan, hashes.digests()).write(staging.directory)
         staging.finish()
@@ -206,7 +207,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
     first, *others = (adapter.factors.get(part.name) for part in rule.parts)
     if first is None or None in others:
         return False
-    # Bits, not values: a NaN is equal to itself, and -0 is not 0.
+    # Compare bits rather than values: a NaN then equals itself, and -0 differs from 0.
     expected = bytes_of(adapter.source.read(first.down))
     return all(bytes_of(adapter.source.read(other.down)) == expected for other in others if other is not None)
 
@@ -215,7 +216,7 @@ def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
     """Return whether layers of the model can be stacked and all have the same adapters."""
     if not is_stacked(architecture):
         return False
-    # A stacked tensor has a place for each layer, so none may be without the adapter.
+    # A stacked tensor has an index for each layer, so every layer needs the adapter.
     places = [stored_factor(rule, architecture, "linear_in", stacked=True) for rule in rules]
     layers = Counter(place.key for place in places)
     return all(layers[place.key] == place.grid[0] for place in places if place.grid)
@@ -226,8 +227,8 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
     hashes."""
     source, found = plan.adapter.source, [plan.adapter.factors.get(part.name) for part in rule.parts]
     dtype = source.dtype(next(one.down for one in found if one is not None))
-    # Zeros in the ranks of other parts, and for parts without an adapter: the product is then that of each
-    # part alone.
+    # Fill with zeros the ranks of other parts, and parts without an adapter, so that each part gets only its
+    # own product.
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
     up = torch.zeros(rows_of(rule), plan.stored_rank, dtype=dtype)
 
@@ -241,7 +242,7 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
         if factors is not None:
             start, stop = block(number, plan.rank, plan.form)
             down[start:stop], ups[number] = read(factors.down), read(factors.up)
-    # Rows of a fused layer alternate between its parts, such as query, key and value by group.
+    # The rows of a fused layer alternate between its parts, such as query, key and value of each group.
     for run in runs_of(rule, plan.architecture.head_dim, 0):
         if run.part in ups:
             start, stop = block(run.part, plan.rank, plan.form)

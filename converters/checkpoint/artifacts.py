@@ -80,7 +80,7 @@ def _stays(path: Path, directory: Path) -> bool:
     cache, or next to the weight files that the directory's own links lead to. The last case allows a
     directory of links to another directory."""
     inside = [directory.resolve()]
-    # The hub's cache has links in snapshots/COMMIT/ to files in blobs/.
+    # In the hub's cache, files in snapshots/COMMIT/ are links to files in blobs/.
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parent.parent / "blobs")
     place = path.resolve()
@@ -92,7 +92,7 @@ def _refuse_misplaced(path: Path) -> None:
     """Refuse settings, tokenizers and templates whose content is of another kind. Other files, such as
     pictures, may be git-lfs pointers."""
     kind = misplaced_kind(path) if _SPEAKING.fullmatch(path.name) else None
-    # merges.txt may be empty, and a chat template may begin as a web page does
+    # merges.txt may be empty, and a chat template may begin like a web page.
     if kind is not None and (
         path.suffix == ".json" or (kind[0] != "empty" and path.suffix != ".jinja") or "git-lfs" in kind[0]
     ):
@@ -105,7 +105,7 @@ def copy_artifacts(source: Path, target: Path) -> None:
     for path in artifacts(source):
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
-        # Follows links: a copy never points into the hub's cache.
+        # ``copyfile`` follows links, so that a copy never points into the hub's cache.
         shutil.copyfile(path, place)
 
 
@@ -217,7 +217,8 @@ def write_config(
     if stale or not keys or changes:
         config |= changes
         if stale or not keys:
-            # transformers wrote torch_dtype before it wrote dtype: whichever is there is corrected.
+            # Older releases of transformers write torch_dtype instead of dtype: correct whichever key is
+            # there.
             config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

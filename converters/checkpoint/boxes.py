@@ -17,7 +17,7 @@ from torch import Tensor
 from converters.errors import ConversionError
 
 Box = tuple[tuple[int, int], ...]
-# runs shorter than this are read together with what lies between them
+# Shorter runs of bytes are read together with the bytes between them.
 _SHORT_RUN = 4096
 
 
@@ -70,7 +70,7 @@ def read_box(
     out = torch.empty(shape_of(box), dtype=dtype)
     if out.numel() == 0:
         return out
-    # the dimensions behind this one are whole, so that a range of it is one run of bytes
+    # The dimensions behind this one are whole, so that a range of this dimension is one run of bytes.
     inner = max(
         (
             axis
@@ -92,7 +92,7 @@ def read_box(
         begin = (
             offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
         )
-        # ``flat`` is a view of ``out``: bytes are read in place.
+        # ``flat`` is a view of ``out``, so that the bytes are read in place.
         read_bytes(descriptor, begin, flat[position : position + run], what)
         position += run
     return out
@@ -107,7 +107,7 @@ def read_bytes(descriptor: int, offset: int, view: memoryview, what: str) -> Non
     done = 0
     while done < len(view):
         try:
-            # Positional, so that threads share one descriptor; one call gives at most 2 GiB on Linux.
+            # Read at an offset, so that threads share one descriptor. On Linux one call reads at most 2 GiB.
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
             raise ConversionError(
@@ -125,12 +125,12 @@ def write_bytes(descriptor: int, offset: int, data: Tensor) -> None:
     """Write a contiguous tensor at an offset of a file."""
     view, done = bytes_of(data), 0
     while done < len(view):
-        # One call may write less than it is given, and at most 2 GiB on Linux.
+        # One call may write less than it is given. On Linux it writes at most 2 GiB.
         done += os.pwritev(descriptor, [view[done:]], offset + done)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor without copying them."""
-    # As uint8: numpy has no bfloat16.
+    # View the tensor as uint8, because numpy has no bfloat16.
     buffer: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(buffer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# the integers of the same width, and how many bits of a number are its mantissa
+# The table gives the integer dtype of the same width, and the number of bits of the mantissa.
 _FORMATS = {
     torch.float16: (torch.int16, 10),
     torch.bfloat16: (torch.int16, 7),
@@ -25,8 +25,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     result = tensor.to(dtype)
-    # a sum is NaN where an element is, and takes no memory; infinities of both signs make it one too, which
-    # costs time alone
+    # The sum is NaN if an element is, and needs no memory. Infinities of both signs also make it NaN, which
+    # only costs time.
     if tensor.dtype in _FORMATS and dtype in _FORMATS and bool(tensor.sum().isnan()):
         places = tensor.isnan()
         result[places] = _same_nans(tensor[places], dtype)
@@ -46,10 +46,10 @@ def _same_nans(nans: Tensor, dtype: torch.dtype) -> Tensor:
     bits = nans.view(integers).to(torch.int64)
     payload, shift = bits & (2**mantissa - 1), wanted_mantissa - mantissa
     payload = payload << shift if shift > 0 else payload >> -shift
-    # Without payload it would be an infinity.
+    # With an empty payload the value would be an infinity.
     payload = torch.where(payload == 0, 2 ** (wanted_mantissa - 1), payload)
     width = 8 * dtype.itemsize
-    # All bits of the exponent, which makes a NaN of any payload.
+    # Set all bits of the exponent, which makes a NaN of any payload.
     exponent = 2 ** (width - 1) - 2**wanted_mantissa
-    # The sign has the negative weight of two's complement, so that float64 stays within int64.
+    # Give the sign bit its negative weight in two's complement, so that float64 stays within int64.
     return (payload + exponent + (bits < 0).to(torch.int64) * -(2 ** (width - 1))).to(wanted).view(dtype)

@@ -73,7 +73,7 @@ class ConversionManifest:
     @property
     def excused(self) -> tuple[str, ...]:
         """Patterns of the excused names, which need no counterpart."""
-        # These are matched as patterns later, in which a name may have brackets.
+        # The names are later matched as patterns, so brackets in a name have to be escaped.
         return tuple(map(glob.escape, (*self.missing, *self.left_out)))
 
     def dtype_before(self, name: str, stored: torch.dtype) -> torch.dtype:
@@ -81,7 +81,8 @@ class ConversionManifest:
         layers a single dtype; ``stored`` if it was not widened."""
         record = self.tensors.get(name)
         before = stored if record is None else dtype_called(record.dtype)
-        # A dtype that does not fit into ``stored`` cannot have been widened to it.
+        # If the recorded dtype does not fit into ``stored``, the tensor cannot have been widened to
+        # ``stored``.
         return before if torch.promote_types(before, stored) == stored else stored
 
     def write(self, directory: Path) -> None:
@@ -144,11 +145,11 @@ def read_manifest(directory: Path) -> ConversionManifest | None:
                 f"{path} has format {content['format']!r}, known is {FORMAT}",
                 "use a newer megarl, or convert again",
             )
-        # manifests of the first releases have neither "excused" nor files
+        # Manifests of the first releases have neither "excused" nor a list of files.
         return _MANIFEST.validate_python({**content, **content.get("excused", {})})
     except FileNotFoundError:
         return None
-    # It is a ValueError, which a later clause would call damage.
+    # Re-raise it: a ConversionError is a ValueError, which a later clause would report as damage.
     except ConversionError:
         raise
     except ValidationError as error:
@@ -199,14 +200,15 @@ class TensorHashes:
         """Add rows of a tensor to its hash: those from ``start`` on, or the next rows if ``start`` is
         None."""
         held = self._held[name]
-        # Hashes go by the order of rows, and a fused parameter is written in the order of its heads.
+        # Hold the rows until it is their turn: the hash is over rows in order, while a fused parameter is
+        # written in the order of its heads.
         held[self._taken[name] if start is None else start] = rows.contiguous()
         while self._taken[name] in held:
             turn = held.pop(self._taken[name])
             self._hashes[name].update(bytes_of(turn))
             self._taken[name] += len(turn)
-        # the extremes are not finite where any value is not, and take no memory
-        # (8-bit types have no kernel for it)
+        # The minimum or the maximum is not finite if any value is not, and computing them needs no memory.
+        # 8-bit types have no kernel for this.
         if (
             rows.is_floating_point()
             and rows.itemsize > 1
@@ -276,7 +278,7 @@ class HeldAgainst:
             for name, record in self._records.items()
             if (before if name in self._cast else written)[name] != record.sha256
         ]
-        # A manifest lists every tensor that was there, so that another one was added later.
+        # A manifest lists every tensor of the source, so that a tensor that it does not list was added later.
         changed += [f"{name}, which it does not know" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
@@ -295,7 +297,7 @@ THE_REST = "the program, which lays out the same files otherwise"
 def fingerprints(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return a hash of each fact, by its name. Facts have to be JSON values."""
     return {
-        # Sorted: two runs may collect the same fact in another order.
+        # Sort the keys: two runs may collect the same fact in different orders.
         name: hashlib.sha256(json.dumps(fact, sort_keys=True, default=str).encode()).hexdigest()
         for name, fact in facts.items()
     }
@@ -306,9 +308,10 @@ def fingerprint_of_rules(rules: Iterable[Rule]) -> list[str]:
     part of one, to the same location."""
     digest = hashlib.sha256()
     for rule in rules:
-        # repr names every field, so that a new field of Rule changes the fingerprint without a line here.
+        # Hash the repr, which names every field, so that a new field of Rule changes the fingerprint
+        # automatically.
         digest.update(repr(rule).encode())
-    # Another release may write other bytes by the same rules.
+    # Include the version: another release may write other bytes by the same rules.
     return [tool_version(), digest.hexdigest()]
 
 
@@ -319,8 +322,8 @@ def changed(before: object, now: Mapping[str, str]) -> list[str]:
         before: fingerprints that an earlier run of any release recorded.
         now: fingerprints of this run.
     """
-    if not isinstance(before, Mapping):  # one fingerprint of everything
+    if not isinstance(before, Mapping):  # An older release recorded one fingerprint of everything.
         return [THE_REST]
     names = [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
-    # the rest follows from the others where one of them has changed
+    # Name the rest only if nothing else has changed, because the rest follows from the other facts.
     return [name for name in names if name != THE_REST] or names

@@ -57,7 +57,7 @@ class Narrowing:
             return tensor
         result = cast(tensor, dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
-            return result  # exact
+            return result  # The cast lost nothing.
         slices = zip(tensor.reshape(-1).split(_SLICE), result.reshape(-1).split(_SLICE), strict=True)
         largest = max((self._error(name, *pair) for pair in slices), default=0.0)
         if not self._asked and bool(unequal(cast(result, tensor.dtype), tensor).any()):
@@ -84,7 +84,7 @@ class Narrowing:
                 f"{name}: {worst:.6g} is too large for {dtype}", "choose bfloat16 or a wider dtype"
             )
         return (
-            # inf - inf and NaN - NaN are NaN, though nothing is lost there.
+            # Count NaN as 0: inf - inf and NaN - NaN are NaN, although nothing is lost there.
             float((before.double() - after.double()).abs().nan_to_num(0.0).max()) if before.numel() else 0.0
         )
 
@@ -103,7 +103,7 @@ class Narrowing:
         narrowed."""
         if not self._errors:
             return {}
-        # Sorted, so that of equal errors the same tensor is named whichever thread was first.
+        # Sort the names, so that among equal errors the same tensor is named, whichever thread came first.
         worst = max(sorted(self._errors), key=lambda name: self._errors[name])
         return {
             "narrowed_tensors": len(self._errors),

@@ -32,9 +32,10 @@ Read = Callable[[Box], Tensor]
 """Function that reads a box of a stored tensor."""
 GROUP = 32
 """Number of values of an MXFP4 tensor that share a scale."""
-# of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one of mantissa
+# These are the values of the Open Compute Project's Microscaling formats: sign, two bits of exponent, one bit
+# of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Scales are E8M0: nothing but an exponent, of this bias; 255 is its NaN.
+# Scales are in E8M0: only an exponent, with this bias; 255 is the NaN of this format.
 _EXPONENT_BIAS, _NO_NUMBER = 127, 255
 _PIECE_ELEMENTS = 2**18
 
@@ -61,7 +62,7 @@ class BlockScaled:
         scales = self._read_scale(
             (*leading, _blocks(rows, self._block[0]), _blocks(columns, self._block[1]))
         ).float()
-        # the block of each column, counted from the first block that was read
+        # This is the block of each column, counted from the first block that was read.
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
@@ -107,10 +108,10 @@ class Microscaled:
         step = max(1, _PIECE_ELEMENTS // max(1, blocks[0].numel() * 2 if blocks.shape[0] else 1))
         for first in range(0, blocks.shape[0], step):
             rows = slice(first, first + step)
-            # As int: torch takes an index of uint8 for a mask.
+            # Convert the index to int: torch treats an index of uint8 as a mask.
             values = table[torch.stack((blocks[rows] & 15, blocks[rows] >> 4), dim=-1).int()].flatten(-2)
-            # As transformers' convert_moe_packed_tensors; a power of two loses nothing, only the last
-            # rounding may.
+            # Compute like transformers' convert_moe_packed_tensors. A power of two loses nothing; only the
+            # last rounding may.
             values = torch.ldexp(values, (scales[rows].int() - _EXPONENT_BIAS).unsqueeze(-1))
             result[rows] = values.flatten(-2)[:, inside]
         return result.reshape(shape_of(box))
@@ -133,7 +134,7 @@ def _cuts(span: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
 
 KEY = "quantization_config"
 FP8, MXFP4 = "fp8", "mxfp4"
-# of how a framework computes, or of which modules are quantised, which their tensors show
+# These keys say how a framework computes, or which modules are quantised, which their tensors show anyway.
 _INERT = frozenset(
     {
         "activation_scheme",

@@ -68,7 +68,8 @@ class OpenFiles:
         try:
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino)
-            # Another inode under the same name is another save, and would mix two checkpoints.
+            # Another inode under the same name comes from another save, and reading it would mix two
+            # checkpoints.
             if self._identities.setdefault(path, identity) != identity:
                 raise ConversionError(
                     f"{path} has changed while it was in use",
@@ -102,7 +103,7 @@ class SafetensorsFile:
         self.path = require_regular(path)
         self._files = files or OpenFiles()
         try:
-            # the library judges the header: sizes, overlaps, holes, the length of the file
+            # Let the library check the header: sizes, overlaps, holes and the length of the file. Use
             # framework="numpy", because "pt" imports torch.
             with safe_open(path, framework="numpy") as judged:
                 names = set(judged.keys())
@@ -113,7 +114,8 @@ class SafetensorsFile:
             raise ConversionError(
                 f"{path} is not a readable safetensors file ({error})", "fetch or write the file again"
             ) from error
-        # The library tells no offsets, by which boxes are read here without mapping the file into memory.
+        # Parse the header here as well: the library does not expose the offsets, which are needed to read
+        # boxes without mapping the file into memory.
         with self._files.use(path) as descriptor:
             self._entries = _read_header(descriptor)
         assert names == set(self._entries)
@@ -167,7 +169,7 @@ class SafetensorsFile:
 
 
 def _read_header(descriptor: int) -> dict[str, _Entry]:
-    # The header's length is a little-endian u64; offsets of tensors count from the header's end.
+    # The length of the header is a little-endian u64. Offsets of tensors count from the end of the header.
     (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
     header: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
     return {

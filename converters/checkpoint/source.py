@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Weights, configs and tokenizers at the top level of a repository, and chat templates; no pickles, no code,
-# no second copies.
+# Fetch weights, configs and tokenizers at the top level of a repository, and chat templates. Leave out
+# pickles, code, and second copies.
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _TEMPLATES = "additional_chat_templates"
-# every directory whose name is not that of the templates: patterns know no "not", so letter by letter, from
-# where the names part
+# These patterns match every directory but that of the templates. Patterns have no "not", so one pattern for
+# each letter matches the names that differ from there on.
 _OTHER_DIRECTORIES = [
     pattern
     for length, letter in enumerate(_TEMPLATES)
     for pattern in (f"{_TEMPLATES[:length]}[!{letter}]*/*", *([f"{_TEMPLATES[:length]}/*"] if length else []))
 ] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
-# Mistral's repositories have a second copy of the weights, consolidated*; an adapter is no part of the base
+# Mistral's repositories have a second copy of the weights, consolidated*. An adapter is not part of the base
 # model.
 _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
 
-# what trainers save in pieces that no single program of transformers reads
+# Trainers save these forms in pieces that transformers cannot read.
 _SHARDED = (
     (
         "global_step*/*_states.pt",
@@ -69,7 +69,7 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
             f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
         )
     name = str(model_name)
-    # What can only be a path is never asked of the hub, whose ids are NAME or OWNER/NAME.
+    # Never ask the hub for what can only be a path: ids of the hub are NAME or OWNER/NAME.
     if (
         isinstance(model_name, Path)
         or directory.is_absolute()
@@ -91,8 +91,8 @@ def _download(repository: str, revision: str | None) -> Path:
                 repository, revision=revision, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED
             )
         )
-    # The hub client raises its own errors, those of its HTTP library and those of the file system; all mean
-    # the same here.
+    # The hub client raises its own errors, and those of its HTTP library and of the file system. All of them
+    # mean the same here.
     except Exception as error:
         raise ConversionError(
             f"{repository!r} (revision {revision or 'default'}) is no local directory and could not be "
@@ -130,7 +130,8 @@ class HuggingFaceSource:
         self._files: dict[str, SafetensorsFile] = {}
         self._open_files = OpenFiles()
         self._lock = threading.Lock()
-        # ``_read_layout`` opens the single file, which is compared with what is known of it: nothing as yet.
+        # Set it to empty first: ``_read_layout`` opens the single file, and compares it with what is known
+        # about it.
         self._file_of: dict[str, str] = {}
         self._file_of = self._read_layout()
 
@@ -249,7 +250,7 @@ class HuggingFaceSource:
                 "give an existing directory or a hub id",
             )
         if (self.directory / ADAPTER_CONFIG).exists():
-            # transformers would look for the base model elsewhere, and apply the adapter
+            # transformers would fetch the base model from elsewhere, and apply the adapter.
             raise ConversionError(
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
                 (
@@ -285,7 +286,7 @@ class HuggingFaceSource:
                 )
         inside = sorted(
             path.parent
-            # a directory above the model, or models--OWNER--NAME of the hub's cache
+            # The user may have given a directory above the model, or models--OWNER--NAME of the hub's cache.
             for pattern in ("*", "snapshots/*")
             for path in self.directory.glob(f"{pattern}/config.json")
             if any(path.parent.glob("model*.safetensors"))
@@ -353,7 +354,8 @@ class HuggingFaceSource:
             if file_name in self._files:
                 return self._files[file_name]
             path = self.directory / file_name
-            # aria2 gives a file its whole length at once
+            # aria2 gives a file its full length at once, so that the file's size does not show an unfinished
+            # download.
             if (self.directory / f"{file_name}.aria2").exists():
                 raise ConversionError(
                     f"{path} is an unfinished download ({file_name}.aria2)",

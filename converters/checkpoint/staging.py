@@ -29,7 +29,7 @@ from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, ren
 _JOURNAL = ".journal.jsonl"
 _PART_JOURNAL = ".journal-{}-of-{}.jsonl"
 _DONE = {"done": True}
-# what a kill may cost: records wait so long for the data that they vouch for to be on disk
+# A kill may lose the work of this time: a record waits until the data that it vouches for are on disk.
 _SECONDS_BETWEEN_RECORDS = 2.0
 
 
@@ -67,7 +67,7 @@ class Staging:
         self.target, self._part = target, part
         check_target(target, overwrite, is_ours)
         self.directory = _partial(target)
-        # Locks are siblings of the directory, which is renamed or removed while they are held.
+        # Locks are stored next to the directory, which is renamed or removed while they are held.
         self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
         self._parts_lock_path = target.parent / f".{target.name}.parts.lock"
         self._journal_name = _JOURNAL if part is None else _PART_JOURNAL.format(*part)
@@ -76,7 +76,7 @@ class Staging:
             self._lock_file = _lock(self._lock_path)
             try:
                 with self._no_other_part_begins_or_ends():
-                    # another run may have made the target while this one waited for nothing but its turn
+                    # Check again: another run may have created the target while this run waited for the lock.
                     check_target(target, overwrite, is_ours)
                     self.directory.mkdir(exist_ok=True)
                     self.started_anew_because_of: list[str] = []
@@ -117,7 +117,8 @@ class Staging:
     def finish(self) -> None:
         """Flush everything to disk and rename the directory to the target."""
         self.close_journal()
-        # The journal says that the directory is unfinished, so it goes before the directory has its name.
+        # Remove the journal before the directory gets its final name, because the journal marks the directory
+        # as unfinished.
         for journal in self.directory.glob(".journal*"):
             journal.unlink()
         fsync_tree(self.directory)
@@ -154,7 +155,7 @@ class Staging:
             yield {}
             return
         with self._mutex:
-            self._flush()  # what it vouches for comes first
+            self._flush()  # Write the data that the record vouches for first.
             self._append(_DONE)
         self.close_journal()
         with self._no_other_part_begins_or_ends():
@@ -162,7 +163,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _no_other_part_begins_or_ends(self) -> Iterator[None]:
-        # A lock of its own: the journals' locks are held by parts for as long as they work.
+        # This needs a separate lock, because each part holds the lock of its journal for as long as it works.
         lock = _lock(self._parts_lock_path, waits=True)
         try:
             yield
@@ -195,7 +196,8 @@ class Staging:
                 if not self._journal.closed:
                     self._flush()
                     self._journal.close()
-            # Pieces that were read before the source changed would be mixed with later ones.
+            # If the source has changed, finished pieces are useless: they would be mixed with pieces of the
+            # new source.
             is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)
             if not is_of_use and isinstance(error, (Exception, KeyboardInterrupt)):
                 self._remove_what_is_of_no_use()
@@ -226,13 +228,14 @@ class Staging:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def _unlock(self) -> None:
-        # Removed while it is locked: ``_lock`` notices that what it waited for is gone, and takes a new file.
+        # Remove the file while it is locked: ``_lock`` notices that the file it waited for is gone, and takes
+        # a new one.
         self._lock_path.unlink(missing_ok=True)
         self._lock_file.close()
 
     def _flush(self) -> None:
-        # Data before the note of it: a journal that runs ahead would vouch for bytes that a power cut takes
-        # away.
+        # Flush the data before their records: a journal that is ahead would vouch for bytes that a power cut
+        # loses.
         for path in {file for _, file in self._waiting}:
             fsync_file(path)
         for finished, _ in self._waiting:
@@ -265,10 +268,12 @@ class Staging:
                     )
                 self._refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), each.name)
         if records and records[0].get("plan") == plan:
-            # without the torn line that may be at the end; a part that begins again is not done
+            # The records come without a torn last line. Drop the mark of a finished part as well, because the
+            # part begins again.
             records = [record for record in records if record != _DONE]
-            # Whole or not at all: a kill while it is written would lose what all of the work so far is
-            # known by. What an earlier kill left of it would go into the target.
+            # Replace the journal atomically: a kill in the middle of writing would lose the list of all
+            # finished work. Remove what an earlier kill left of such a write, since it would end up in the
+            # target.
             for torn in self.directory.glob(f".{path.name}.*.tmp"):
                 torn.unlink()
             with whole_file(path) as file:
@@ -276,7 +281,8 @@ class Staging:
             return records
         if records:
             self.started_anew_because_of = changed(records[0].get("plan"), plan)
-        # Work of other parts stays; of this one the journal alone tells what was done.
+        # Keep the work of other parts. Of this part, remove only the journal, which alone tells what was
+        # done.
         for entry in self.directory.iterdir() if not others else [path] if records else ():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return []
@@ -299,7 +305,7 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # the line that was being written when the run ended
+        except ValueError:  # The run ended while it wrote this line.
             break
         if not isinstance(record, dict):
             break
@@ -321,14 +327,15 @@ def _lock(path: Path, *, waits: bool = False) -> IO[str]:
         file = path.open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            # Another one that had it may have removed it, now or in the middle of this look.
+            # The previous holder of the lock may have removed the file, even during this check.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file
         except BaseException:
             file.close()
             raise
-        file.close()  # who had it before removed it: what is locked is no longer what others will meet
+        # The previous holder removed this file, so that other processes would lock another one: try again.
+        file.close()
 
 
 def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> None:
@@ -381,8 +388,8 @@ def follow_umask(directory: Path, written: Path) -> None:
         directory: directory of the files.
         written: a file whose mode the umask determined.
     """
-    # Asked of a file that exists: the umask itself can only be read by setting it, which other threads would
-    # see.
+    # Take the mode from an existing file: the umask can only be read by setting it, which other threads would
+    # notice.
     mode = stat.S_IMODE(written.stat().st_mode)
     for path in filter(Path.is_file, directory.iterdir()):
         path.chmod(mode)
@@ -396,7 +403,7 @@ def _size_on_disk(directory: Path) -> int:
 def put_in_place(partial: Path, target: Path) -> None:
     """Rename ``partial`` to ``target``. An existing target is moved aside first, and restored if the rename
     fails."""
-    # A sibling, because a rename is atomic within a file system only.
+    # Use a name in the same directory, because a rename is atomic only within a file system.
     aside = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex[:12]}"
     existed = os.path.lexists(target)
     if existed:
@@ -409,5 +416,5 @@ def put_in_place(partial: Path, target: Path) -> None:
         raise
     fsync_directory(target.parent)
     if existed:
-        # The new directory is in place, so that a failure here must not fail the conversion.
+        # The new directory is in place, so that a failure to remove the old one must not fail the conversion.
         shutil.rmtree(aside, ignore_errors=True)

@@ -27,7 +27,7 @@ BYTES_A_WORKER = 5 * CHUNK_BYTES
 """Memory that a worker may use: a chunk as it is written, its serialised form, and the data read for it, in
 several dtypes and, if an adapter is merged, in float32."""
 _SECONDS_BETWEEN_LINES = 5.0
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 Answer = tuple[int, dict[str, Any], str]
@@ -137,7 +137,7 @@ def workers_within(wanted: int, max_memory: int | None) -> int:
         raise ConversionError(f"workers = {wanted}: at least one is needed", "pass --workers 1 or more")
     if max_memory is None:
         return wanted
-    # What torch and the headers hold already is part of the bound.
+    # The limit includes the memory that torch and the headers hold already.
     resident = status_bytes("VmRSS")
     fit = (max_memory - resident) // BYTES_A_WORKER
     if fit < 1:
@@ -171,7 +171,7 @@ def run_pieces(pieces: Sequence[Piece], workers: int, progress: Progress) -> Non
         futures = [pool.submit(one, piece) for piece in pieces]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-        # Ctrl-C comes here. The pool waits for all its pieces when it ends, and with this they end at once.
+        # Ctrl-C arrives here. When the pool closes it waits for all its pieces, which end at once after this.
         except BaseException:
             stop.set()
             raise
@@ -229,7 +229,7 @@ class Progress:
     def _write(self, now: float, terminal: bool) -> None:
         if self._stream is None:
             return
-        # What an earlier run did has taken no time in this one.
+        # Subtract the work of an earlier run, which took no time in this one.
         rate = (self._done - self._skipped) / max(now - self._begun, 1e-9)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
         line = (

@@ -72,7 +72,7 @@ def write_hf(
             f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Nothing is resumed here: each attempt has a directory of its own, and removes it on failure.
+    # Nothing is resumed here: each attempt has its own directory, and removes it on failure.
     partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
     partial.mkdir()
     try:
@@ -87,7 +87,7 @@ def write_hf(
             tokenizer.save_pretrained(partial)
         if beside is not None:
             beside(partial)
-        # config.json was opened as usual, so that it has the mode that the umask gives.
+        # config.json was created by an ordinary open, so that it has the mode that the umask gives.
         follow_umask(partial, partial / "config.json")
         fsync_tree(partial)
         put_in_place(partial, target)
@@ -133,7 +133,7 @@ class _ShardWriter:
         if self._shard_count == 1:
             rename_surely(self._part_path(0), self._directory / "model.safetensors")
             return
-        # Each name has the number of shards, which is known only now.
+        # Rename the shards at the end: each name contains the number of shards, which is known only now.
         names = [
             f"model-{number:05d}-of-{self._shard_count:05d}.safetensors"
             for number in range(1, self._shard_count + 1)
@@ -148,7 +148,7 @@ class _ShardWriter:
         (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def _write_shard(self) -> None:
-        # Older releases of transformers refuse a file whose metadata names no format.
+        # Older releases of transformers refuse a file whose metadata does not name the format.
         save_file(self._pending, self._part_path(self._shard_count), metadata={"format": "pt"})
         self._shard_count += 1
         self._pending = {}
@@ -162,7 +162,8 @@ def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     family = FAMILIES.get(getattr(config, "model_type", ""))
-    # Serving engines choose the class by it, and a config that was not loaded from a checkpoint has none.
+    # Serving engines choose the class by ``architectures``, which a config lacks unless it was loaded from a
+    # checkpoint.
     if not getattr(config, "architectures", None) and family is not None:
         config.architectures = [family.architecture_class]
     config.save_pretrained(directory)

@@ -14,15 +14,16 @@ from converters.model_config.sizes import Config
 NAMES = MixtureNames(shared="shared_experts")
 
 CONFIG_KEYS = latent_attention.CONFIG_KEYS | {
-    # transformers has the model itself; the code that this names is copied along and never run
+    # transformers has its own class for the model. The code that this key names is copied along, but never
+    # run.
     "auto_map",
-    # about the loss of DeepSeek's own training, which transformers does not compute
+    # These belong to the loss of DeepSeek's own training, which transformers does not compute.
     "aux_loss_alpha",
     "seq_aux",
-    # how many ranks DeepSeek's own code would divide experts and matrices over
+    # These give the number of ranks over which DeepSeek's own code would divide experts and matrices.
     "ep_size",
     "pretraining_tp",
-    # what transformers gives back
+    # This key only determines what transformers returns.
     "output_router_logits",
     "first_k_dense_replace",
     "moe_intermediate_size",

@@ -44,7 +44,7 @@ def attention_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     yield from MIXERS[facts.kind_of(layer).mixer](facts, layer)
     if facts.sinks:
         sinks = HuggingFaceTensor(f"{prefix}self_attn.sinks", (facts.num_attention_heads,))
-        # One logit a head, which is cut as the heads are.
+        # Sinks are one logit for each head, and are sharded like the heads.
         yield Rule(f"{megatron}self_attention.core_attention.softmax_offset", Kind.COLUMN, (sinks,))
     yield from module_rules(
         f"{megatron}pre_mlp_layernorm", Kind.REPLICATED, {f"{prefix}post_attention_layernorm": (hidden,)}
@@ -55,7 +55,7 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     hidden, head_dim = facts.hidden_size, facts.head_dim
     query, key = facts.num_attention_heads * head_dim, facts.num_key_value_heads * head_dim
     megatron, prefix = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
-    # The query projection gives the gates of the output as well.
+    # The query projection also computes the gates of the output.
     heads = {"q": query * (1 + facts.output_gate), "k": key, "v": key}
     projections = {f"{prefix}{letter}_proj": (width, hidden) for letter, width in heads.items()}
     rules = module_rules(f"{megatron}linear_qkv", Kind.QKV, projections, bias=facts.qkv_bias)
@@ -77,7 +77,7 @@ def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
     its query head; Megatron-Core stores a group's gates after all of the group's query heads."""
     groups, width = facts.num_key_value_heads, facts.head_dim
     heads = facts.num_attention_heads // groups
-    # Of a group query head h begins at 2h widths, and its gate one width further.
+    # In the rows of a group, query head h begins at 2h widths, and its gate follows one width later.
     ordered = [2 * head * width for head in range(heads)] + [(2 * head + 1) * width for head in range(heads)]
     queries = [GroupRows(0, start, width, 2 * heads * width) for start in ordered]
     rows = (*queries, GroupRows(1, 0, width, width), GroupRows(2, 0, width, width))

@@ -70,6 +70,6 @@ def _rows_of_groups(parts: tuple[tuple[int, ...], ...], groups: int) -> tuple[Gr
         start = 0
         for width in widths:
             found.append(GroupRows(part, start, width, width))
-            # A section has the rows of all groups, one behind the other.
+            # A section has the rows of all groups, one after the other.
             start += groups * width
     return tuple(found)

@@ -43,7 +43,7 @@ FAMILY = Family(
             "n_shared_experts",
             "norm_topk_prob",
             "num_experts_per_tok",
-            "output_router_logits",  # what transformers gives back
+            "output_router_logits",  # It only determines what transformers returns.
             "routed_scaling_factor",
             "topk_group",
             "use_qk_norm",

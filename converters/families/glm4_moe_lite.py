@@ -14,7 +14,7 @@ _KINDS = ("dense", "sparse")
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     require_sigmoids(config, problems)
     kinds = config.get("mlp_layer_types")
-    if kinds is None:  # as transformers fills it in
+    if kinds is None:  # transformers fills it in like this.
         kinds = ["dense", *["sparse"] * (num_layers - 1)]
     if (
         not isinstance(kinds, (list, tuple))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.model_config.architecture import ModelFacts
 
 _NAMES = MixtureNames(router="router")
-# the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change
+# This is the factor inside the sigmoid of Megatron-Core's gate, which its settings cannot change.
 _ALPHA = 1.702
 
 
@@ -40,7 +40,8 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
 def _expert_rules(facts: ModelFacts, mixture: MixtureOfExperts, layer: int) -> Iterator[Rule]:
     hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     block = f"model.layers.{layer}.mlp.experts"
-    # name, the stored tensor, shape of the matrix, its first row there, and from a row to the next
+    # Each tuple gives: name, stored tensor, shape of the matrix, its first row in the stored tensor, and the
+    # step from one row to the next.
     gate, up = (
         ("gate_proj", "gate_up_proj", (width, hidden), 0, 2),
         ("up_proj", "gate_up_proj", (width, hidden), 1, 2),
@@ -116,12 +117,12 @@ FAMILY = Family(
         {
             "attention_bias",
             "experts_per_token",
-            # what rope_scaling says as original_max_position_embeddings; transformers reads that
+            # It repeats original_max_position_embeddings of rope_scaling, which transformers reads instead.
             "initial_context_length",
             "layer_types",
             "num_experts_per_tok",
             "num_local_experts",
-            # this and the next are about the loss that transformers computes from labels
+            # This key and the next concern the loss that transformers computes from labels.
             "output_router_logits",
             "router_aux_loss_coef",
             "sliding_window",

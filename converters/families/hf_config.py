@@ -35,11 +35,11 @@ def make_hf_config(content: Mapping[str, Any]) -> Any:
     """Return the transformers config of a parsed ``config.json``, which is not modified."""
     from transformers import AutoConfig
 
-    # config classes of transformers keep what they are given and change it
+    # Copy the content, because config classes of transformers keep and change what they are given.
     options = copy.deepcopy({key: value for key, value in content.items() if key != "model_type"})
     renamed = renamed_class(content.get("model_type"))
     if renamed is not None:
-        # transformers' own class is taken, and the code that the file names is not run.
+        # Use transformers' own class, and do not run the code that the file names.
         options.pop("auto_map", None)
     return AutoConfig.for_model(renamed or content["model_type"], **options)
 

@@ -30,7 +30,7 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
 FAMILY = Family(
     model_type="mixtral",
     architecture_class="MixtralForCausalLM",
-    # output_router_logits and router_aux_loss_coef are about the loss that transformers computes from labels.
+    # output_router_logits and router_aux_loss_coef concern the loss that transformers computes from labels.
     config_keys=frozenset(
         {
             "num_experts_per_tok",

@@ -83,7 +83,7 @@ _COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
     "architectures": _like(None, list),
-    # what changes neither logits nor training, but is refused where it is of another kind
+    # These keys change neither logits nor training, but the class refuses values of another type.
     "use_cache": True,
     "is_encoder_decoder": False,
     "output_hidden_states": _like(False, _NOTHING),
@@ -105,11 +105,11 @@ _WINDOWS: Mapping[str, Any] = {
 }
 _ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 _DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
-# these say which class or code runs
+# These keys determine which class or which code runs.
 _TELLING = frozenset(
     {"id2label", "label2id", "num_labels", "problem_type", "attn_implementation", "_attn_implementation"}
 )
-# hub repositories write these; false means nothing
+# Repositories of the hub contain these keys, which have no effect if they are false.
 _HARMLESS_IF_FALSE = frozenset({"use_mrope"})
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 2**16
@@ -131,7 +131,7 @@ def _windows(config: Config) -> None:
 
 def _qwen2_moe(config: Config) -> None:
     config["mlp_only_layers"] = config["mlp_only_layers"] or []
-    # This class writes 0 where the others have None.
+    # This class writes 0 where the other classes have None.
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
     if config["layer_types"] is None:
         count, last = config["num_hidden_layers"], config["max_window_layers"]
@@ -144,7 +144,7 @@ def _qwen2_moe(config: Config) -> None:
 def _qwen3_moe(config: Config) -> None:
     config["mlp_only_layers"] = config["mlp_only_layers"] or []
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
-    # the class keeps the number of experts under the second name, whichever the file has
+    # The class stores the number of experts under the second name, whichever name the file uses.
     experts = config.pop("num_experts")
     if config.get("num_local_experts") is None:
         config["num_local_experts"] = experts
@@ -189,7 +189,7 @@ _DEEPSEEK: Mapping[str, Any] = {
     "qk_nope_head_dim": _SIZE,
     "qk_rope_head_dim": _SIZE,
     "v_head_dim": _SIZE,
-    # which follow from others
+    # The class derives these sizes from others.
     "head_dim": _Key((int,), (None,)),
     "qk_head_dim": _Key((int,), (None,)),
 }
@@ -357,10 +357,10 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
     if key is None:
         known = name in free or (name in INERT_KEYS and name not in _TELLING)
         return known and type(value) in _ANYTHING.kinds
-    # By identity: a ``_Key((int,))`` of its own is equal to it, and may be 0.
+    # Compare by identity: another ``_Key((int,))`` is equal to ``_SIZE``, but accepts 0.
     if key is _SIZE and type(value) is int:
         return 1 <= value <= _LARGEST_SIZE
-    # type and no isinstance, because True is an int.
+    # Compare types instead of using isinstance, because True is an instance of int.
     return type(value) in key.kinds
 
 

@@ -11,8 +11,8 @@ from converters.families.sparse import layer_rules, read_qwen_mixture
 FAMILY = Family(
     model_type="qwen2_moe",
     architecture_class="Qwen2MoeForCausalLM",
-    # layer_types, which transformers makes of the three keys of the window, alone decides on it.
-    # output_router_logits and router_aux_loss_coef are about the loss that it computes from labels.
+    # transformers derives layer_types from the three window keys, and only layer_types determines the
+    # windows. output_router_logits and router_aux_loss_coef concern the loss that it computes from labels.
     config_keys=frozenset(
         {
             "decoder_sparse_step",

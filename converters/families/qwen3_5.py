@@ -17,7 +17,7 @@ from converters.model_config.mixture import MixtureOfExperts, read_mixture
 from converters.model_config.prediction_layers import MTP_KEYS
 from converters.model_config.sizes import Config
 
-# what is said of pictures, which a text has none of, and of a gate that there always is
+# These keys include ``attn_output_gate``, although the model always has this gate.
 _TEXT_KEYS = (
     gated_delta.CONFIG_KEYS | MTP_KEYS | frozenset({"attention_bias", "attn_output_gate", "mamba_ssm_dtype"})
 )

@@ -9,9 +9,9 @@ from converters.families.sparse import layer_rules, read_qwen_mixture
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture_class="Qwen3MoeForCausalLM",
-    # transformers sets sliding_window to null unless use_sliding_window is true,
-    # and never reads max_window_layers of this family. output_router_logits and
-    # router_aux_loss_coef are about the loss that it computes from labels.
+    # transformers sets sliding_window to null unless use_sliding_window is true, and never reads
+    # max_window_layers for this family. output_router_logits and router_aux_loss_coef concern the loss that
+    # it computes from labels.
     config_keys=frozenset(
         {
             "attention_bias",

@@ -13,8 +13,8 @@ from converters.model_config.prediction_layers import MTP_KEYS
 FAMILY = Family(
     model_type="qwen3_next",
     architecture_class="Qwen3NextForCausalLM",
-    # output_router_logits and router_aux_loss_coef are about the loss
-    # that transformers computes from labels; the class reads no window
+    # output_router_logits and router_aux_loss_coef concern the loss that transformers computes from labels.
+    # The class does not read any window.
     config_keys=gated_delta.CONFIG_KEYS
     | MTP_KEYS
     | frozenset(

@@ -85,10 +85,11 @@ _DIMENSIONS = {
     "vocab_size": "vocab_size",
     "max_position": "max_position_embeddings",
 }
-# more than any model has; what a checkpoint can hold is asked in converters/check.py
+# No model has more layers. converters/check.py tests what the checkpoint can hold.
 _LARGEST = {"num_layers": 2**16}
 _LARGEST_DIMENSION = 2**31 - 1
-# how a value of a kind that nobody expects can end, here and in the families; transformers has its own checks
+# A value of an unexpected type can raise any of these, here and in the families. transformers has its own
+# checks.
 _ODD_VALUE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
 _CONSUMED_KEYS = (
@@ -125,7 +126,8 @@ def read_architecture(hf_config: Any, ignore_config_keys: Collection[str] = ()) 
     try:
         config, config_class = _completed(hf_config)
         return _read(config, frozenset(ignore_config_keys), config_class)
-    # It is a ValueError, which the next clause would call a value of the wrong kind.
+    # Re-raise it: a ConversionError is a ValueError, which the next clause would report as a value of the
+    # wrong kind.
     except ConversionError:
         raise
     except _ODD_VALUE as error:
@@ -147,7 +149,7 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
         config = filled_config(content)
         if config is None or any(
             config.get(key) for key in _DROPOUTS
-        ):  # a dropout has to be said (``config_notes``)
+        ):  # The user has to be notified of a dropout (``config_notes``).
             return None
         return _read(config, frozenset(), None)
     except (ConversionError, *_ODD_VALUE):
@@ -290,8 +292,8 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         from transformers import CONFIG_MAPPING, AutoConfig
 
         family = family_of(hf_config.get("model_type"), hf_config.get("architectures"))
-        # config classes of transformers keep what they are given and
-        # change it: the caller's config has to stay as its file has it
+        # Copy the options: config classes of transformers keep and change what they are given, but the
+        # caller's config has to stay as its file has it.
         options = copy.deepcopy({key: value for key, value in hf_config.items() if key != "model_type"})
         like = config_class_name(family)
         if like is None:
@@ -301,9 +303,9 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
             _check_sections(options, CONFIG_MAPPING[like])
         try:
             hf_config = AutoConfig.for_model(like, **options)
-            # For its errors: some values fail only when they are written out.
+            # Call it for its errors: some values fail only when the config is written out.
             hf_config.to_dict()
-        # transformers' code may raise anything on a value that it does not expect
+        # transformers' code may raise any error on a value that it does not expect.
         except (*_ODD_VALUE, StrictDataclassError) as error:
             raise ConversionError(
                 f"config.json is not a valid {family.model_type} config ({error})", "correct config.json"
@@ -317,18 +319,18 @@ def _completed(hf_config: Any) -> tuple[dict[str, Any], type | None]:
         family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     text = hf_config.text_config if family is not None and family.sees else hf_config
     config = copy.deepcopy(dict(text.to_dict()))
-    # Attributes that exist only on the class (head_dim set after
-    # construction, older rope keys) are not in to_dict of every version.
+    # Add attributes that exist only on the object (head_dim set after construction, older rope keys): not
+    # every version has them in to_dict.
     for key in ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "num_labels"):
         if config.get(key) is None and getattr(text, key, None) is not None:
             config[key] = getattr(text, key)
     if text is not hf_config:
         config = _flattened(copy.deepcopy(dict(hf_config.to_dict())), config)
-    # ``config_like`` gave the config the model_type of another family.
+    # Restore the model_type: ``config_like`` gave the config that of another family.
     return config | ({} if family is None else {"model_type": family.model_type}), type(hf_config)
 
 
-# what the class of a model that also sees reads outside of its text
+# The class of a vision-language model reads these keys outside of its text config.
 _OF_THE_WHOLE = frozenset({"architectures", "dtype", "model_type", "tie_word_embeddings", "torch_dtype"})
 
 
@@ -407,7 +409,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     """Return all sizes, after checking that they are consistent."""
     filled = dict(config)
     if filled.get("intermediate_size") is None and "moe_intermediate_size" in filled:
-        # a model without dense layers need not say it
+        # A model without dense layers need not give this size.
         filled["intermediate_size"] = filled["moe_intermediate_size"]
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = filled.get("num_attention_heads")
@@ -422,7 +424,7 @@ def _dimensions(config: Mapping[str, Any], problems: list[str]) -> dict[str, int
     dimensions: dict[str, int] = {}
     for name, key in _DIMENSIONS.items():
         value, largest = filled.get(key), _LARGEST.get(name, _LARGEST_DIMENSION)
-        # something to go on with, so that all problems are reported at once
+        # Continue with this value after a problem, so that all problems are reported at once.
         dimensions[name] = 1
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             problems.append(f"{key} = {value!r}: {SIZE_NEEDED}")

@@ -92,7 +92,7 @@ def router_rules(
     for megatron, name, shape in tensors:
         first, *others = [f"model.layers.{layer}.{block}.{names.router}.{name}" for block in names.blocks]
         places = tuple(TensorLocation(other, shape) for other in others)
-        # Megatron-Core keeps the correction bias in float32, whatever the dtype of the model (TopKRouter).
+        # Megatron-Core keeps the correction bias in float32, whatever the dtype of the model is (TopKRouter).
         tensor = HuggingFaceTensor(first, shape, places, stays_float32=megatron == "expert_bias")
         yield Rule(f"decoder.layers.{layer}.mlp.router.{megatron}", Kind.REPLICATED, (tensor,))
 
@@ -103,7 +103,7 @@ def _expert_rules(
     hidden, width, experts = facts.hidden_size, mixture.ffn_hidden_size, mixture.num_experts
     blocks = tuple(f"model.layers.{layer}.{block}.experts" for block in names.blocks)
     gate_up, down = (experts, 2 * width, hidden), (experts, hidden, width)
-    # transformers stacks the gate on top: up begins at row ``width``.
+    # transformers stacks the gate above the up projection, which begins at row ``width``.
     for expert in range(experts):
         megatron = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
         parts = (

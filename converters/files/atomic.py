@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# More only compete for the disk.
+# More threads would only compete for the disk.
 _THREADS = 8
 
 
@@ -48,8 +48,8 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
         path: path of the file, which may exist.
         durable: whether content and name are on the disk at the end.
     """
-    # In the same directory, because a rename across file systems fails.
-    # ``Staging`` finds by this form of the name what a kill has left.
+    # Use the same directory, because a rename across file systems fails. ``Staging`` finds what a kill has
+    # left by this form of the name.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -70,7 +70,7 @@ def commit_directory(temporary: Path, final: Path) -> None:
     Raises:
         OSError: the rename failed, or ``final`` already holds files.
     """
-    # A rename is an entry of the directory above, which a power cut may take back until that is on the disk.
+    # Flush the parent directory, which holds the new name: a power cut may undo the rename until then.
     rename_surely(temporary, final)
     fsync_directory(final.parent)
 
@@ -84,12 +84,12 @@ def write_bytes_durably(path: Path, content: bytes, *, private: bool = False) ->
         content: content of the file.
         private: whether only this user may read the file.
     """
-    # At once and not after the file was written, when another user may have opened it.
+    # Set the mode when the file is created: afterwards another user may already have opened it.
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         if private:
-            # one that was there keeps its mode
+            # Set the mode explicitly, because an existing file keeps its mode when it is opened.
             os.fchmod(descriptor, mode)
         write_all(descriptor, content)
         os.fsync(descriptor)
@@ -141,7 +141,7 @@ def in_parallel(
 
     def work() -> None:
         try:
-            # each number goes to one of them
+            # The threads share this iterator, so that each number goes to one of them.
             for number in numbers:
                 found[number] = function(items[number])
         except BaseException as error:
@@ -164,10 +164,10 @@ def fsync_tree(root: Path) -> None:
     files: list[Path] = []
     for directory, _, names in os.walk(root, topdown=False):
         directories.append(Path(directory))
-        # A named pipe or a device would be waited for when it is opened.
+        # Flush regular files only: opening a named pipe or a device would block.
         paths = map(Path(directory).joinpath, names)
         files += [path for path in paths if stat.S_ISREG(path.lstat().st_mode)]
-    # a disk that is told of several files at once makes fewer journeys
+    # Flush several files at once, which lets the disk combine its writes.
     in_parallel(fsync_file, files, _THREADS)
     for path in directories:
         fsync_directory(path)

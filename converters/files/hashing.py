@@ -16,7 +16,7 @@ def entries_below(root: Path) -> Iterator[tuple[str, bool]]:
     """Yield the path relative to ``root`` of every entry that is not a directory, and whether it is a regular
     file."""
     for directory, subdirectories, names in os.walk(root):
-        # os.walk counts a link to a directory among the directories, and does not enter it.
+        # os.walk lists a link to a directory among the directories, and does not follow it.
         for name in [*names, *subdirectories]:
             path = Path(directory) / name
             mode = path.lstat().st_mode
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: the file cannot be opened, is a symbolic link, or is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe would wait for a writer, and it is refused below.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer; the check below refuses the pipe.
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()

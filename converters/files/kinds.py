@@ -74,7 +74,7 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
         return "full of zeros where it begins, as an unfinished download leaves it", "fetch the file again"
     if beginning.startswith(b"GGUF"):
         return "a GGUF file of llama.cpp", "give the safetensors model that it was made of"
-    # the ZIP archive of torch.save, or a bare pickle of protocol 2, 3 or 4
+    # This is the ZIP archive of torch.save, or a bare pickle of protocol 2, 3 or 4.
     if beginning.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
         return _TORCH
     if name.endswith(".safetensors") and _is_text(beginning):

@@ -78,10 +78,10 @@ def read_json_object(path: Path, absent: tuple[str, str] | None = None) -> dict[
         if absent is None:
             raise
         raise ConversionError(*absent) from error
-    # It is a ValueError, which the next clause would report as damaged JSON.
+    # Re-raise it: a ConversionError is a ValueError, which the next clause would report as damaged JSON.
     except ConversionError:
         raise
-    # json gives up with a RecursionError on what nests too deeply
+    # json raises RecursionError if the content nests too deeply.
     except (OSError, ValueError, RecursionError) as error:
         kind = misplaced_kind(path)
         if kind is not None:
@@ -107,7 +107,7 @@ def check_depth(content: Any, what: str) -> None:
     Raises:
         ConversionError: the content is nested deeper than ``DEEPEST`` levels.
     """
-    # Level by level: a recursion would fail on just what is looked for.
+    # Check level by level: a recursive check would itself fail on deep content.
     level, depth = [content], 0
     while level:
         if depth > DEEPEST:

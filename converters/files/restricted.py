@@ -16,7 +16,7 @@ import torch
 
 from converters.errors import ConversionError
 
-# a damaged pickle can fail in any of these ways
+# Reading a damaged pickle can raise any of these errors.
 DAMAGED = (
     EOFError,
     pickle.UnpicklingError,
@@ -33,7 +33,8 @@ DAMAGED = (
 )
 
 
-# Py_TPFLAGS_HEAPTYPE: a class that was made by Python code, and not by C
+# This is Py_TPFLAGS_HEAPTYPE, the flag of a class that Python code defined. C code defines classes without
+# it.
 _CHANGEABLE = 1 << 9
 
 
@@ -73,7 +74,7 @@ class _Inert(type):
         return cls.real(*given, **named)
 
     def __setstate__(cls, state: Any) -> None:
-        # pickle would set the attributes of whatever it is told to
+        # Refuse this: pickle would set attributes on any object that the file names.
         raise TypeError(f"an attribute of {cls.__name__} itself is set")
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -91,7 +92,7 @@ def _inert(found: Any) -> Any:
         return _stand_in(
             found, lambda *given: _Member(found(*given)), lambda cls, *given: _Member(found(*given))
         )
-    # REDUCE calls the name, NEWOBJ calls its __new__ only; the stand-in answers both.
+    # The opcode REDUCE calls the name, and NEWOBJ calls only its __new__. The stand-in supports both.
     return _stand_in(found, found, lambda cls, *given, **named: found.__new__(found, *given, **named))
 
 
@@ -120,7 +121,7 @@ class _Member:
         return repr(self._member)
 
     def __setstate__(self, state: Any) -> None:
-        # without this method pickle sets attributes by itself
+        # Without this method pickle would set the attributes itself.
         raise TypeError(f"an attribute of {self._member} is set")
 
 
@@ -174,7 +175,7 @@ _INDEX_CLASSES = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ],
-        # Megatron-Core keeps the plans of the ranks that saved beside the index
+        # Megatron-Core stores the plans of the ranks that saved next to the index.
         *[
             ("torch.distributed.checkpoint.planner", name)
             for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")

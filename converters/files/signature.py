@@ -25,14 +25,14 @@ MANIFEST_NAME = "manifest.json"
 FIELD = "signature"
 SHORTEST, LONGEST = 32, 4096
 """Limits of a key's length in bytes, without surrounding whitespace."""
-# Signed along, so that no signature that the key makes for another purpose is one of a manifest.
+# This text is signed as well, so that no signature that the key makes for another purpose fits a manifest.
 _PURPOSE = b"megarl checkpoint manifest\n"
 _KIND = "hmac-sha256:"
 _SIGNED = ("version", "algorithm", "files")
-# That a trainer's manifest may lie above the weights.
+# The manifest of a trainer may be at most this many levels above the weights.
 _LEVELS = 3
-# Directory of a trainer's checkpoint that a conversion of the model's weights does not read; it is most of
-# the bytes.
+# A conversion of the model's weights does not read this directory of a trainer's checkpoint, which has most
+# of the bytes.
 _UNREAD = "optimizer"
 
 
@@ -44,7 +44,8 @@ def read_key(path: Path) -> bytes:
     """
     fix = f"make one: (umask 077; openssl rand -hex 32 > {path})"
     try:
-        # what a name leads to may change between two looks at it
+        # Open the key once and check the open file, because the file behind a name may change between two
+        # look-ups.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -68,7 +69,7 @@ def read_key(path: Path) -> bytes:
 def signature_of(manifest: Mapping[str, Any], key: bytes) -> str:
     """Return the signature of a manifest's version, algorithm and table of files."""
     signed = {name: manifest.get(name) for name in _SIGNED}
-    # One text for one content: the order of keys and blanks of the file do not count.
+    # Make one text for each content, so that order of keys and white space in the file do not count.
     text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
     return _KIND + hmac.new(key, _PURPOSE + text, hashlib.sha256).hexdigest()
 
@@ -78,7 +79,7 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
     given = manifest.get(FIELD)
     if given is None:
         return f"{MANIFEST_NAME} bears no signature, and a key is given"
-    # compare_digest refuses a str that is not ASCII, hence bytes.
+    # Compare bytes, because compare_digest refuses a str that is not ASCII.
     if not isinstance(given, str) or not hmac.compare_digest(
         given.encode(), signature_of(manifest, key).encode()
     ):
@@ -112,7 +113,8 @@ def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
         )
     manifest = read_json_object(root / MANIFEST_NAME)
     fault = fault_of_signature(manifest, key)
-    # The table is read only under a good signature: then it is the owner's, and has the usual form.
+    # Read the table only under a valid signature: it then comes from the owner of the key, and has the usual
+    # form.
     faults = [fault] if fault is not None else list(_other_files(root, manifest.get("files"), whole))
     if faults:
         raise ConversionError(f"{root} is not what the owner of the key has signed", _FIX, faults)

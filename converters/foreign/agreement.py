@@ -18,7 +18,7 @@ from converters.model_config.sizes import is_off
 
 GATE_OF_GPT_OSS = "quick_gelu"
 """Megatron-Core's activation function for a clamped gate."""
-# learning alone, or asked elsewhere
+# These settings concern only training, or are checked elsewhere.
 _NOT_COMPARED = {
     "attention_dropout",
     "hidden_dropout",
@@ -28,7 +28,8 @@ _NOT_COMPARED = {
     "moe_router_bias_update_rate",
     "vocab_size",
 }
-# of Megatron-Bridge's providers: what is neither part of TransformerConfig nor of the function
+# Providers of Megatron-Bridge have these settings, which belong neither to TransformerConfig nor to the
+# function.
 _PROVIDER = frozenset(
     {
         "generation_config",
@@ -57,7 +58,7 @@ def check_agreement(
     """
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
-    # Settings of YaRN are compared above where the config asks for it, and mean nothing elsewhere.
+    # Settings of YaRN are compared above if the config uses YaRN, and have no meaning otherwise.
     problems += [
         f"{name} = {value!r}: unknown setting, which may change the forward pass"
         for name, value in sorted(settings.values.items())
@@ -94,14 +95,14 @@ def _differences(
         if own is not None and reason not in ignored:
             yield f"{reason}: the config asks for {own}, which Megatron-Core cannot compute"
     if architecture.mixture is not None and all(architecture.mixture.sparse_layers):
-        expected.pop("ffn_hidden_size")  # no layer has a dense MLP
+        expected.pop("ffn_hidden_size")  # No layer has a dense MLP.
     if architecture.latent_attention is not None:
-        # latent attention has other widths for queries, keys and values
+        # Latent attention has other widths for queries, keys and values.
         expected.pop("kv_channels")
-        # The norms of latents have weights, so that the tensors say whether there are any; a trainer may
-        # build them by its layers alone.
+        # The norms of latents have weights, so that the tensors show whether there are any. A trainer may
+        # build these norms through its layer specs alone.
         expected.pop("qk_layernorm")
-    # None is no answer: Megatron-Core's default holds.
+    # None does not set a value, so Megatron-Core's default applies.
     values = DEFAULTS | {name: value for name, value in settings.values.items() if value is not None}
     for name in sorted(set(expected) - _NOT_COMPARED - set(ignored)):
         if not _same(name, values.get(name), expected[name], architecture.num_layers):
@@ -117,7 +118,7 @@ def _differences(
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:
     if name == "moe_layer_freq":
         return _pattern(found, layers) == _pattern(wanted, layers)
-    # An integer N leaves the window out of every N-th layer, counted from one.
+    # An integer N disables the window in every N-th layer, counted from one.
     if name == "window_attn_skip_freq" and isinstance(found, int) and found > 0:
         found = [int(number % found != 0) for number in range(1, layers + 1)]
     if isinstance(wanted, list | tuple):
@@ -133,7 +134,7 @@ def _pattern(value: Any, layers: int) -> list[int] | None:
     if isinstance(value, list | tuple):
         return [int(bool(one)) for one in value]
     if isinstance(value, int) and value > 0:
-        # As Megatron-Core counts: from zero, so that the first layer has experts.
+        # Count like Megatron-Core, from zero, so that the first layer has experts.
         return [int(layer % value == 0) for layer in range(layers)]
     return None
 

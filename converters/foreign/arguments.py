@@ -21,9 +21,9 @@ from converters.torch_dist.location import TRACKER_FILE
 
 RELEASE = "release"
 _RENAMED = {name: others[0] for name, others in RENAMED_ARGUMENTS.items()} | YARN_ARGUMENTS
-# of YaRN in latent attention: what Megatron-LM has no flags for, and so leaves at the values of Megatron-Core
+# Megatron-LM has no flags for these settings of YaRN in latent attention, and so uses Megatron-Core's values.
 _WITHOUT_FLAGS: dict[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-# nothing of a model, all of a run that saved weights alone
+# These arguments describe no model. They have the values of a run that saved only weights.
 _OF_A_RUN: dict[str, Any] = {
     "async_save": False,
     "ckpt_format": "torch_dist",
@@ -53,7 +53,8 @@ _OF_OTHER_MODELS: dict[str, Any] = {
     "use_rotary_position_embeddings": False,
     "window_size": None,
 }
-# what --use-checkpoint-args does not take over, with the value that Megatron-LM has without the flag
+# --use-checkpoint-args does not take over these arguments. Each has the value that Megatron-LM uses without
+# the flag.
 _FLAGS: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
@@ -106,10 +107,10 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     arguments = (
         _OF_A_RUN | _OF_OTHER_MODELS | {_RENAMED.get(name, name): value for name, value in found.items()}
     )
-    # Megatron-LM has other arguments for these two, which are set below.
+    # Megatron-LM has other arguments instead of these two, which are set below.
     for name in ("gated_linear_unit", "share_embeddings_and_output_weights"):
         arguments.pop(name)
-    # where a config gives YaRN no scales, what Megatron-LM has without the flags means the same
+    # If a config gives YaRN no scales, Megatron-LM's values without the flags mean the same.
     arguments |= {
         name: _FLAGS[name]
         for name in ("mscale", "mscale_all_dim")
@@ -134,7 +135,7 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "vocab_size": architecture.vocab_size,
     }
-    # Megatron-LM reorders query, key and value of checkpoints below version 2.
+    # Set the version, because Megatron-LM reorders query, key and value of checkpoints below version 2.
     return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
 
@@ -150,7 +151,7 @@ def further_flags(state: dict[str, Any]) -> str:
             if isinstance(value, bool):
                 flags.append(flag if value else f"--no-{name.replace('_', '-')}")
             else:
-                # Without blanks a tuple stays one word of the command line.
+                # Without spaces a tuple stays a single word of the command line.
                 flags.append(f"{flag} {str(value).replace(' ', '')}")
     return " ".join(flags)
 
@@ -210,7 +211,7 @@ def _multiple(vocab_size: int, padded_vocab: int) -> int:
     """Return a divisor with which Megatron-LM pads the vocabulary to ``padded_vocab``."""
     if padded_vocab == vocab_size:
         return 1
-    # 128 first, which is what Megatron-LM pads to without the flag.
+    # Try 128 first, because Megatron-LM pads to a multiple of it without the flag.
     return next(
         one for one in (128, *range(1, padded_vocab + 1)) if -(-vocab_size // one) * one == padded_vocab
     )
@@ -239,16 +240,17 @@ def import_for_megatron_lm(
         plan.padded_vocab,
         main_dtype((plan.dtype(rule), plan.size(rule)) for rule in plan.rules),
     )
-    # first, so that a run that was killed behind it goes on where it ended: what it names is not there yet
+    # Write the tracker first, so that a killed run can be resumed: the directory that the tracker names does
+    # not exist yet.
     write_tracker(target)
     try:
         outcome = import_model(plan, target / RELEASE, options, common_state=state)
     except Exception:
-        # No file may name a checkpoint that is not there.
+        # Remove the tracker, which must not name a checkpoint that does not exist.
         if not (target / RELEASE).exists():
             (target / TRACKER_FILE).unlink(missing_ok=True)
         raise
-    # another part that failed may have removed it
+    # Write the tracker again, because another part that failed may have removed it.
     write_tracker(target)
     flags = further_flags(state)
     return dataclasses.replace(

@@ -30,7 +30,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
     """
     values = settings.values
     family, own = _family(settings)
-    # Mixtral's intermediate_size is the width of an expert.
+    # In a Mixtral config, intermediate_size is the width of an expert.
     width = values.get("moe_ffn_hidden_size") if family == "mixtral" else values["ffn_hidden_size"]
     return {
         "architectures": [family_of(family).architecture_class],
@@ -39,7 +39,7 @@ def derived_config(settings: ForeignSettings, vocab_size: int, tokens: dict[str,
         "head_dim": values["kv_channels"],
         "hidden_act": "silu",
         "hidden_size": values["hidden_size"],
-        # Here and for rotary_base: Megatron-Core's defaults, where the trainer wrote down no value.
+        # Use Megatron-Core's default if the trainer recorded no value, here and for rotary_base.
         "initializer_range": values.get("init_method_std") or 0.02,
         "intermediate_size": width,
         "max_position_embeddings": values.get("max_sequence_length"),
@@ -77,9 +77,10 @@ def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
 
 def _mixture_family(settings: ForeignSettings, norms: bool, query_bias: bool) -> tuple[str, dict[str, Any]]:
     values, layers = settings.values, sparse_layers(settings)
-    # Megatron-LM may have one for each kind of loss, a config has one.
+    # Megatron-LM may have a coefficient for each kind of loss, while a config has only one.
     coefficient = values.get("moe_aux_loss_coeff")
-    # Without it Megatron-Core takes the softmax of the chosen logits, which is the normalized form.
+    # Without this setting Megatron-Core computes the softmax of the chosen logits, which is the normalised
+    # form.
     normalized = not values.get("moe_router_pre_softmax")
     own: dict[str, Any] = {
         "num_experts_per_tok": values.get("moe_router_topk"),
@@ -143,7 +144,7 @@ def _rope_scaling(settings: ForeignSettings) -> dict[str, Any]:
             }
         }
     if values.get("rope_scaling"):
-        # the other three numbers are written into Megatron-Core's code
+        # The other three numbers are constants in Megatron-Core's code.
         original = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         factor = values.get("rope_scaling_factor")
         return {

@@ -76,7 +76,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "glu_linear_offset": (0.0, None),
     "softmax_type": ("vanilla", None),
     "spec": (None, []),
-    # two ways in which Transformer Engine says that there is no window
+    # Transformer Engine uses these two values for "no window".
     "window_size": (None, (-1, -1), (-1, 0)),
 }
 """Neutral values of settings that change the function. Other values are refused unless the architecture asks
@@ -174,14 +174,14 @@ DEFAULTS: dict[str, Any] = {
     "rotary_scaling_factor": 40,
 }
 """Defaults of Megatron-Core, for releases that did not have the setting."""
-# An unknown setting with one of these words is refused: it may decide on the function.
+# An unknown setting with one of these words is refused, because it may change the function.
 _LOOKS_LIKE_THE_MODEL = re.compile(
     r"(^|_)(attention|attn|rope|rotary|norm|layernorm|rmsnorm|qk|kv|softmax|softcap\w*|logits?|activation"
     r"|gelu|swiglu|glu|expert|experts|router"
     r"|multiplier|residual|sink|sinks|window|sliding|mamba|linear|latent|mla|mtp|mup|embedding|gate|gated"
     r"|bias|heads?|hyper|engram)(_|$)|^moe_"
 )
-# Beginnings of names that never do, although they have such a word.
+# Names that begin like this never change the function, although they contain such a word.
 _NEVER_THE_MODEL = re.compile(
     r"(accumulate|adam|apply_wd|async|bert|check|checkpoint|ckpt|cp|cpu|cross_entropy|cuda|data|ddp|decode"
     r"|decoupled|defer|delay|dino|disable"

@@ -13,8 +13,8 @@ from converters.foreign.view import RenamedTensors, ViewedTensors
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.reader import StoredTensors, TorchDistCheckpoint
 
-# "param": fully_reshardable. "fp32_param": the optimizer that is not distributed, and
-# fully_sharded_model_space.
+# The format fully_reshardable uses "param"; fully_sharded_model_space, and an optimizer that is not
+# distributed, use "fp32_param".
 _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.(.+)")
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
 _OPTIMIZER_DIRECTORY = "optimizer"
@@ -38,7 +38,7 @@ class MasterTensors(ViewedTensors):
         problems = []
         for key in self:
             if key not in master:
-                # An optimizer keeps no second copy of a parameter that is float32 itself.
+                # An optimizer has no second copy of a parameter that is itself float32.
                 if model.dtype(key) != torch.float32:
                     problems.append(f"missing: {key} ({model.dtype(key)} in the model)")
             elif master.dtype(key) != torch.float32 or master.shape(key) != model.shape(key):
@@ -61,7 +61,8 @@ class MasterTensors(ViewedTensors):
         return self._master if key in self._master else self._tensors, key
 
     def __iter__(self) -> Iterator[str]:
-        # Keys of the optimizer's states, with or without a number of a chain, are no parameters.
+        # Skip keys of optimizer states, with or without the number of a chained optimizer: they are not
+        # parameters.
         return iter(key for key in self._tensors if "optimizer." not in key)
 
 

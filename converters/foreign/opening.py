@@ -63,7 +63,7 @@ def read_common_state(checkpoint: TorchDistCheckpoint) -> dict[str, Any]:
             state = _read(file, str(path))
     elif _OBJECT in checkpoint.objects:
         name = f"{_OBJECT} in {checkpoint.directory}"
-        # Megatron-Core saves the list of a rank's objects under a key.
+        # Megatron-Core saves the list of a rank's objects under one key.
         state = _read(io.BytesIO(checkpoint.read_object(_OBJECT)), name)
         state = state[0] if isinstance(state, list) and len(state) == 1 else state
     else:
@@ -100,11 +100,11 @@ def _read(file: BinaryIO, what: str) -> Any:
             (entry,) = (
                 entry for entry in archive.infolist() if entry.filename.partition("/")[2] == "data.pkl"
             )
-            # torch.save does not compress: an entry that is compressed may unpack to any size.
+            # torch.save does not compress. A compressed entry may unpack to any size.
             if entry.file_size > _LARGEST or entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"a description of {entry.file_size} bytes")
             return unpickle(io.BytesIO(archive.read(entry)), placeholder, what, Placeholder)
-    # It is a ValueError, one of DAMAGED.
+    # Re-raise it: a ConversionError is a ValueError, which DAMAGED includes.
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, RecursionError, *DAMAGED) as error:
@@ -164,7 +164,7 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
     return CanonicalTensors(tensors, {place.key: place.grid for place in places})
 
 
-# Megatron-LM's default of --make-vocab-size-divisible-by
+# This is Megatron-LM's default of --make-vocab-size-divisible-by.
 _MEGATRON_MULTIPLE = 128
 
 
@@ -190,7 +190,7 @@ def vocab_size_of(settings: ForeignSettings, options: OpeningOptions, rows: int)
     said = settings.values.get("vocab_size")
     counts_more = (
         "null" in str(settings.values.get("tokenizer_type") or "").lower()
-    )  # adds a token to what it is told
+    )  # This tokenizer adds a token to the given vocabulary size.
     if not isinstance(said, int) or isinstance(said, bool) or said < 1 or counts_more:
         raise ConversionError(
             f"{settings.origin} does not say how many of the {rows} rows of the embedding are padding", fix

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# what arguments consist of; everything else of the standard library is a reason to distrust the file
+# Arguments consist of these types. Any other name of the standard library is a reason to distrust the file.
 _STANDARD = {
     "_codecs": {"encode"},
     "argparse": {"Namespace"},
@@ -22,9 +22,9 @@ _STANDARD = {
     "types": {"SimpleNamespace"},
 }
 _STANDARD_MODULES = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "signal", "uuid"})
-# torch.save writes the names of Python 2
+# torch.save writes module names of Python 2.
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-# Containers whose content is read, and whose calls do nothing else.
+# The content of these containers is read, and calling them has no other effect.
 _REAL: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "set"): set,
@@ -45,7 +45,7 @@ class Placeholder:
     what = ""
 
     def __new__(cls, *given: Any, **named: Any) -> Placeholder:
-        # Here and not in __init__, which pickle does not call for every object.
+        # Set the attributes here rather than in __init__, which pickle does not call for every object.
         self = object.__new__(cls)
         self.given, self.state = (*given, *named.values()), None
         return self
@@ -90,7 +90,8 @@ def placeholder(module: str, name: str) -> Any:
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     root = module.partition(".")[0]
-    # A class of a fork becomes a placeholder, a name of the standard library only if arguments need it.
+    # A class of a fork becomes a placeholder. A name of the standard library does so only if arguments need
+    # it.
     known = name in _STANDARD.get(module, ()) or module in _STANDARD_MODULES
     if root in sys.stdlib_module_names and not known:
         return None

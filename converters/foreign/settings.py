@@ -48,7 +48,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         for other in others:
             if values.get(name) is None and arguments.get(other) is not None:
                 values[name] = arguments[other]
-    # Megatron-LM writes num_query_groups = 1 where grouped-query attention is off.
+    # Megatron-LM writes num_query_groups = 1 if grouped-query attention is off.
     values["num_query_groups"] = (
         arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     )
@@ -59,7 +59,7 @@ def settings_from_arguments(arguments: Mapping[str, Any], origin: str) -> Foreig
         values["position_embedding_type"] = "rope"
     values["gated_linear_unit"] = bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
     chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if arguments.get(name)]
-    # Two at once have no function: the joined name agrees with no config.
+    # Two activations at once define no function, and their joined name matches no config.
     values["activation"] = _ACTIVATIONS.get(" and ".join(chosen), " and ".join(chosen) or "gelu")
     if values.get("position_embedding_type") == "yarn" and not values.get("multi_latent_attention"):
         for name, other in YARN_ARGUMENTS.items():
@@ -154,7 +154,7 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
     )
     if name is None:
         return settings
-    # bars stand between pipeline stages
+    # Bars separate pipeline stages.
     symbols = str(values[name]).replace("|", "")
     for at, symbol in enumerate(symbols):
         wanted = (_MIXERS, _MLPS)[at % 2]
@@ -170,7 +170,7 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
         "num_layers": len(symbols) // 2,
         "moe_layer_freq": [int(symbol == "E") for symbol in symbols[1::2]],
         "is_hybrid_model": False,
-        # the class has no arguments for it
+        # HybridModel has no arguments for rope scaling.
         "rope_scaling": False,
         **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern", "spec")),
     }
@@ -179,7 +179,7 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
     return replace(settings, values={**values, **own})
 
 
-# larger numbers are damage, and would be counted through
+# Larger numbers are a sign of damage, and loops over them would take too long.
 _SIZES = {"num_layers": 10_000, "hidden_size": 10**7, "num_attention_heads": 10**5}
 RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "num_moe_experts": ("num_experts",),
@@ -190,7 +190,7 @@ RENAMED_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "max_sequence_length": ("max_position_embeddings", "seq_length"),
 }
 _ACTIVATIONS = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
-# what Megatron-LM calls settings of YaRN that Megatron-Core has under the names of the other arguments
+# The table gives Megatron-LM's arguments for settings of YaRN, by Megatron-Core's names of these settings.
 YARN_ARGUMENTS = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
     "yarn_mscale": "mscale",
@@ -234,10 +234,10 @@ def _filled(values: dict[str, Any], origin: str) -> ForeignSettings:
     if values.get("moe_ffn_hidden_size") is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     values["add_qkv_bias"] = bool(values.get("add_qkv_bias") or values.get("add_bias_linear"))
-    # the scale of 1 over no other is what Megatron-Core computes where neither is given
+    # With yarn_mscale = 1 and no yarn_mscale_all_dim, Megatron-Core computes the same as with neither.
     if values.get("yarn_mscale") == 1 and not values.get("yarn_mscale_all_dim"):
         values["yarn_mscale"] = values["yarn_mscale_all_dim"] = None
-    # YAML has no tuples, and a tuple is what it is compared with.
+    # Convert the list, because YAML has no tuples and the value is compared with a tuple.
     if isinstance(values.get("window_size"), list):
         values["window_size"] = tuple(values["window_size"])
     return ForeignSettings(origin, values)
@@ -288,7 +288,7 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
                 "pass --hf-config DIRECTORY",
             )
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    # It is a ValueError, which the next clause would report as unreadable.
+    # Re-raise it: a ConversionError is a ValueError, which the next clause would report as unreadable.
     except ConversionError:
         raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

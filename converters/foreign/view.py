@@ -25,7 +25,8 @@ from converters.torch_dist.keys import is_of_optimizer
 from converters.torch_dist.reader import StoredTensors
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# what Megatron-Bridge puts beside a linear layer, and where it then keeps the layer itself
+# These are adapters that Megatron-Bridge adds to a linear layer, and the name under which it then stores the
+# layer.
 _ADAPTER = re.compile(r"(^|\.)(adapter\.(adapter_\w+\.)?linear_(in|out)\.|to_wrap\.|lora_[AB]\b)")
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias))")
 
@@ -132,7 +133,7 @@ class CanonicalTensors(ViewedTensors):
         self._entries = {
             key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None
         }
-        # Keys that no entry uses stay visible, so that they are reported as unknown.
+        # Keep keys visible that no entry uses, so that they are reported as unknown.
         used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
         self._keys = frozenset((*self._entries, *(key for key in tensors if key not in used)))
 
@@ -262,7 +263,8 @@ def without_prefix(tensors: StoredTensors) -> StoredTensors:
 _BLOCK = re.compile(r"decoder\.layers\.(0|[1-9]\d*)\.((\w+)\..+)")
 _LAST_NORM, _LAST_NORM_OF_GPT = "decoder.final_norm.", "decoder.final_layernorm."
 _PREDICTION = "mtp."
-# Of modules of a HybridModel's layer: whether it is the first or the second half of a layer of GPTModel.
+# The table states whether a module of a HybridModel's layer belongs to the first or the second half of a
+# layer of GPTModel.
 _HALF = {"input_layernorm": 0, "self_attention": 0, "pre_mlp_layernorm": 1, "mlp": 1}
 
 
@@ -374,5 +376,5 @@ def _inside(piece: _Piece, box: Box) -> Box:
 
 def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
     """Return whether the pieces cover the whole box."""
-    # Pieces of one entry do not overlap, so that their sizes add up.
+    # The pieces of one entry do not overlap, so that their sizes can be added.
     return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))

@@ -11,7 +11,8 @@ from converters.model_config.architecture import Architecture
 
 _HEADS, _GROUPS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 _QUERIES = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
-# for the last part of a module's name: what its rows and its columns may be, the likeliest first
+# The table gives, by the last part of a module's name, the possible sizes of its rows and of its columns, the
+# likeliest first.
 _MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed_tokens": (("vocab_size",), ("hidden_size",)),
     "lm_head": (("vocab_size",), ("hidden_size",)),
@@ -34,7 +35,7 @@ _LINEAR_KEYS, _LINEAR_VALUES = (
     "linear_num_value_heads * linear_value_head_dim",
 )
 _CONVOLVED = f"2 * {_LINEAR_KEYS} + {_LINEAR_VALUES}"
-# The same inside gated delta nets.
+# The table gives the same for modules inside gated delta nets.
 _GATED_DELTA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "in_proj_qkvz": ((f"2 * {_LINEAR_KEYS} + 2 * {_LINEAR_VALUES}",), ("hidden_size",)),
     "in_proj_ba": (("2 * linear_num_value_heads",), ("hidden_size",)),

@@ -52,7 +52,7 @@ class ShardLayout:
         return self.shape[self.axis] - sum(span.length for span in self.spans)
 
 
-# Asked for each range of rows that is read, and a fused parameter has spans by the thousand.
+# Cache the result: every range of rows that is read needs it, and a fused parameter has thousands of spans.
 @lru_cache(maxsize=4096)
 def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
     """Return the origin of every row of the whole, unsharded parameter, in the order of its rows.
@@ -63,7 +63,7 @@ def runs_of(rule: Rule, head_dim: int, padded_vocab: int) -> tuple[Span, ...]:
         padded_vocab: rows of the padded embedding; used only by ``Kind.VOCAB``. Rows after the runs are
             padding.
     """
-    if rule.kind is Kind.ROW:  # cut by columns: its rows are those of its tensor
+    if rule.kind is Kind.ROW:  # It is sharded by columns, so its rows are those of its tensor.
         return (Span(0, 0, rule.parts[0].shape[0]),)
     return shard_layout(rule, head_dim, 0, 1, padded_vocab).spans
 
@@ -134,7 +134,7 @@ def _vocab_layout(rule: Rule, tp_rank: int, tp_size: int, padded_vocab: int) -> 
             f"pad to {padded_vocab_size(vocab, tp_size)} or more",
         )
     start, stop = _cut(rule, padded_vocab, tp_rank, tp_size)
-    # A rank may hold nothing but padding.
+    # The shard of a rank may consist of padding only.
     spans = (Span(0, start, min(stop, vocab)),) if start < vocab else ()
     return ShardLayout((stop - start, *rest), 0, spans)
 

@@ -104,7 +104,7 @@ class HuggingFaceModel(LogicalModel):
         return read_part(tensor, self._place(tensor), self.source, (slice(start, stop),))
 
     def _place(self, tensor: HuggingFaceTensor) -> TensorLocation:
-        # Looked up once: every range of rows asks again.
+        # Look the tensor up only once, because every range of rows needs its location.
         if tensor.name not in self._places:
             self._places[tensor.name] = locate(tensor, self.source)
         return self._places[tensor.name]
@@ -138,7 +138,7 @@ class MegatronModel(LogicalModel):
         """See ``LogicalModel``."""
         rule, part = self._rules[tensor.name]
         pieces = []
-        # by their place in the tensor: a parameter may have its rows in another order
+        # Sort the runs by their position in the tensor: a parameter may have its rows in another order.
         for run in sorted(
             runs_of(rule, self.architecture.head_dim, self.padded_vocab(rule)), key=lambda run: run.start
         ):
@@ -146,7 +146,7 @@ class MegatronModel(LogicalModel):
             if run.part == part and low < high:
                 first = run.position + low - run.start
                 pieces.append(self.read_rows(rule, first, first + high - low))
-        # The usual case, without a second copy.
+        # Return the only piece without copying it, which is the usual case.
         if len(pieces) == 1:
             return pieces[0]
         return (
@@ -186,7 +186,7 @@ class MegatronModel(LogicalModel):
         place, expected = self.place(rule), shape_of_parameter(rule)
         shape = self.checkpoint.shape(place.key)
         grid, own = shape[: len(place.grid)], shape[len(place.grid) :]
-        # The stored embedding may have any number of rows of padding.
+        # The stored embedding may have any number of padding rows.
         fits = own[1:] == expected[1:] and (
             own[:1] >= expected[:1] if rule.kind is Kind.VOCAB else own == expected
         )

@@ -19,7 +19,7 @@ def locate(tensor: HuggingFaceTensor, source: HuggingFaceSource) -> TensorLocati
             architecture's.
     """
     places = tensor.places
-    # Without alternatives there is nothing to look for, and ``shape`` refuses what is missing.
+    # Without alternatives no search is needed, and ``shape`` refuses a missing tensor.
     found = [place for place in places if place.name in source] if tensor.alternatives else []
     if len(found) > 1:
         raise ConversionError(
@@ -67,7 +67,7 @@ def _read_apart(place: TensorLocation, source: HuggingFaceSource, wanted: Sequen
     """Read rows of a tensor that are not consecutive, together with what is stored between them."""
     rows, others = wanted[0], wanted[1:]
     first = place.start + rows.start * place.step
-    # Ends with the last row and not a step behind it, where the tensor may end.
+    # End after the last row rather than a full step later, because the tensor may end there.
     span = slice(first, max(first, first + (rows.stop - rows.start - 1) * place.step + 1))
     stored = [*others, span] if place.transposed else [span, *others]
     leading = () if place.index is None else (slice(place.index, place.index + 1),)

@@ -173,7 +173,7 @@ def module_rules(
         yield Rule(f"{megatron}.bias", Kind.REPLICATED if kind is Kind.ROW else kind, parts)
 
 
-# No leading zeros: a name has to come back from its number as it was.
+# Refuse leading zeros, so that the name can be restored from its number.
 _SEQUENTIAL = re.compile(
     r"(.*mlp\.experts\.local_experts\.)(0|[1-9]\d*)(\.linear_fc[12]\.(?:weight|bias|adapter\.\w+))"
 )
@@ -184,7 +184,7 @@ def is_expert(megatron_name: str) -> bool:
     """Return whether a parameter belongs to a routed expert, so that it is sharded over the *expert*
     tensor-parallel ranks and distributed over the expert-parallel ranks. Routers and shared experts are not.
     """
-    # A name may begin inside of a layer, with mlp itself.
+    # Prepend a dot, because a name may begin inside a layer, with mlp itself.
     return ".mlp.experts." in f".{megatron_name}"
 
 

@@ -52,7 +52,7 @@ def rule_for(megatron_name: str, architecture: Architecture) -> Rule:
                 f"{f'layers 0 to {layers - 1}' if layers else 'no such layers'}",
                 "give the global layer index, counted from 0 over all pipeline stages",
             )
-        # prediction layers are counted on behind the others
+        # Prediction layers are numbered after the decoder's layers.
         layer += 0 if block == "decoder" else architecture.num_layers
         rules = _layer_rules(architecture, layer)
         suffix = sequential_name(PORTABLE_NORMS.get(suffix, suffix))
@@ -88,7 +88,7 @@ def all_rules(architecture: Architecture) -> list[Rule]:
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
     layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
-    # The first rule of a model is that of its embedding.
+    # The first rule of a model is the rule of its embedding.
     return [*model[:1], *layers, *model[1:]]
 
 
@@ -133,10 +133,10 @@ def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:
     nested = renamed(part, "model.", NESTED_PREFIX)
-    # Names outside of the language model, as lm_head's, are the same in both.
+    # Names outside of the language model, such as lm_head's, are the same in both layouts.
     if family.sees or nested == part:
         return nested
-    # Written under its plain name, and found under either.
+    # The tensor is written under its plain name, and found under either name.
     return replace(part, alternatives=(*part.alternatives, *nested.places))
 
 

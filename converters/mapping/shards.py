@@ -51,7 +51,7 @@ def load_shard(
     padded = padded_vocab if padded_vocab is not None else padded_vocab_size(architecture.vocab_size, tp_size)
     layout = shard_layout(rule, architecture.head_dim, tp_rank, tp_size, padded)
     dtype = dtype or _common_dtype(rule, places, source)
-    # As read: nothing has to be put together.
+    # Return the tensor as it was read: there is nothing to assemble.
     if len(layout.spans) == 1 and not layout.padding:
         return _read_span(rule, places, source, layout.axis, layout.spans[0]).to(dtype)
     shard = torch.empty(layout.shape, dtype=dtype)
@@ -87,7 +87,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
         raise ConversionError(
             f"{rule.megatron_name}: no shards given", "pass the shard of every tensor-parallel rank"
         )
-    # Whatever the trainer padded to.
+    # Accept any size to which the trainer padded.
     padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
     layouts = [
         shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))
@@ -106,7 +106,7 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
     if rule.kind is Kind.REPLICATED:
         shards, layouts = shards[:1], layouts[:1]
     tensors = [torch.empty(part.shape, dtype=shards[0].dtype, device=shards[0].device) for part in rule.parts]
-    # Detached: shards may be parameters, and copies of them want no gradients.
+    # Detach the shards: they may be parameters, and copies of them need no gradients.
     for shard, layout in zip(shards, layouts, strict=True):
         _copy_out(shard.detach(), layout, tensors)
     for part, tensor in zip(rule.parts, tensors, strict=True):

@@ -123,7 +123,7 @@ class Architecture(ModelFacts):
     max_position: int
     norm_epsilon: float
     rope_theta: float
-    # A dict has no hash, and rules are cached by architecture.
+    # Exclude it from the hash: a dict is not hashable, and rules are cached by architecture.
     rope_scaling: dict[str, Any] | None = field(hash=False)
     activation: str
     initializer_range: float

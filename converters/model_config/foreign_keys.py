@@ -32,7 +32,7 @@ CARRIERS: Mapping[str, str] = MappingProxyType(
 )
 """Keys that are refused even if transformers' class does not read them, each with the reason."""
 
-# what every model shares; a word in these files is only a key where it is read from a config
+# Every model shares these files. A word in them counts as a key only if it is read from a config.
 _SHARED = (
     "cache_utils.py",
     "configuration_utils.py",
@@ -91,7 +91,7 @@ def words_of(config_class: type) -> frozenset[str] | None:
         return None
     file = Path(str(sys.modules[name].__file__))
     words: set[str] = set()
-    # the whole directory: a config class may serve several models
+    # Search the whole directory, because a config class may serve several models.
     for path in file.parent.glob("*.py"):
         words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return frozenset(words) | _shared_keys()
@@ -105,7 +105,7 @@ def _shared_keys() -> frozenset[str]:
     keys: set[str] = set()
     for name in _SHARED:
         text = (root / name).read_text(encoding="utf-8")
-        # ``self`` is a config in these two files, and something else in the others.
+        # ``self`` is a config in these two files, and another object in the others.
         patterns = [
             _READ_OF_CONFIG,
             *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else []),

@@ -21,7 +21,7 @@ CONFIG_KEYS = frozenset(
     }
 )
 """Config keys that ``read_gated_delta`` consumes."""
-# transformers' default of full_attention_interval
+# This is transformers' default of full_attention_interval.
 _INTERVAL = 4
 
 
@@ -93,7 +93,7 @@ def read_gated_delta(
             if config.get("full_attention_interval") is None
             else read_size(config, "full_attention_interval", problems)
         )
-        # Every interval-th layer, counted from one, has attention.
+        # Every interval-th layer, counted from one, has full attention.
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
     listed = list(kinds) if isinstance(kinds, list | tuple) else []
     unknown = [layer for layer, kind in enumerate(listed) if kind not in (LINEAR, FULL)]
@@ -115,7 +115,7 @@ def read_gated_delta(
         layers=layers,
         stored_by_head=stored_by_head,
     )
-    # No division by 0: ``read_size`` gives 1 for what is no size, and reports it.
+    # This cannot divide by 0: ``read_size`` returns 1 for an invalid size, and reports it.
     if net.value_heads % net.key_heads:
         problems.append(
             f"linear_num_value_heads = {net.value_heads}: no multiple of linear_num_key_heads = "

@@ -15,7 +15,7 @@ from converters.model_config.sizes import Config, read_size
 
 OUTPUT_LAYER = "output_layer.weight"
 _LANGUAGE_MODEL = "ForCausalLM"
-# whether the linear layer has a bias
+# The value states whether the linear layer of this class has a bias.
 _SCORING = {"ForSequenceClassification": False, "ForTokenClassification": True}
 
 
@@ -59,6 +59,7 @@ def read_head(config: Config, architecture_class: str, problems: list[str]) -> S
     if bias is None:
         return None
     names = config.get("id2label")
-    # num_labels is a property of transformers' configs and not always in the file: id2label then counts.
+    # num_labels is a property of transformers' configs, and may be missing in the file. id2label then gives
+    # the number.
     labels = config.get("num_labels", len(names) if isinstance(names, Mapping) else None)
     return ScoreHead(read_size({"num_labels": labels}, "num_labels", problems), bias)

@@ -31,9 +31,9 @@ def latent_settings(architecture: Architecture) -> dict[str, Any]:
         "qk_head_dim": latent.qk_nope_head_dim,
         "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
-        # Megatron-Core's own attention takes this for the width of a head's output
+        # Megatron-Core's own attention uses this as the width of a head's output.
         "kv_channels": latent.v_head_dim,
-        # the norms between the projections
+        # This enables the norms between the projections.
         "qk_layernorm": True,
         "rotary_base": architecture.rope_theta,
         "rotary_percent": 1.0,
@@ -75,7 +75,7 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
     factor, wanted = scaling["factor"], scaling["attention_factor"]
     logarithm = 0.1 * math.log(factor) if factor > 1 else 0.0
     of_all = mscale_all_dim * logarithm + 1.0
-    # The config's own number where it gives this factor: a computed one may differ in the last bit.
+    # Use the config's own number if it gives this factor, because a computed one may differ in the last bit.
     if scaling["mscale"] is not None and math.isclose(
         (scaling["mscale"] * logarithm + 1.0) / of_all, wanted, rel_tol=1e-9
     ):
@@ -91,7 +91,7 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
     return 1.0
 
 
-# written into Megatron-Core's code: its model takes the factor alone
+# These are constants in Megatron-Core's code: its model only accepts the factor.
 _MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OTHER_BACKEND = "use a backend that runs the transformers model itself"
 
@@ -157,12 +157,13 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         "add_qkv_bias": add_qkv_bias,
         "qk_layernorm": architecture.qk_norm,
         "init_method_std": architecture.initializer_range,
-        # Written out, because the defaults of TransformerConfig are 0.1.
+        # Set the dropouts explicitly, because the defaults of TransformerConfig are 0.1.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
     if architecture.sliding_window is not None:
-        # Megatron-Core counts the tokens before and after, transformers counts the token itself as well.
+        # Subtract one: Megatron-Core counts the tokens before and after, while transformers also counts the
+        # token itself.
         transformer["window_size"] = (architecture.sliding_window - 1, 0)
     if architecture.window_layers is not None:
         transformer["window_attn_skip_freq"] = [int(windowed) for windowed in architecture.window_layers]
@@ -177,8 +178,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     transformer |= latent_settings(architecture)
     model, attributes = _rotary(architecture)
     if architecture.gated_delta is not None:
-        # not for the constructor, which then would want Megatron-Core's own gated delta net, that packs
-        # nothing
+        # Do not pass these to the constructor, which would then require Megatron-Core's own gated delta net.
+        # That one does not support packed sequences.
         attributes |= {
             "gated_delta": architecture.gated_delta,
             "linear_attention_freq": [int(linear) for linear in architecture.gated_delta.layers],
@@ -186,8 +187,8 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
         if _has_constant_weight(architecture.mixture):
-            # Megatron-Core computes it, but its constructor refuses it: the router then learns from a
-            # load-balancing loss alone
+            # Set it after construction: Megatron-Core computes this case, but its constructor refuses it,
+            # because the router then learns only from a load-balancing loss.
             attributes["moe_router_pre_softmax"] = False
     model |= {
         "vocab_size": architecture.vocab_size,
@@ -243,7 +244,8 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.experts_per_token,
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
-        # A list, even of ones, makes Megatron-Core store every layer of a checkpoint apart.
+        # Avoid a list if all layers have experts: even a list of ones makes Megatron-Core store each layer of
+        # a checkpoint separately.
         "moe_layer_freq": 1
         if all(mixture.sparse_layers)
         else [int(sparse) for sparse in mixture.sparse_layers],
@@ -252,8 +254,8 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         and (not mixture.normalized or _has_constant_weight(mixture)),
         "moe_router_topk_scaling_factor": None if routing.scaling_factor == 1 else routing.scaling_factor,
         "moe_router_enable_expert_bias": routing.has_correction_bias,
-        # the bias is kept as it is; what Megatron-Core would add to it after every step is 0 times the signs
-        # of the loads
+        # Keep the bias constant: after each step Megatron-Core adds this rate times the signs of the loads to
+        # the bias.
         "moe_router_bias_update_rate": 0.0,
         **(groups if routing.is_grouped else {}),
         **(shared if mixture.shared_ffn_hidden_size else {}),

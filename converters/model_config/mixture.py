@@ -72,7 +72,7 @@ def read_deepseek_routing(
     )
     if experts % groups:
         problems.append(f"n_group = {groups}: it must divide the {experts} experts")
-        # A value that divides, so that what follows reports its own problems only.
+        # Continue with values that divide, so that the following checks report only their own problems.
         groups = kept = 1
     if kept > groups:
         problems.append(f"topk_group = {kept}: there are only {groups} groups (n_group)")
@@ -137,7 +137,7 @@ def read_mixture(
     normalized: bool,
     sparse_layers: tuple[bool, ...],
     shared_width_key: str | None = None,
-    routing: Routing = Routing(),  # frozen
+    routing: Routing = Routing(),  # shared by all calls, but frozen
 ) -> MixtureOfExperts | None:
     """Return the mixture that a config describes.
 
@@ -153,7 +153,7 @@ def read_mixture(
     Returns:
         The mixture, or None if no layer has experts.
     """
-    # transformers writes this key of Qwen3-MoE under either name, according to its version.
+    # Depending on its version, transformers writes this key of Qwen3-MoE under either name.
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if not any(sparse_layers) or config.get(key) == 0:
         return None
@@ -227,7 +227,7 @@ def read_deepseek_mixture(
         ffn_hidden_size=width,
         normalized=bool(config.get("norm_topk_prob")),
         sparse_layers=sparse_layers,
-        # aux_loss_alpha is of DeepSeek's own training; transformers computes no such loss.
+        # aux_loss_alpha belongs to DeepSeek's own training; transformers does not compute such a loss.
         auxiliary_loss_coefficient=0.0,
         shared_ffn_hidden_size=width * shared,
         shared_gate=False,

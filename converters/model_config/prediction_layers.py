@@ -42,8 +42,8 @@ _OUTSIDE_MTP = (
     ("fc", "eh_proj"),
     ("norm", "final_layernorm"),
 )
-# what earlier and later releases of Megatron-Core call the layer inside; checkpoints of both say
-# transformer_layer
+# Earlier and later releases of Megatron-Core name the inner layer differently. Checkpoints of both use
+# transformer_layer.
 _INNER = "transformer_layer"
 _NAME = re.compile(r"(mtp\.layers\.(?:0|[1-9]\d*)\.)mtp_model_layer(\..+)")
 
@@ -97,7 +97,7 @@ def prediction_rules(
         name = rule.megatron_name.replace(f"decoder.layers.{layer}.", f"{megatron}{_INNER}.", 1)
         parts = tuple(renamed(part, counted, megatron) for part in rule.parts) if in_mtp else rule.parts
         inner.append(replace(rule, megatron_name=name, parts=parts))
-    # In forward order: the final norm comes behind the layer inside.
+    # Keep the forward order: the final norm follows the inner layer.
     return (*rules[:-1], *inner, rules[-1])
 
 

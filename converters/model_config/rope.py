@@ -21,13 +21,13 @@ ROPE_KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 """Required and optional parameters of each type of rotary scaling."""
 _KEYS = {kind: needed | possible for kind, (needed, possible) in ROPE_KINDS.items()}
-# read by vLLM alone, each with the value that changes nothing
+# Only vLLM reads these keys. Each has the value that changes nothing.
 _OF_VLLM: dict[str, tuple[object, str]] = {
     "attn_factor": (1, "multiplies the rotary embedding by it"),
     "extrapolation_factor": (1, "mixes the frequencies by it"),
     "apply_yarn_scaling": (True, "takes the scaling of the attention from it"),
 }
-# of kinds of rotary scaling that are not supported, and of models that see
+# These keys belong to types of rotary scaling that are not supported, and to vision-language models.
 _OF_OTHERS = frozenset(
     {
         "alpha",
@@ -157,7 +157,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    # As in transformers, the two scales count only where both are given and not zero.
+    # As in transformers, the two scales count only if both are given and not zero.
     if mscale and mscale_all_dim:
         return scale(mscale) / scale(mscale_all_dim)
     return scale(1.0)
@@ -183,7 +183,7 @@ def _number(parameters: Config, key: str, problems: list[str], default: object =
 def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, object]:
     original = _original_length(parameters, config, problems)
     longest = config.get("max_position_embeddings")
-    # transformers' factor where none is given: what the context was stretched by.
+    # If no factor is given, use transformers' default: the factor by which the context was extended.
     stretched = longest / original if isinstance(longest, int) and original else None
     factor = _number(parameters, "factor", problems, default=stretched)
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
@@ -197,7 +197,7 @@ def _yarn(parameters: Config, config: Config, problems: list[str]) -> dict[str, 
         "attention_factor": _number(
             parameters, "attention_factor", problems, default=yarn_attention_factor(factor, *scales)
         ),
-        # transformers reads zero as "not given" for these two.
+        # transformers treats zero as "not given" for these two.
         "beta_fast": _number({"beta_fast": parameters.get("beta_fast") or 32.0}, "beta_fast", problems),
         "beta_slow": _number({"beta_slow": parameters.get("beta_slow") or 1.0}, "beta_slow", problems),
         "mscale": scales[0],

@@ -15,7 +15,7 @@ def read_size(config: Config, key: str, problems: list[str], *, least: int = 1) 
     """Return the size under a key, a whole number. If there is none, or it is below ``least`` (0 or 1),
     append a problem and return ``least``."""
     value = config.get(key)
-    # bool is an int in Python, and true is no size.
+    # Exclude bool, which is an int in Python: true is not a size.
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     problems.append(
@@ -36,7 +36,7 @@ def read_number(
     """Return a finite number above 0, or with ``may_be_zero`` of at least 0. For any other value, append a
     problem that begins with ``name``, and return ``instead``."""
     value = default if value is None else value
-    # NaN fails the comparison with 0.
+    # This also refuses NaN, which fails the comparison with 0.
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)

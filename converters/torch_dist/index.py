@@ -28,7 +28,7 @@ def read_index(directory: Path) -> Metadata:
         raise ConversionError(
             f"{path} does not exist", "give the directory of a distributed checkpoint"
         ) from error
-    # It is a ValueError, one of DAMAGED.
+    # Re-raise it: a ConversionError is a ValueError, which DAMAGED includes.
     except ConversionError:
         raise
     except (OSError, *DAMAGED) as error:

@@ -23,7 +23,7 @@ from converters.checkpoint.boxes import Box, part, read_box, whole
 from converters.errors import ConversionError
 from converters.files.restricted import DAMAGED, unpickle
 
-# Bytes of an entry's own header in a ZIP archive, without its name and extra field.
+# This is the size in bytes of an entry's own header in a ZIP archive, without its name and extra field.
 _LOCAL_HEADER = 30
 _LARGEST_DESCRIPTION = 2**16
 _STORAGES = {
@@ -89,20 +89,21 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         archive = zipfile.ZipFile(window)
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         for name in ("data.pkl", "byteorder"):
-            # A description of gigabytes would be read into memory before anything could be checked.
+            # Check the sizes first: a description of gigabytes would otherwise be read into memory before any
+            # check.
             if name in entries and (
                 entries[name].file_size > _LARGEST_DESCRIPTION
                 or entries[name].compress_type != zipfile.ZIP_STORED
             ):
                 raise ValueError(f"a description of {entries[name].file_size} bytes")
         described = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), _known, what, _storage)
-        # Older releases of torch do not write the byte order.
+        # Older releases of torch do not store the byte order.
         order = archive.read(entries["byteorder"]).decode() if "byteorder" in entries else "little"
         if not isinstance(described, _Described):
             raise TypeError(f"a {type(described).__name__} where a tensor should be")
         storage = entries[f"data/{described.key}"]
         start = _start_of(window, storage)
-    # It is a ValueError, one of DAMAGED.
+    # Re-raise it: a ConversionError is a ValueError, which DAMAGED includes.
     except ConversionError:
         raise
     except (zipfile.BadZipFile, OSError, struct.error, *DAMAGED) as error:
@@ -112,7 +113,7 @@ def find_tensor(descriptor: int, offset: int, length: int, what: str) -> RawTens
         ) from error
     first = described.first * described.dtype.itemsize
     raw = RawTensor(offset + start + first, described.dtype, described.shape, described.strides)
-    # torch writes neither; another writer's file would be read as noise.
+    # torch writes neither form. Read without this check, a file of another writer would give random values.
     if storage.compress_type != zipfile.ZIP_STORED or order != sys.byteorder:
         raise ConversionError(
             f"{what} is stored compressed or in another byte order", "save the checkpoint again"
@@ -149,7 +150,7 @@ def read_raw(descriptor: int, raw: RawTensor, box: Box | None, what: str) -> Ten
     box = whole(raw.shape) if box is None else box
     if raw.contiguous:
         return read_box(descriptor, raw.offset, raw.dtype, raw.shape, box, what)
-    # Rare: a transposed tensor was saved. All that its elements span is read, and viewed.
+    # In the rare case of a saved transposed tensor, read the full span of its elements, and take a view.
     everything = read_box(descriptor, raw.offset, raw.dtype, (raw.span,), whole((raw.span,)), what)
     return part(everything.as_strided(raw.shape, raw.strides), box).contiguous()
 
@@ -189,7 +190,7 @@ def _known(module: str, name: str) -> Any:
     special = {
         ("torch._utils", "_rebuild_tensor_v2"): _describe,
         ("torch._utils", "_rebuild_tensor_v3"): _describe,
-        # Newer torch names no dtype here and gives it as a further argument.
+        # Newer releases of torch name no dtype here, and pass it as an additional argument.
         ("torch.storage", "UntypedStorage"): torch.uint8,
         ("collections", "OrderedDict"): dict,
     }
@@ -238,7 +239,7 @@ class _Window(io.RawIOBase):
             data = os.pread(
                 self._descriptor, rest if size < 0 else min(size, rest), self._offset + self._position
             )
-        # zipfile would take it for the end of what is no archive
+        # Convert the error: zipfile would otherwise conclude that the file is not an archive.
         except (OSError, OverflowError) as error:
             raise ConversionError(
                 f"{self._what} cannot be read ({error})", "check the disk, or fetch the checkpoint again"

@@ -48,7 +48,7 @@ class StoredPlace:
 def is_stacked(architecture: Architecture) -> bool:
     """Return whether Megatron-Core stacks the layers of such a model, because all are of the same kind."""
     uniform = architecture.mixture is None or all(architecture.mixture.sparse_layers)
-    # Gated delta nets stand among layers of attention, whose parameters are others.
+    # Gated delta nets alternate with attention layers, which have other parameters.
     return uniform and architecture.gated_delta is None
 
 
@@ -105,11 +105,11 @@ def extra_state_keys(place: StoredPlace) -> Iterator[str]:
     if place.key.startswith(_WITHOUT_EXTRA_STATE) or not place.key.endswith(".weight"):
         return
     module = place.key.removesuffix(".weight")
-    # Megatron-Core calls the object of a module that is not stacked shard 0 of 1.
+    # Megatron-Core names the object of a module that is not stacked shard 0 of 1.
     index, grid = (place.index, place.grid) if place.index else ((0,), (1,))
     modules = [module]
     if module.endswith("self_attention.linear_proj"):
-        # Core attention has no weight by which it could be found, but asks for a state as well.
+        # Add core attention, which has no weight by which it could be found, but also requires a state.
         modules.append(f"{module.removesuffix('linear_proj')}core_attention")
     for name in modules:
         yield f"{name}._extra_state/shard_{_dotted(index)}_{_dotted(grid)}"

@@ -33,7 +33,7 @@ def find_checkpoint(directory: Path) -> Path:
     tracker = directory / TRACKER_FILE
     if tracker.is_file():
         named = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        # Megatron-LM writes iterations with seven digits, and more where they need more.
+        # Megatron-LM writes iterations with at least seven digits.
         found = directory / (named if named == "release" else f"iter_{named:0>7}")
         if not (named == "release" or named.isdigit()) or not found.is_dir():
             raise ConversionError(

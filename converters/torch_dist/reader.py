@@ -90,10 +90,10 @@ class TorchDistCheckpoint:
                 for place, where in index.storage_data.items()
                 if place.fqn not in self._tensors
             }
-        # It is a ValueError, one of DAMAGED.
+        # Re-raise it: a ConversionError is a ValueError, which DAMAGED includes.
         except ConversionError:
             raise
-        # a pickle may set any attribute to anything
+        # A pickle may set any attribute to any value.
         except DAMAGED as error:
             raise ConversionError(
                 f"{directory / INDEX_FILE} is damaged ({type(error).__name__}: {error})",
@@ -103,7 +103,7 @@ class TorchDistCheckpoint:
         for stored in self._tensors.values():
             for chunks in stored.chunks.values():
                 names.update(chunk.file for chunk in chunks)
-        # Names come from a file that anybody may have written; none may lead out of the directory.
+        # Check the names, which come from an untrusted file: none may lead out of the directory.
         problems = unusable_names(directory, names)
         if problems:
             raise ConversionError(
@@ -146,8 +146,8 @@ class TorchDistCheckpoint:
             raise ConversionError(
                 f"{key} has shape {list(stored.shape)}; there is no {box} in it", "read inside the tensor"
             )
-        # By counting elements: pieces were checked not to overlap, so that as many as the box has are all of
-        # them.
+        # Count elements: the pieces are known not to overlap, so that as many elements as the box has are all
+        # of them.
         pieces = self._pieces(stored, box)
         missing = _missing(box, pieces)
         if missing:
@@ -156,7 +156,7 @@ class TorchDistCheckpoint:
                 + ("never saved" if missing > 0 else "saved more than once"),
                 "the checkpoint is incomplete; save it again",
             )
-        # The usual case, without a copy into a second tensor.
+        # Return the only piece without a copy into a second tensor, which is the usual case.
         if len(pieces) == 1:
             return self._read_piece(key, stored, *pieces[0])
         out = torch.empty(shape_of(box), dtype=stored.dtype)
@@ -194,7 +194,7 @@ class TorchDistCheckpoint:
 
     def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:
         leading = box[: stored.leading]
-        # A layer of a stack: found by its place, where a search goes over the pieces of all layers.
+        # Find one layer of a stack by its index: a search would examine the pieces of all layers.
         if all(stop - start == 1 for start, stop in leading):
             return list(stored.chunks.get(tuple(start for start, _ in leading), ()))
         return [chunk for chunks in stored.chunks.values() for chunk in chunks]
@@ -206,15 +206,14 @@ class TorchDistCheckpoint:
 
     def _locate(self, key: str, stored: _Stored, chunk: _Chunk, descriptor: int) -> RawTensor:
         place = (chunk.file, chunk.offset)
-        # Two threads may look for one tensor at once, which costs a read and no more; the lock is for the
-        # table.
+        # Two threads may look up one tensor at once, which only costs a read. The lock protects the table.
         with self._lock:
             raw = self._found.get(place)
         if raw is None:
             raw = find_tensor(
                 descriptor, chunk.offset, chunk.length, f"{key} in {self.directory / chunk.file}"
             )
-            # The index and the files may be of two saves into one directory.
+            # The index and the files may come from two saves into one directory.
             if raw.shape != shape_of(chunk.box) or raw.dtype != stored.dtype:
                 raise ConversionError(
                     f"{key}: the index says {stored.dtype} {list(shape_of(chunk.box))}, {chunk.file} has "
@@ -250,7 +249,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
         raise ValueError(f"{key!r} of shape {shape}")
     chunks = []
     for number, described in enumerate(entry.chunks):
-        # an index that names the chunk by its number as well is equal to one that does not
+        # An index entry that also gives the number of the chunk is equal to one that does not.
         place = places.get(MetadataIndex(key, described.offsets)) or places.get(
             MetadataIndex(key, described.offsets, number)
         )
@@ -270,7 +269,8 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
             (first, first + size) for first, size in zip(described.offsets, described.sizes, strict=True)
         )
         chunks.append(_Chunk(box, str(place.relative_path), place.offset, place.length))
-    # Axes along which every chunk has one index, as stacked layers and experts: a chunk is found by these.
+    # Count the leading axes along which every chunk has one index, such as stacked layers and experts: chunks
+    # are found by these indices.
     leading = 0
     while leading < len(shape) - 1 and all(
         chunk.box[leading][1] - chunk.box[leading][0] == 1 for chunk in chunks

@@ -28,7 +28,7 @@ from converters.torch_dist.location import INDEX_FILE
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 OBJECTS_FILE = "__objects.distcp"
-# as Megatron-Core writes them: it chooses what loads a checkpoint by these
+# Write the values of Megatron-Core, which chooses by them how to load a checkpoint.
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -112,7 +112,7 @@ def finish_checkpoint(
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places: dict[MetadataIndex, Any] = {}
     for item in items:
-        # one object for equal names: pickle writes a name that it has met as a reference to it
+        # Use one object for equal names: pickle writes a repeated object as a reference.
         key, file_name = sys.intern(item.key), sys.intern(item.file)
         chunks.setdefault(key, []).append(
             ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes))

@@ -14,7 +14,7 @@ from megarl.errors import CheckpointError
 
 BASE_FILE = "base_model.json"
 _KEY = "policy.peft"
-# What has to be the same, by PEFT's name, with the name that the configuration has for it.
+# These settings have to be the same: PEFT's names, each with the name in the configuration.
 _SAME = {"r": "dim", "lora_alpha": "alpha"} | {
     key: key for key in ("use_rslora", "target_modules", "target_parameters")
 }
@@ -37,8 +37,8 @@ class BaseModel:
         """A digest of the sizes, first and last bytes of its weight files, in the order of their names."""
         if self._digest is None:
             digest = hashlib.sha256()
-            # Not every byte, which would take minutes at each start. A file begins with the names and shapes
-            # of its tensors.
+            # Hash only a part of each file, because reading every byte would take minutes at each start. A
+            # file begins with the names and shapes of its tensors.
             for path in sorted(self._directory.glob("*.safetensors")):
                 with path.open("rb") as file:
                     size = path.stat().st_size

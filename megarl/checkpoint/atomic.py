@@ -24,7 +24,7 @@ def remove_directory(directory: Path) -> bool:
     Returns:
         Whether the directory is gone from its old name.
     """
-    # A random part: what an earlier removal could not delete may still be there.
+    # Add a random part to the name, because remains of an earlier removal that failed may still exist.
     doomed = directory.with_name(f"{TEMPORARY_PREFIX}deleted_{directory.name}_{secrets.token_hex(4)}")
     try:
         rename_surely(directory, doomed)

@@ -26,7 +26,7 @@ from megarl.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = "megarl-checkpoint-"
-# A checkpoint may be so much larger than the one before, or than it was estimated.
+# A checkpoint may be larger than the previous one, or than estimated, by this factor.
 _SPARE = 1.25
 
 
@@ -104,8 +104,8 @@ def memory_of(checkpoint_dir: Path, node: str = "") -> Path:
         checkpoint_dir: directory of the checkpoints.
         node: distinguishes the nodes of a run, which may share this memory, or be one machine.
     """
-    # A digest instead of the path, which may be longer than a name can be; the user's number keeps users of
-    # one machine apart.
+    # Use a digest instead of the path, which may be longer than a file name can be. The user's number
+    # separates users of one machine.
     digest = hashlib.sha256(os.fsencode(checkpoint_dir)).hexdigest()[:16]
     return SHARED_MEMORY / f"{_NAME}{os.getuid()}-{digest}{f'-{node}' if node else ''}"
 
@@ -132,12 +132,13 @@ def take_memory(checkpoint_dir: Path, needed: int, node: str = "", kept_bytes: i
     """
     path = memory_of(checkpoint_dir, node)
     try:
-        # First: what a killed launch left there counts as used in what is available.
+        # Free memory first: what a killed launch left there does not count as available.
         free_memory(checkpoint_dir, node)
-        # Shared memory that is full kills the process that writes to it, by a signal and without an error.
+        # Check the available memory: when shared memory is full, a write to it kills the process with a
+        # signal instead of raising an error.
         if available_bytes() < _SPARE * needed - kept_bytes:
             return None
-        # whatever another user has put there under this name is not ours to use
+        # ``mkdir`` fails if another user has created something under this name, which this run must not use.
         path.mkdir(mode=0o700)
     except OSError:
         return None
@@ -161,7 +162,7 @@ def _free(path: Path) -> None:
     """Remove a directory that belongs to this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
-        # /dev/shm can be written by everybody: another user's link or directory of this name stays as it is.
+        # Everybody may write to /dev/shm: leave another user's link or directory of this name alone.
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
             remove_tree(path)
 
@@ -184,8 +185,8 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
 
     def moved(name: str) -> tuple[str, Entry]:
         if not name.endswith(SUFFIX):
-            # Hashed in memory, before the copy: a disk that garbles bytes is found when the checkpoint is
-            # read.
+            # Hash the file in memory before the copy, so that bytes that the disk corrupts are detected when
+            # the checkpoint is read.
             entry = entry_of(source / name)
             shutil.copyfile(source / name, target / name)
             fsync_file(target / name)
@@ -193,11 +194,11 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
             entry = staged[name].write((target / name).parent)
         else:
             raise CheckpointError(f"the memory that {plain_name(name)} is in is not open; a defect of megarl")
-        # Only after the copy is on the disk: until then the memory is the only one.
+        # Remove the source only after the copy is on disk: until then the memory holds the only copy.
         (source / name).unlink()
         return plain_name(name), entry
 
-    # Several at a time, because fsync of one file leaves the disk idle between its flushes.
+    # Move several files at a time, because fsync of a single file leaves the disk idle between its flushes.
     return dict(in_parallel(moved, files_to_move(source, target)))
 
 

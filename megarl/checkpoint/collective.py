@@ -30,13 +30,13 @@ def appears_whole(directory: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: on all ranks, when ``directory`` is not empty or cannot be written.
     """
-    # In the same directory, because a rename is atomic within one file system alone.
+    # Stage in the same parent directory, because a rename is atomic only within one file system.
     staging = directory.parent / f".{directory.name}.partial"
     first = _is_first_of(directory)
     _agree(_prepare(directory, staging) if first else None)
     try:
         yield staging
-        # Until all have written: the first rank renames what everybody put there.
+        # Wait until all ranks have written, because the first rank renames the files of all of them.
         dist.barrier()
         _publish_together(directory, staging, first)
     except BaseException:
@@ -83,7 +83,7 @@ def failing_alike() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # of any class: a rank that left here would leave the others waiting for it
+        # Catch errors of any class: if a rank left here, the others would wait for it.
         failure = error
     kind = next((kind for kind in _KINDS if isinstance(failure, kind)), CheckpointError)
     text = str(failure) if isinstance(failure, MegarlError) else f"{type(failure).__name__}: {failure}"
@@ -96,7 +96,7 @@ def failing_alike() -> Iterator[None]:
             raise _KINDS[found[0]](f"rank {rank}: {found[1]}")
 
 
-# From the narrowest class to the widest: the first that fits is the one to raise.
+# Order the classes from narrowest to widest, because the first class that matches is raised.
 _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 
@@ -140,7 +140,7 @@ def _publish_together(directory: Path, staging: Path, first: bool) -> None:
         _agree(problem)
     except CheckpointError:
         if first and problem is None:
-            # another one has not got its name
+            # Remove this directory, because another directory did not get its final name.
             shutil.rmtree(directory, ignore_errors=True)
         raise
 
@@ -150,8 +150,8 @@ def _publish(directory: Path, staging: Path) -> str | None:
     try:
         fsync_tree(staging)
         if directory.exists():
-            # An empty one may be there, made by whoever chose the path; rename takes no directory's place
-            # with content.
+            # Whoever chose the path may have created an empty directory. Remove it before the rename, since a
+            # rename cannot replace a directory that has content.
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:

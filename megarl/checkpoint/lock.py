@@ -108,7 +108,7 @@ class RunLock:
         if self.held:
             return self
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Never truncated here: what is in it says who holds the lock.
+        # Do not truncate the file here: its content names the holder of the lock.
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             kernel_refuses = not _try_kernel_lock(descriptor)
@@ -117,7 +117,8 @@ class RunLock:
                 raise StateError(self._refusal(owner))
             if owner is not None:
                 logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
-            # After the kernel's lock is held: of two starts at once only one gets here.
+            # Write the owner after the kernel's lock is held: of two processes that start at once only one
+            # gets here.
             _write_owner(descriptor, asdict(_this_process()))
         except BaseException:
             os.close(descriptor)
@@ -198,15 +199,15 @@ def _try_kernel_lock(descriptor: int) -> bool:
 def _is_gone(owner: Owner) -> bool:
     """Return whether ``owner`` has certainly ended."""
     here = _this_process()
-    # Slurm starts a job again only when all processes of the attempt before are gone.
+    # Slurm restarts a job only when all processes of the previous attempt are gone.
     if owner.job_id and owner.job_id == here.job_id and owner.job_restart < here.job_restart:
         return True
     if owner.host != here.host:
         return False
-    # After a reboot numbers of processes are given again from the beginning.
+    # After a reboot, process numbers are assigned again from the beginning.
     if owner.boot_id != here.boot_id:
         return True
-    # A process that has the number and began at another time is another process.
+    # A process with the same number but another start time is another process.
     start = _process_start(owner.pid)
     return start is None or start != owner.process_start
 
@@ -239,7 +240,8 @@ def _process_start(pid: int) -> int | None:
     except PermissionError:
         pass
     try:
-        # The name of the program, in brackets, may hold spaces and brackets itself.
+        # Split after the last bracket: the program's name, in brackets, may itself contain spaces and
+        # brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in ("Z", "X") else int(fields[19])
     except (OSError, IndexError, ValueError):

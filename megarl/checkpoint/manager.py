@@ -44,7 +44,8 @@ def plain_json(value: Any, where: str = "training_info") -> Any:
     """
     if value is None or isinstance(value, bool | int | str):
         return value
-    # numpy's float64 is a float of Python and comes here; float(value) below makes a plain one of it.
+    # numpy's float64 is a subclass of float and is handled here; float(value) below turns it into a plain
+    # float.
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -98,7 +99,7 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
         return problems
     try:
         step = read_info(path).get("step")
-    # The storage failed, which says nothing of the checkpoint.
+    # Re-raise it: a failure of the storage does not show that the checkpoint is damaged.
     except StorageError:
         raise
     except CheckpointError as error:
@@ -116,7 +117,7 @@ def metric_of(info: Mapping[str, Any], metric_name: str) -> float | None:
     not a finite number."""
     nested = info.get("metrics")
     value = info.get(metric_name, nested.get(metric_name) if isinstance(nested, Mapping) else None)
-    # bool is an int in Python, and True is no metric.
+    # Exclude bool, which is an int in Python: True is not a metric.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -146,7 +147,7 @@ def ranked_steps(metrics: Mapping[int, float | None], higher_is_better: bool) ->
         value = metrics[step]
         if value is None:
             return True, 0.0, -step
-        # Newer first among equals, in the same key, so that one sort decides.
+        # The key also puts the newer of two equal checkpoints first, so that a single sort suffices.
         return False, -value if higher_is_better else value, -step
 
     return sorted(metrics, key=badness)
@@ -166,7 +167,7 @@ def steps_to_keep(
         return set(metrics)
     kept = set(ranked_steps(metrics, higher_is_better)[:keep_top_k])
     if metrics and (keep_latest or not kept):
-        # The latest one is what a killed run goes on from, however bad its metric.
+        # Keep the latest checkpoint whatever its metric is, because a killed run resumes from it.
         kept.add(max(metrics))
     return kept
 
@@ -219,7 +220,7 @@ class CheckpointManager:
             )
         self._verify_hashes = verify_hashes
         self._key = read_signing_key(config.get("signing_key_file"))
-        # What this process has written and hashed itself needs no second reading.
+        # Checkpoints that this process has written and hashed itself need not be read again.
         self._committed: set[Path] = set()
         self._has_told_of_missing = False
         if lock is not None and lock.held:
@@ -251,7 +252,8 @@ class CheckpointManager:
         temporary = self.checkpoint_dir / f"{TEMPORARY_PREFIX}step_{step}"
         try:
             self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-            # Of a save of this step that failed in this launch; what killed launches left went at the start.
+            # A save of this step that failed in this launch may have left it. Remains of killed launches were
+            # removed at the start.
             if temporary.exists():
                 remove_tree(temporary)
             temporary.mkdir()
@@ -293,7 +295,8 @@ class CheckpointManager:
             if not is_sealed:
                 seal(temporary)
             if self._key is not None:
-                # The manifest holds a hash of every file, so that one signature covers all of them.
+                # Sign only the manifest: it holds a hash of every file, so that one signature covers all of
+                # them.
                 sign_manifest(temporary, self._key)
             final = self._commit(temporary, step)
         except (OSError, CheckpointError) as error:
@@ -338,12 +341,13 @@ class CheckpointManager:
             logger.warning("no checkpoint is removed this time: %s", error)
 
     def _remove_old(self, exclude_latest: bool) -> None:
-        # By names and sizes alone: to read every byte of all checkpoints at each save would take longer than
-        # the save.
+        # Verify names and sizes only: reading every byte of all checkpoints at each save would take longer
+        # than the save.
         whole = _newest_of_each_step(
             [(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)]
         )
-        # A newest checkpoint that cannot be loaded must not be the reason to delete one that can.
+        # Skip newest checkpoints that cannot be loaded, so that none of them is the reason to delete one that
+        # can.
         while whole and not self._is_trusted(whole[max(whole)]):
             del whole[max(whole)]
         metrics = {step: self._metric(path) for step, path in whole.items()}
@@ -370,7 +374,7 @@ class CheckpointManager:
         checkpoints = self.checkpoints()
         metrics: dict[int, float | None] = {}
         for step, path in checkpoints:
-            # of a replacement, else of what it replaces
+            # Use the metric of the replacement; if it has none, use that of the checkpoint that it replaces.
             metrics[step] = self._metric(path) if metrics.get(step) is None else metrics[step]
         if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
             logger.warning(
@@ -379,7 +383,7 @@ class CheckpointManager:
                 self.metric_name,
             )
         places = {step: place for place, step in enumerate(ranked_steps(metrics, self.higher_is_better))}
-        # Both directories of a step, so that a damaged replacement does not hide a whole one.
+        # Try both directories of a step, so that a damaged replacement does not hide a complete checkpoint.
         return next(self._whole(sorted(checkpoints, key=lambda found: places[found[0]])), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
@@ -471,7 +475,7 @@ class CheckpointManager:
         try:
             return metric_of(read_info(path), self.metric_name)
         except StorageError:
-            # one that cannot be read now may have the best figure
+            # Raise it: a checkpoint that cannot be read now may have the best metric.
             raise
         except CheckpointError:
             return None
@@ -511,8 +515,8 @@ class CheckpointManager:
         if not is_there(final):
             commit_directory(temporary, final)
             return final
-        # A directory cannot be exchanged for another in one step: for a moment both are there, under two
-        # names.
+        # One directory cannot be exchanged for another in one step, so that both exist for a moment, under
+        # two names.
         commit_directory(temporary, _replacement_of(final))
         return self._settle_replacement(step)
 
@@ -524,7 +528,7 @@ class CheckpointManager:
         if not is_there(replacement):
             return final
         if is_there(final):
-            # After a crash in between, the replacement counts only if all of it is there.
+            # After a crash in between, the replacement counts only if it is complete.
             unwanted = replacement if self._verify(replacement, hashes=False) else final
             if not remove_directory(unwanted) or unwanted == replacement:
                 return replacement if unwanted == final else final

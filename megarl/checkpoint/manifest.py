@@ -127,7 +127,7 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         files = manifest["files"]
         if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
             return problems
-        # Sizes first: nothing has to be read, and a write that broke off shows already.
+        # Check sizes first, which needs no reading and already detects an interrupted write.
         problems = [
             problem
             for name, entry in files.items()
@@ -171,7 +171,7 @@ def _read(root: Path) -> Mapping[str, Any]:
             f"{path} is damaged or of another version; this megarl reads version {_VERSION} with {ALGORITHM}"
         )
     files = manifest.get("files")
-    # An empty table matches its digest too: written over nothing it must not count as whole.
+    # Refuse an empty table: its digest is correct as well, but the checkpoint has no files.
     if files == {}:
         raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
     if (
@@ -189,7 +189,8 @@ def _faults_of_signed(root: Path, manifest: Mapping[str, Any], key: bytes) -> li
     fault = fault_of_signature(manifest, key)
     if fault is not None:
         return [f"{fault} ({SIGNING_KEY})"]
-    # A loader takes files by their names: one that is not named here could be anybody's.
+    # A loader selects files by their names, so that a file that the manifest does not name could come from
+    # anybody.
     return [
         f"{name} is not in {MANIFEST_NAME}, which is signed"
         for name in sorted(set(_file_names(root)) - set(manifest["files"]))
@@ -231,7 +232,8 @@ def _is_inside(root: Path, name: str) -> bool:
     """Return whether ``name`` is a plain relative path whose directories below ``root`` are real
     directories."""
     path = PurePosixPath(name)
-    # `a//b` or `./a` would be a second name of a file; `lstat` raises ValueError for a null byte.
+    # Refuse `a//b` and `./a`, which would be second names of a file, and null bytes, for which `lstat` raises
+    # ValueError.
     if path.is_absolute() or not path.parts or ".." in path.parts or str(path) != name or "\0" in name:
         return False
     return not any((root / parent).is_symlink() for parent in path.parents if parent.parts)

@@ -35,14 +35,15 @@ from megarl.checkpoint.staged_file import StagedFile, open_staged
 from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-# A Ctrl-C or a Slurm notice goes to the whole process group; the save that it asks for must not lose its
-# writer.
+# Ignore these signals: Ctrl-C or a Slurm notice reaches the whole process group, and the save that it
+# requests must not lose its writer.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
 _ANSWER, _ERRORS = 1, 2
-# That the process may take to begin and to open the memory of ranks.
+# The process may take this time to start and to open the memory of the ranks.
 _HOLD_S = 60.0
-# Until a process that is no longer wanted is killed, and until one that was killed is given up.
+# After this time a process that is no longer wanted is killed; after the same time again, a killed process is
+# no longer waited for.
 _END_S = 2.0
 _REMOVALS, _REMOVAL_S = 50, 0.1
 """Attempts to remove memory that ranks may still write to, and the seconds between two attempts."""
@@ -115,7 +116,7 @@ class NodeMemory:
         Raises:
             CheckpointError: no checkpoint waits here.
         """
-        # ``free`` may come in between
+        # Keep a reference, because ``free`` may run in between.
         process = self._process
         if process is None:
             raise CheckpointError(_NOTHING)
@@ -124,7 +125,7 @@ class NodeMemory:
 
     def free(self) -> None:
         """End the writing process, whatever it is doing, and remove what is left."""
-        # Taken out first, so that a second call from another thread finds nothing to end.
+        # Clear the attribute first, so that a second call from another thread finds no process to end.
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -208,13 +209,14 @@ class Writer:
     """The process that writes to disk, as seen from the other end of its pipes."""
 
     def __init__(self, source: Path, *, is_child: bool) -> None:
-        # says which it is; one that is to be nobody's child is left at once by the one that is started
+        # The process reports its own number. If it must not be a child, the process that is started forks it
+        # and exits at once.
         begin = "print('{\"process_id\": %d}' % os.getpid(), flush=True)"
         program = (
             f"import os, sys; {'' if is_child else 'os.fork() and os._exit(0); '}{begin}; "
             f"sys.path[:] = {sys.path!r}; from megarl.checkpoint.node_memory import main; main(*sys.argv[1:])"
         )
-        # A session of its own, so that signals to the run's process group do not reach it; a new
+        # Start a new session, so that signals to the run's process group do not reach the process, and a new
         # interpreter, because a fork would copy the state of CUDA and the locks of threads.
         self._first = subprocess.Popen(
             [sys.executable, "-c", program, str(source)],
@@ -228,8 +230,7 @@ class Writer:
             threading.Event(),
             threading.Event(),
         )
-        # Read by a thread at once: a pipe that nobody reads fills, and the writer would stand still in its
-        # answer.
+        # Let a thread read the output at once: the writer would block in its answer when the pipe is full.
         threading.Thread(
             target=self._listen, name="listens to the writer of checkpoints", daemon=True
         ).start()
@@ -266,7 +267,7 @@ class Writer:
 
     def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
-        # a process that is gone shows by the end of its output
+        # Ignore errors: the end of its output shows that a process is gone.
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()
@@ -284,7 +285,7 @@ class Writer:
         if not self._has_ended.wait(_END_S) and self._has_begun.wait(_END_S):
             with contextlib.suppress(OSError):
                 os.kill(self._said["process_id"], signal.SIGKILL)
-            # one that hangs in the file system ends when that lets it go
+            # A process that hangs in the file system ends only when its system call returns.
             self._has_ended.wait(_END_S)
 
     def _listen(self) -> None:
@@ -306,7 +307,7 @@ def main(source: str) -> None:
     move the files to it, and report on standard output."""
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
-    # answers go over a descriptor of its own; what libraries print goes to standard error
+    # Give answers their own descriptor, and redirect what libraries print to standard error.
     answer = os.dup(_ANSWER)
     os.dup2(_ERRORS, _ANSWER)
     staged: dict[str, StagedFile] = {}
@@ -321,7 +322,7 @@ def main(source: str) -> None:
         _say(answer, reason=_reason_of(error))
         _leave(Path(source), 1)
     _say(answer, files=files)
-    # Not by the interpreter's own end, which may fail while a daemon thread stands in a read of standard
+    # Do not end the interpreter normally, which may fail while a daemon thread waits in a read of standard
     # input.
     os._exit(0)
 
@@ -356,14 +357,14 @@ def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dic
         for parent in (target / name).parents
         if parent == target or target in parent.parents
     }
-    # Deepest first: the entry of a directory is in its parent, which is synced after it.
+    # Sync the deepest directories first: the entry of a directory is in its parent, which is synced after it.
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)
     return entries
 
 
 def _say(answer: int, **said: Any) -> None:
-    # nobody may be there to hear it, and then the memory has to go all the same
+    # Ignore errors: even if nobody reads the answer, the memory has to be removed.
     with contextlib.suppress(OSError), open(answer, "w", closefd=False) as stream:
         stream.write(f"{json.dumps(said)}\n")
 
@@ -390,7 +391,7 @@ def _remove(directory: Path) -> None:
 def _leave(source: Path, code: int) -> None:
     """Remove what is in memory, although ranks that do not know of the end yet may still write there, and
     exit."""
-    # Again and again, because ranks that do not know it yet make files while the directory is removed.
+    # Repeat the removal, because ranks that do not know of the end yet may create files meanwhile.
     for _ in range(_REMOVALS):
         _remove(source)
         if not source.exists():

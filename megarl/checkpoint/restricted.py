@@ -52,7 +52,7 @@ def restricted_loading() -> Iterator[None]:
             load_plain(value, f"the object {read_item.storage_index.fqn} of the checkpoint")
         except ConversionError as error:
             raise UnusableCheckpointError(str(error)) from error
-        # DCP reads the stream again, from its beginning.
+        # Rewind the stream, because DCP reads it again from its beginning.
         value.seek(0)
         load_bytes(self, read_item, value)
 
@@ -86,7 +86,7 @@ def _read_data(self: dcp.FileSystemReader, plan: LoadPlan, planner: LoadPlanner)
 
 def _read_metadata(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     metadata = read_plain_index(Path(self.path))
-    # The rest of what DCP's own read_metadata does.
+    # Do the rest of what DCP's own read_metadata does.
     if metadata.storage_meta is None:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = self.load_id

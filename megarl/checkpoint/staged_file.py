@@ -54,7 +54,7 @@ class StagedFile:
         said = _read(description)
         self._pieces: list[dict[str, Any]] = said["pieces"]
         self._name = plain_name(description.name)
-        # None where nothing is in it
+        # The memory is None if nothing is in it.
         self._memory = None if said["memory"] is None else _opened(self._name, said["memory"])
 
     @property
@@ -127,7 +127,7 @@ def tensor_at(
     if not size:
         return torch.empty_strided(shape, stride, dtype=dtype)
     assert memory is not None
-    # an array of bytes first: not every dtype can be asked for
+    # Make an array of bytes first, because frombuffer does not support every dtype.
     return (
         torch.frombuffer(memory, dtype=torch.uint8, offset=place, count=size)
         .view(dtype)
@@ -180,7 +180,7 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
     """Open the memory of the rank that a file is in."""
     what = f"the memory of process {address['process']} that {name} is in cannot be opened"
     try:
-        # what it leads to by now may be a pipe
+        # Do not block: by now the descriptor may lead to a pipe.
         descriptor = os.open(
             f"/proc/{address['process']}/fd/{address['descriptor']}",
             os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK,
@@ -193,10 +193,10 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
         ) from None
     try:
         status = os.fstat(descriptor)
-        # The file itself is compared, because a process number and a descriptor are given again.
+        # Compare the file itself, because numbers of processes and descriptors are reused.
         if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
             raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
-        # private, for torch takes no memory that must not be written to
+        # Map it privately, because torch does not accept read-only memory.
         return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)

@@ -39,7 +39,7 @@ from megarl.checkpoint.storage import storage_error
 from megarl.errors import CheckpointError
 
 _Bytes = bytes | bytearray | memoryview
-# A multiple of the size of every dtype, as torch.frombuffer needs it, and a cache line.
+# This is a multiple of the size of every dtype, as torch.frombuffer requires, and the size of a cache line.
 _ALIGNMENT = 64
 
 
@@ -67,7 +67,8 @@ def staged(tensor: Tensor) -> StagedTensor:
     """Return a tensor of any device as a ``StagedTensor``, with the strides of a copy in memory of
     its own."""
     values = tensor.detach()
-    # torch.save writes the whole storage of a view: the copy in memory has to look like what DCP would write.
+    # Keep the strides only if the tensor fills its storage: torch.save writes the whole storage of a view,
+    # and the copy in memory has to look like what DCP would write.
     is_alone = values.is_cpu and values.untyped_storage().nbytes() == values.nbytes
     like = values if is_alone else torch.empty_like(values, device="meta")
     return StagedTensor(
@@ -126,8 +127,8 @@ class StagingBuffer:
         if size <= self._capacity:
             return
         available = available_bytes()
-        # Asked first: a page of shared memory that cannot be had kills the process with SIGBUS, where ENOSPC
-        # would be an error.
+        # Check first: a page of shared memory that is not available kills the process with SIGBUS instead of
+        # raising ENOSPC.
         if size - self._capacity > available:
             raise CheckpointError(
                 f"{size - self._capacity} bytes more of memory are needed to copy it, and {available} are "
@@ -135,10 +136,11 @@ class StagingBuffer:
             )
         if self._descriptor is None:
             self._descriptor = os.memfd_create("megarl-checkpoint", os.MFD_CLOEXEC)
-        # Pages are taken when they are written, so that a sparse file costs nothing until a tensor is in it.
+        # Pages are allocated when they are written, so that a sparse file costs nothing until it holds a
+        # tensor.
         os.ftruncate(self._descriptor, size)
         self._memory, self._capacity = mmap.mmap(self._descriptor, size), size
-        # fewer pages, so that the first save takes less, where the system allows it
+        # Use huge pages if the system allows it: fewer pages make the first save faster.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
@@ -152,8 +154,8 @@ class StagingBuffer:
         values = tensor_at(self._memory, place, piece.dtype, piece.shape, piece.stride)
         piece.fill(values)
         kind = (piece.dtype, piece.shape, piece.stride)
-        # An archive's length depends on dtype, shape and strides alone, and to make one takes as long as a
-        # copy.
+        # Cache the length of an archive, which depends only on dtype, shape and strides: making one takes as
+        # long as a copy.
         if kind not in self._lengths:
             self._lengths[kind] = _archive_length(values)
         dtype = str(piece.dtype).removeprefix("torch.")
@@ -237,7 +239,7 @@ class RankWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, directory: Path, buffer: StagingBuffer | None) -> None:
-        # Everything is synced once, before the checkpoint gets its name (appears_whole).
+        # Do not sync here: everything is synced once, before the checkpoint gets its name (appears_whole).
         super().__init__(str(directory), sync_files=False)
         self._directory, self._buffer = directory, buffer
 
@@ -253,7 +255,7 @@ class RankWriter(dcp.FileSystemWriter):
         plain = [(item, data) for item, data in found if item.type == WriteItemType.BYTE_IO]
         tensors = [(item, staged(data)) for item, data in found if item.type != WriteItemType.BYTE_IO]
         if torch.cuda.is_available():
-            # so does DCP, which copies from the device while it writes
+            # Sort the tensors like DCP, which copies from the device while it writes.
             tensors.sort(key=lambda each: _item_size(each[0]))
         future: Future[list[WriteResult]] = Future()
         future.set_result(staged_results(self._buffer, self._directory / name, name, plain, tensors))

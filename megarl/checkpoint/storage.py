@@ -46,7 +46,7 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
     Raises:
         StorageError: the last attempt failed for such a reason too. Every other error is raised unchanged.
     """
-    # None stands for the last attempt, which no pause follows.
+    # None stands for the last attempt, after which there is no pause.
     for pause in (*PAUSES_S, None):
         try:
             return read()
@@ -131,7 +131,7 @@ def _sizes(paths: Iterator[Path]) -> Iterator[int]:
         try:
             yield path.lstat().st_size
         except OSError:
-            # it vanished, or cannot be seen: then nothing is known of it
+            # Skip it: the file vanished, or cannot be seen, so that its size is unknown.
             continue
 
 

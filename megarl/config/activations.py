@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
 
-# Of a norm a float32 factor a token, and of attention a float32 normaliser a token and head.
+# Bytes of a norm's float32 factor for a token, and of attention's float32 normaliser for a token and head.
 _SCALE = 4
-# torch's indices are int64.
+# Bytes of an index: torch's indices are int64.
 _INDEX = 8
-# Two float32 tensors of each number.
+# A norm that is not fused keeps two float32 tensors, so 8 bytes for each number.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
 """Number of tokens in a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
@@ -79,7 +79,7 @@ def layer_activation_bytes(
         inside = _gated_delta_bytes(facts, kept)
     else:
         outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
-    # zero-centred norms are not fused: they keep two float32 tensors
+    # Zero-centred norms are not fused, so that they keep two float32 tensors.
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     outside += 2 * (facts.hidden_size * (norm + kept.element) + _SCALE)
     if "mlp" not in recomputed:
@@ -97,17 +97,19 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
             facts.latent_attention,
             (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank,
         )
-        # kernels want keys and values of one width: the narrower ones are filled up, and the output is cut
+        # Kernels need keys and values of one width, so that the narrower ones are padded and the output is
+        # cut to its width.
         wide = max(latent.qk_head_dim, latent.v_head_dim)
         numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
         norms = 1 + (latent.q_lora_rank is not None)
         return vectors * (kept.norm + kept.element) + norms * _SCALE, numbers * kept.element + normaliser
     query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
-    # queries and keys after their rotation, values, output; and beside the values those before it
+    # Count queries and keys after their rotation, values, and the output. If they are joined, those before
+    # the rotation are kept too, because the values share their tensor.
     numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     norms = norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
-    # its sigmoid in float32, the product, and the gate as a part of the joined tensor
+    # Count the gate's sigmoid in float32, the product, and the gate itself as a part of the joined tensor.
     gate = query * (4 + 2 * kept.element) if facts.output_gate else 0
     return 0, numbers * kept.element + norms + gate + normaliser
 
@@ -159,7 +161,7 @@ def sparse_layer_activation_bytes(
         (tokens, tensor, sequence_parallel, kept),
         [part for part in recomputed if part == "core_attn"],
     )
-    # Then it is a dense layer whose MLP keeps nothing.
+    # In this case the layer is a dense one whose MLP keeps nothing.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)

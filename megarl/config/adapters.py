@@ -82,7 +82,7 @@ def adapter_parameters(
     for rule in itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in layers):
         if not is_expert(rule.megatron_name):
             total += _parameters(section, rule, tensor)
-        # The experts of a layer are alike: the first one counts for all.
+        # The experts of a layer are all alike, so that the first one is counted for all.
         elif expert_index(rule.megatron_name) == 0:
             total += number * _parameters(section, rule, expert_tensor)
     return total
@@ -107,17 +107,17 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
     if rule.kind not in CUT_KINDS:
         return 0
-    # An empty list means every linear layer; experts have adapters only where they are named.
+    # An empty list means every linear layer. Experts, however, only have adapters if they are named.
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()
     for part in (part for part in rule.parts if len(part.shape) == 2):
         rows, columns = part.shape
-        # the factor at the cut side is cut, the other one is whole
+        # The factor on the divided side is divided, whereas the other one is held in full.
         rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
         name, stack = part.name.removesuffix(".weight"), stack_of(part)
         if stack is not None and is_named(stack, section["target_parameters"]):
-            # All matrices of a stack share the factor on the side of the input.
+            # All matrices of a stack share the factor on the input side.
             total += rows + columns * (stack not in stacks)
             stacks.add(stack)
         elif is_named(name, targets) and not is_named(name, excluded):
@@ -128,7 +128,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
     """Return the name of the stacked parameter in which transformers' model holds this matrix for all
     experts. None for a tensor that is not part of a stack."""
-    # of a family that is published in other names the last place is that of transformers' model
+    # If a family is published under other names, the last location is that of transformers' model.
     places = [
         place.name
         for place in tensor.places

@@ -82,7 +82,7 @@ _NEEDED = (
 )
 
 
-# Cached, so that all checks see one class of a user's file.
+# Cache the class, so that all checks use the same class of a user's file.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
     """Return the algorithm with that name or import path.
@@ -221,16 +221,16 @@ def run_type(name: object) -> Any:
 def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, model in {**built_in_models(), **dict(models)}.items():
-        # A plain mapping: a TypedDict would ask for keys that the section takes from policy.
+        # Use a plain mapping: a TypedDict would require keys that the section takes from policy.
         section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
         keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():
-        # an algorithm may have a loss or an environment of its own; one that has the built-in one keeps what
-        # is said of that
+        # An algorithm may have a custom loss or environment. If it has the built-in one, keep that one's
+        # description.
         if name not in keys or section not in section_types(keys[name]):
             keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
-    # made by a call: which sections there are is known only now
+    # Make the TypedDict by a call, because its sections are known only now.
     make: Any = TypedDict
     made = make("RunConfig", ordered)
     made.__doc__ = RunConfig.__doc__

@@ -37,7 +37,7 @@ DEFAULT_CACHE_GIB = 100.0
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
 PLACE_KEYS = ("path", "name")
-# Keys of a source that say nothing about the records of another place.
+# Keys of a source that do not apply to the records of another path or name.
 _OF_ONE_PLACE = frozenset({*PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
@@ -328,7 +328,7 @@ def key_steps(path: str) -> tuple[str | int, ...] | None:
     place = 0
     while place < len(path):
         match = _STEP.match(path, place)
-        # A key begins with a field, because a row is an object and no list.
+        # A key begins with a field, because a row is an object and not a list.
         if match is None or (place == 0 and match[1] is None):
             return None
         steps.append(match[1] if match[1] is not None else int(match[2]))

@@ -47,14 +47,14 @@ from megarl.key import defaults_of, fields_of, keys_of, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Sections that are filled in where they are there, as those of algorithms are.
+# Sections that are completed only if they are present, as the sections of algorithms are.
 _GIVEN: Mapping[str, Any] = {
     "loss_fn": ClippedPGLossConfig,
     "env": EnvConfig,
     "data": DataConfig,
     "cluster": ClusterConfig,
 }
-# Sections that a run has in any case.
+# Sections that every run has.
 _ALWAYS: Mapping[str, Any] = {
     "deadlines": DeadlinesConfig,
     "checkpointing": CheckpointingConfig,
@@ -71,11 +71,11 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         config: plain containers; need not be valid.
         name: name of the run's directory if the configuration does not set it.
     """
-    # The caller tries the same configuration again with other values.
+    # Copy, because the caller tries the same configuration again with other values.
     run = copy.deepcopy(dict(config))
     run.setdefault("run_dir", str(Path("runs") / name))
-    # Before the policy is filled in: a model takes what was written for the policy, and its own defaults
-    # follow its own keys.
+    # Complete the models before the policy: a model inherits what was written for the policy, but its
+    # defaults follow its own keys.
     models = {
         path: in_full(_section(run, "policy"), at(run, path) or {}, section)
         for path, section in _well_formed_models(run)
@@ -83,7 +83,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
-    # The run's own algorithm behind the built-in ones: it may give their sections another type.
+    # Put the run's own algorithm after the built-in ones, because it may give their sections another type.
     for key, section in {
         **_GIVEN,
         **built_in_sections(),
@@ -96,7 +96,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
-    # In the order in which a person would write it: this is what a dry run prints.
+    # Order the keys as a person would write them, because a dry run prints this.
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
@@ -116,11 +116,11 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
         filled["make_sequence_length_divisible_by"] = _padding_of(filled)
     optimizer = _section(_section(filled, "megatron_cfg"), "optimizer")
     if "max_grad_norm" not in filled and "clip_grad" in optimizer:
-        # 0 is Megatron's word for no clipping, null that of the other backends.
+        # Megatron uses 0 for no clipping, and the other backends use null.
         filled["max_grad_norm"] = optimizer["clip_grad"] or None
     filled = _filled(filled, PolicyConfig)
     if isinstance(filled["merged_adapter"], str):
-        # workers may run in another directory
+        # Make the path absolute, because workers may run in another directory.
         filled["merged_adapter"] = str(Path(filled["merged_adapter"]).expanduser().absolute())
     if isinstance(filled["generation"], dict):
         itself = "megatron" if _section(filled, "megatron_cfg").get("enabled") is True else "hf"
@@ -151,7 +151,7 @@ def complete_policy(policy: Mapping[str, Any]) -> PolicyConfig:
 def _complete_megatron(megatron: Config, policy: Config) -> Config:
     filled = _filled(megatron, MegatronConfig)
     if isinstance(filled["family_file"], str):
-        # workers may run in another directory
+        # Make the path absolute, because workers may run in another directory.
         filled["family_file"] = str(Path(filled["family_file"]).expanduser().absolute())
     precision = policy.get("precision")
     filled.setdefault("pipeline_dtype", precision)
@@ -185,7 +185,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if kind.section is not None:
             filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
-    # A rule reports it, together with all other faults.
+    # Ignore this error, which a rule reports together with all other faults.
     except ConfigError:
         return filled
     except Exception as error:
@@ -211,7 +211,7 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
-# Keys that an environment with a name has from the ``env`` section where it lacks them.
+# Keys that a named environment takes from the ``env`` section if it lacks them.
 _OF_ALL_ENVIRONMENTS = (
     "strip",
     "keep_special_tokens",
@@ -253,7 +253,7 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """Return the section, followed by the defaults of its absent keys."""
-    # Copied, because a default that is a list or a section would be shared by all configurations.
+    # Copy the defaults, because all configurations would share a list or a section otherwise.
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
@@ -262,7 +262,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
     key's value."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
-        # After the defaults, so that a key may follow one that is absent itself.
+        # Do this after the defaults, so that a key may follow one that is absent itself.
         if key.follows in filled:
             filled.setdefault(name, filled[key.follows])
     return filled

@@ -31,7 +31,7 @@ def is_engine(generation: GenerationConfig | None) -> bool:
     if generation is None:
         return False
     backend = at(generation, "backend")
-    # The policy's own backend on ranks of its own is an engine too (``APART``).
+    # The policy's own backend on separate ranks is an engine too (``APART``).
     return isinstance(backend, str) and (
         backend not in OF_THE_POLICY or at(generation, "colocated.enabled") is False
     )

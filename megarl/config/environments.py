@@ -20,7 +20,8 @@ SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
 """Environments that score responses with reward functions."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
-# ``megarl.rollout.tools.parsers`` asserts that it has these, in this order; ``tool_parser`` lists them too.
+# ``megarl.rollout.tools.parsers`` asserts that its parsers are these, in this order; ``tool_parser`` lists
+# them too.
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
@@ -442,7 +443,7 @@ def is_nemo_rl(kind: Any) -> bool:
 
 def class_of_actor(kind: Any) -> Any:
     """Return the class behind a Ray actor class; any other class is returned unchanged."""
-    # By its attribute, because a check of a configuration does not import Ray.
+    # Recognise an actor by its attribute, because a check of a configuration does not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 
@@ -553,7 +554,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not is_import_path(name):
         return
     function = own_function(name, key)
-    # Without the data nobody knows whether a parameter is called as one of their fields.
+    # Without the data, it is unknown whether a parameter has the name of one of their fields.
     if columns is None:
         return
     for fault in describe_faults(function, columns):
@@ -567,7 +568,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """Return the named environments of an ``env`` section: the subsections that are not among its own
     keys."""
-    # rewards, options and tools are sections too, and no environments.
+    # rewards, options and tools are sections too, but not environments.
     own = keys_of(EnvConfig)
     return {
         name: cast(EnvConfig, inner)

@@ -80,7 +80,7 @@ class VllmConfig(TypedDict):
             ),
         ]
     ]
-    # The key is in NeMo-RL's configurations.
+    # Accept the key, because NeMo-RL's configurations have it.
     async_engine: NotRequired[
         Annotated[
             Literal[False], Key("must be false: an engine gets a batch of prompts at once.", default=False)

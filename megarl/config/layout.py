@@ -45,7 +45,7 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
-        # The order in which Megatron-Core makes its groups by default, tp-cp-ep-dp-pp.
+        # Use the order in which Megatron-Core builds its groups by default, tp-cp-ep-dp-pp.
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
@@ -96,7 +96,7 @@ def read_pipeline_layout(text: str) -> list[str]:
             layout.
     """
     unrolled = text.replace(",", "").replace(" ", "")
-    # Groups first: the second pattern would take a closing bracket for a layer.
+    # Expand groups first, because the second pattern would read a closing bracket as a layer.
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
     unknown = sorted(set(unrolled) - set("EtL|"))
@@ -140,5 +140,5 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
         raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
     if sum(chunks) != num_layers:
         raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
-    # Megatron-Core gives chunk c to stage c modulo stages.
+    # Megatron-Core assigns chunk c to stage c modulo the number of stages.
     return [sum(chunks[stage::stages]) for stage in range(stages)]

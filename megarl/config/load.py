@@ -26,15 +26,15 @@ from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
-# Resolvers that look at nothing but their arguments.
+# Resolvers that depend only on their arguments.
 _PURE = ("mul",)
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
-# Of an address, or of a text with NAME=VALUE in it, the secret part alone is hidden.
+# In an address, or a text that contains NAME=VALUE, only the secret part is hidden.
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
-# The parser in C, without which some builds of PyYAML come.
+# Use the parser in C if there is one, because some builds of PyYAML lack it.
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = (
     "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the "
@@ -69,7 +69,7 @@ def load_config(
             that cannot be resolved or is not allowed, or a value that was hidden when the file was written.
         OverridesError: an override cannot be parsed or applied.
     """
-    # OmegaConf refuses to register a name twice.
+    # Register only once, because OmegaConf refuses a name that is registered already.
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
@@ -110,8 +110,8 @@ def _resolved(
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         if allow_env:
-            # OmegaConf does not say where a resolver had a part in a value; where a second reading with other
-            # variables differs, it had.
+            # OmegaConf does not report which values come from a resolver. Read the configuration a second
+            # time with other variables: the values that differ do.
             resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
         raise ConfigError(
@@ -121,7 +121,7 @@ def _resolved(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
     _refuse_hidden(resolved)
-    # From now on logs and errors of this process hide the secrets in it.
+    # From now on, logs and errors of this process hide the configuration's secrets.
     learn(cast(Config, resolved))
     return cast(Config, resolved)
 
@@ -180,7 +180,8 @@ def _with_another_environment(merged: DictConfig) -> Any:
     try:
         return OmegaConf.to_container(merged, resolve=True)
     finally:
-        # OmegaConf has one table of resolvers for the whole process: the next reading wants the real one.
+        # Restore the resolver: OmegaConf has one table of resolvers for the whole process, and the next
+        # reading needs the real one.
         OmegaConf.register_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
@@ -232,7 +233,7 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        # not OmegaConf's merge, which refuses to put a mapping where a list was
+        # Do not use OmegaConf's merge, which refuses to replace a list by a mapping.
         merged = _laid_over(merged, _load(inherited(parent, start), None, (*chain, path)))
     return _laid_over(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
 
@@ -241,7 +242,8 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
     """Merge one configuration over another. A data source in ``over`` drops the inherited keys that it
     replaces."""
     kept = dict(under)
-    # Keys of the inherited source that the new one does not name would describe other data.
+    # Drop keys of the inherited source that the new one does not name, because they would describe other
+    # data.
     for path in _SOURCES:
         inherited_source, written = at(under, path), at(over, path)
         if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
@@ -328,7 +330,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     Raises:
         OverridesError: an override cannot be parsed or applied.
     """
-    # Not resolved: an override may change what an interpolation refers to.
+    # Do not resolve, because an override may change what an interpolation refers to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
     for override in overrides:
@@ -352,7 +354,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
                 "key.of.section=value"
             )
             hidden = _without_secret(text, override)
-            # Without the cause where that would show the secret.
+            # Omit the cause if it would show the secret.
             raise OverridesError(hidden) from (None if said or hidden != text else error)
     _drop_replaced(changed, overrides)
     return changed
@@ -407,15 +409,15 @@ def _apply(config: DictConfig, override: str) -> None:
         raise OverridesError(
             f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
         )
-    # OmegaConf.update would put an empty section where a value is on the way, without a word.
+    # Refuse a path that leads through a value: OmegaConf.update would silently replace the value by an empty
+    # section.
     _refuse_path_through_value(config, override, key)
     if sign == "+" and _is_there(config, key):
         raise OverridesError(
             f"override {override!r} adds a key that is there already. Fix: write {key}={text}"
         )
     value = _value_of(text)
-    # a list takes the place of a section, and a section that of a list: OmegaConf would merge them, which
-    # fails
+    # A list replaces a section, and a section replaces a list: OmegaConf would try to merge them, and fail.
     merge = isinstance(value, dict) and not OmegaConf.is_list(OmegaConf.select(config, key))
     OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
@@ -441,7 +443,7 @@ def _refuse_depth(text: str) -> None:
 
 def _value_of(text: str) -> Any:
     _refuse_depth(text)
-    # By OmegaConf's reader, as files are: PyYAML's takes 1e-6 for a text.
+    # Use OmegaConf's reader, which also reads the files: PyYAML's own reads 1e-6 as a text.
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 
@@ -496,7 +498,7 @@ def with_environment(config: Mapping[str, Any]) -> Config:
     if not isinstance(section, Mapping) or not (steps or workers):
         return dict(config)
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
-    # Compared as text too, because parts that are no numbers were passed over.
+    # Compare the text as well, because parts that are not numbers were skipped.
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
         bound = "first:stop is wanted, the first of the steps and the one after the last"
         raise ConfigError(

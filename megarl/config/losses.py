@@ -44,7 +44,8 @@ class ClippedPGLossConfig(TypedDict):
         float | None,
         Key(
             "bound of the second clip, for negative advantages; null turns it off.",
-            # At 1 the bound would hold as soon as the ratio of a bad answer grows, below 1 from the start.
+            # At 1 the bound would apply as soon as the ratio of an incorrect response grows, and below 1 from
+            # the start.
             Range(low=1, low_open=True),
             advice="write null to turn the second clip off, or for example 3.0",
         ),

@@ -159,7 +159,7 @@ def _stage_memory(
     kept: Operations,
 ) -> RankMemory:
     megatron, element = policy["megatron_cfg"], kept.element
-    # Megatron-Core's gradient buffer is in float32, or in the type of the weights.
+    # Megatron-Core's gradient buffer is in float32 or in the dtype of the weights.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
@@ -175,18 +175,18 @@ def _stage_memory(
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
         trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
-        # The model without its adapters is the reference, and needs no copy.
+        # The model without its adapters serves as the reference, so that no copy is needed.
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
-        # Megatron-Core's distributed optimizer divides over the data and context ranks together.
+        # Megatron-Core's distributed optimizer divides its state over the data and context ranks together.
         copies = layout.data * layout.context
-        # An expert's copies are on all ranks of a stage that hold no other part of the experts.
+        # Copies of an expert are on all ranks of a stage that hold no other part of the experts.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
-        # Rounded up: the buffers are padded to parts of one size.
+        # Round up, because the buffers are padded to equal parts.
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
-    # there are copies of float32 weights too, and of the gradients that come while the backward pass goes on
+    # Include copies of float32 weights, and of the gradients that arrive during the backward pass.
     overlaps = megatron["distributed_data_parallel_config"]["overlap_grad_reduce"] is not False
     early = gradient * (overlaps and policy["precision"] != "float16")
     in_host = share * state * (each + 4 * (element == 4) + early) / each if share else 0
@@ -326,7 +326,7 @@ def logit_bytes(
         -(-tokens // layout.context)
         for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
-    # beside adapters the layer is not trained
+    # With adapters the output layer is not trained, so that its weight has no gradient.
     chunk, weight = (
         policy["logprob_chunk_size"],
         columns * facts.hidden_size if adapters_of(policy) is None else 0,
@@ -359,7 +359,8 @@ def generation_cache_bytes(
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    # of latent attention keys and values of all heads, not what they are projected up from
+    # With latent attention, count the keys and values of all heads, and not the latents from which they are
+    # projected.
     width = (
         2 * facts.head_dim
         if facts.latent_attention is None
@@ -407,7 +408,7 @@ def estimate_sharded(
     stepped = kept = weight_bytes(policy)
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
-        # weights that are not trained are kept in the type they compute in
+        # Weights that are not trained are stored in the dtype of the computation.
         outside = sum(vocabulary_adapter_parameters(adapters, facts, layout.tensor))
         trained_parameters = -(
             -(outside + adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor)) // shards
@@ -429,7 +430,7 @@ def estimate_sharded(
         -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
-    # The torch backends run neither mixtures of experts nor gated delta nets (rules/not_yet.py).
+    # The torch backends support neither mixtures of experts nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = (

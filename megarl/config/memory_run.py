@@ -92,7 +92,7 @@ def device_ledger(
         rest: memory that an offloaded training process still takes (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
-    # Each model has processes of its own on the device.
+    # Each model has its own processes on the device.
     rest *= 1 + len(beside)
     resumed, trained = rest + rank.weights + rank.gradients + rank.optimizer, rest + rank.peak
     parameters = rest + rank.weights
@@ -101,8 +101,8 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy has left", rest, engine.budget),
         Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
-        # vLLM keeps what its rank has of a layer's experts until all of them came, and then loads them into a
-        # new layer
+        # vLLM keeps its rank's experts of a layer until all of them have arrived, and then loads them into a
+        # new layer.
         Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
@@ -139,7 +139,7 @@ def moments_apart(
         Moment("refit", rest + rank.state, 0, slots + gathered),
         *(Moment(f"{name} in its turn", rest + other.peak, 0, slots) for name, other in beside.items()),
         Moment("generation, a device of an engine", 0, engine.budget, slots),
-        # as of an engine that shares the device, which has slept until then
+        # Count the experts twice, as for an engine that shares the device and has slept until then.
         Moment("refit, a device of an engine", 0, engine.budget + 2 * engine.experts, slots),
     ]
 
@@ -149,8 +149,8 @@ def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     if configured is not None:
-        # A configured size is that of both; but each holds the largest weight, which is gathered beside them
-        # where it is larger than what is set aside for that.
+        # A configured size covers both buffers. Each, however, must hold the largest weight, which is
+        # gathered in addition if it exceeds the memory that is reserved for gathering.
         return max(int(configured * GIB), 2 * largest), largest if largest > GATHERED_BYTES else 0
     return 2 * max(SLOT_BYTES, largest), max(GATHERED_BYTES, largest)
 
@@ -220,7 +220,7 @@ def host_memory(
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together
-    # With several nodes, engines apart have nodes of their own.
+    # With several nodes, separate engines have their own nodes.
     if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
         found += apart[1] * (engine.host + on_cpu * engine.budget)
     return int(found)

@@ -159,7 +159,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         KeyError: a size is missing.
         ValueError: a size is not a number of at least 1.
     """
-    # Models that also see have the sizes of their language model in a section.
+    # Multimodal models store the sizes of their language model in a section.
     text = content.get("text_config") or content
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
@@ -169,7 +169,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     model_type = (
         whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     )
-    # A family that is not known is counted like most: the torch backends may run it.
+    # Count an unknown family like most others, because the torch backends may support it.
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
@@ -178,15 +178,15 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         family.read_latent_attention(config, problems),
     )
     gated_delta = family.read_gated_delta(config, num_layers, problems)
-    # What else there is to say is about Megatron-Core, which another backend need not care about. Layers of
-    # unknown kinds would be counted as if they had attention.
+    # Raise only these problems: the others concern Megatron-Core, which another backend does not use. Layers
+    # of unknown kinds would be counted as if they had attention.
     sizes = [
         problem for problem in problems if problem.endswith(SIZE_NEEDED) or problem.startswith("layer_types")
     ]
     if sizes:
         raise ValueError("; ".join(sizes))
     windows = _windows(config, family, num_layers)
-    # a model without dense layers need not say how wide they are
+    # A model without dense layers need not state their width.
     width = "intermediate_size" if "intermediate_size" in text or mixture is None else "moe_intermediate_size"
     return ModelFacts(
         family=model_type,
@@ -194,7 +194,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        # As transformers has it in the configs of these models.
+        # transformers stores this value in the configs of these models.
         head_dim=latent.qk_rope_head_dim
         if latent
         else int(text.get("head_dim") or int(text["hidden_size"]) // heads),

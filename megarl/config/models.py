@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection, Role
 
 POLICY: Final = "policy"
-# The section within a dotted key, and not the word in a sentence.
+# Match the section within a dotted key, but not the word in a sentence.
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-# Keys that say what a model is for.
+# Keys that depend on what a model is used for.
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft", "merged_adapter")
 
 
@@ -56,7 +56,7 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
         of_policy["reward_model_cfg"] = {"enabled": True}
     else:
         of_policy |= {key: policy[key] for key in ("generation", "generation_batch_size") if key in policy}
-    # Copied: what is filled in for one model must not appear in another.
+    # Copy, because a default that is completed for one model must not appear in another.
     return merge(copy.deepcopy(of_policy), copy.deepcopy(dict(own)))
 
 

@@ -39,7 +39,7 @@ SECTIONS = {
 trainer's too."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
-# Keys of the Megatron backend, as the torch backends have them.
+# Keys of the Megatron backend, and the same keys on the torch backends.
 _ON_TORCH = {
     f"{_OPTIMIZER}.lr": "policy.optimizer.kwargs.lr",
     f"{_OPTIMIZER}.weight_decay": "policy.optimizer.kwargs.weight_decay",
@@ -49,7 +49,7 @@ _ON_TORCH = {
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
-# Sections of other trainers that have such keys within, and so are entered.
+# Sections that contain keys of other trainers, and are therefore searched.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
 _IS_KEY = re.compile(r"[\w.{}]+")
 
@@ -79,7 +79,7 @@ def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return kept_of(config), found
 
 
-# NeMo-RL's sections of adapters, by backend.
+# NeMo-RL's names of the sections for adapters, by backend.
 _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
@@ -95,7 +95,7 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(section, Mapping) or not isinstance(section.get(name), Mapping):
             continue
         if section.get("enabled") is True:
-            # both sections at once: the second is then no key, which is an error
+            # If both sections exist, leave the second one, which is then an unknown key and thus an error.
             if "peft" in policy:
                 continue
             moved["peft"] = _as_peft(section[name])
@@ -120,7 +120,7 @@ def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violat
         config: the run's configuration as far as it is known; some replacements depend on its algorithm and
             backend.
     """
-    # A critic's or a teacher's section has the keys of policy, and so the foreign ones of it.
+    # The section of a critic or a teacher has the keys of policy, and therefore the same foreign keys.
     entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
     if entry is not None:
         trainer, text = entry
@@ -171,13 +171,13 @@ def override_faults(overrides: Sequence[str]) -> list[Violation]:
     Raises:
         OverridesError: an override cannot be parsed.
     """
-    # A key that is removed is one of the configuration, which is not known here.
+    # Skip removed keys: they belong to the configuration, which is not known here.
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
     return [
         *found,
-        # Absent keys are no faults: the configuration may have them.
+        # Ignore absent keys, because the configuration may have them.
         *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
     ]
 

@@ -18,7 +18,7 @@ from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import LayerKind
 from megarl.config.arithmetic import padded_vocabulary
 
-# a buffer, which no gradient reaches
+# This tensor is a buffer, which receives no gradient.
 _NO_PARAMETER = ".router.expert_bias"
 _NUMBER = re.compile(r"\.layers\.\d+\.")
 
@@ -54,7 +54,7 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
         for rule in _model_rules(facts)
         if (first if rule.megatron_name.startswith("embedding.") else last)
     ]
-    # A tied output layer has no tensor of its own: on a first stage it is the embedding, elsewhere a copy.
+    # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
     outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
     return outside + sum(
         layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage])
@@ -78,7 +78,7 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
     """
     if facts.mixture is None:
         return 0
-    # The experts of all sparse layers have one size, so that the first one stands for all of them.
+    # The experts of all sparse layers have the same size, so that the first layer represents all of them.
     rules = _layer_rules(facts, facts.mixture.sparse_layers.index(True))
     return (
         facts.num_experts
@@ -160,7 +160,7 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return _rules_of_kind(facts, first_layer(facts, facts.kind_of(layer)))
 
 
-# A model has many layers and few kinds of them.
+# Cache by kind, because a model has many layers but few kinds of them.
 @lru_cache(maxsize=16)
 def _rules_of_kind(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return tuple(

@@ -23,7 +23,8 @@ PATIENCE_S = 30.0
 """Seconds that a path may take to respond; a server that is only busy responds sooner."""
 
 _LOOK_S = 1.0
-# Of processor time between two looks, by which something is read; what the looks themselves take is less.
+# If the process used more CPU time than this between two checks, it is reading something. The checks
+# themselves use less.
 _BUSY_S = 0.001
 
 _FIX = "see df and dmesg, mount it anew (umount -l), or give another place"
@@ -47,7 +48,7 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
         ConfigError: some paths do not respond.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    # All looks begin before the first is waited for: several dead mounts cost the patience once.
+    # Start all checks before waiting for the first, so that several dead mounts take the patience only once.
     looks = {path: _Look(path) for path in set(places.values())}
     end = time.monotonic() + patience_s
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
@@ -106,7 +107,8 @@ class _Reading:
     def _run(self) -> None:
         try:
             self._value = self._read()
-        # Of any kind: without ``done`` the end of the thread would pass for a mount that is gone.
+        # Catch every error: without ``done``, a thread that ended would look like a mount that does not
+        # respond.
         except BaseException as error:
             self._error = error
         self.done.set()
@@ -127,13 +129,13 @@ class _Look:
         threading.Thread(target=self._look, args=(path,), name=f"look at {path}", daemon=True).start()
 
     def _look(self, path: str) -> None:
-        # a path that does not exist is reported by whoever needs it
+        # A path that does not exist is reported by the code that needs it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             _stat(Path(path).expanduser())
         self.done.set()
 
 
-# A name of this module, which a test can replace without changing os for everybody.
+# Use a name in this module, which a test can replace without changing os for all other code.
 _stat: Callable[[Path], object] = os.stat
 
 

@@ -70,7 +70,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
-        # Only the policy generates: the others have no cache of keys and values.
+        # Remove the generation section, because only the policy generates: the other models have no KV cache.
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         layout = layout_of(View(seen))
         found[path] = (
@@ -141,7 +141,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
     """Return the number of process groups with several ranks for which a training rank has an NCCL
     communicator."""
     megatron = policy["megatron_cfg"]
-    # a section that is not enabled is not filled in
+    # A section that is not enabled is not completed with defaults.
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
     # A group of one rank needs no communicator.
@@ -154,7 +154,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
         layout.pipeline * layout.tensor,
         *experts,
     )
-    # Data and context ranks together reduce gradients; without context ranks that is the data group.
+    # Data and context ranks reduce gradients in a common group. Without context ranks, it is the data group.
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
 
 
@@ -168,7 +168,7 @@ def size_text(size: int) -> str:
     return f"{amount:.2f} TiB"
 
 
-# whether it fits
+# Whether the run fits into memory.
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
@@ -250,7 +250,7 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
     )
 
 
-# Each candidate costs a validation of the whole configuration (``proposals``).
+# Limit the candidates, because each requires a validation of the whole configuration (``proposals``).
 _MOST_CANDIDATES, _SHOWN = 12, 3
 _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
@@ -272,7 +272,7 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
     state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
-        # A pair with one change that has room by itself says nothing new.
+        # Skip a pair if one of its changes is enough by itself.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
             fitting.append(first)
             yield first
@@ -324,7 +324,7 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
         found[recompute] = [True]
     generation = generation_of(policy) if generates(config) else None
     if generation is not None and generation["backend"] in OF_THE_POLICY:
-        # of the caches that the policy, or an engine of its own backend, has
+        # Halve the size of the KV cache that the policy, or an engine of its own backend, allocates.
         found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:

@@ -180,7 +180,8 @@ class MegatronOptimizerConfig(TypedDict):
             ),
         ]
     ]
-    # The other types are in NeMo-RL's configurations, and a rule refuses them with its reason.
+    # Accept the other dtypes too, because NeMo-RL's configurations have them and a rule refuses them with its
+    # reason.
     params_dtype: NotRequired[
         Annotated[Precision, Key("dtype of the parameters that the optimizer updates.", default="float32")]
     ]
@@ -882,7 +883,7 @@ class PolicyConfig(TypedDict):
         Annotated[int, Key("pad batches to a multiple of this length.", AT_LEAST_1, default=1)]
     ]
     max_total_sequence_length: Annotated[
-        # A prompt and a response have a token each at least.
+        # The minimum is 2, because prompt and response have at least one token each.
         int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))
     ]
     max_grad_norm: NotRequired[

@@ -13,9 +13,9 @@ from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
 Changes = Mapping[str, object]
-# Validations of a configuration take some milliseconds each.
+# Limit the validations, each of which takes some milliseconds.
 _MOST_TRIALS = 400
-# Candidates of different rules that are combined at most.
+# Maximum number of candidates of different rules that are combined.
 _MOST_STEPS = 3
 
 
@@ -49,7 +49,7 @@ def valid(
         while pending:
             key, value = pending.popitem()
             raw = put(raw, key, value)
-            # What is written as a reference to a changed key changes with it.
+            # A key that is written as a reference to a changed key changes with it.
             pending |= {other: value for other in follow.get(key, ()) if other not in changes}
         return examine(raw)[1]
 
@@ -74,7 +74,7 @@ def with_proposals(
         before = {violation.key for violation in search.after(search.chosen)}
         group = search.settle(key) if key in before else None
         if group is not None:
-            # A change may mend several keys, which then have one fix.
+            # One change may correct several keys, which then share the fix.
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [
@@ -104,7 +104,7 @@ class _Search:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after
-        # By the changes as JSON; those of no change are known.
+        # Known results, by the changes as JSON. The result without changes is known from the start.
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
@@ -130,7 +130,7 @@ class _Search:
         previously valid key breaks a rule; None if none are found."""
         if len(self._known) > _MOST_TRIALS:
             return None
-        # Other keys that break rules of their own are mended later.
+        # Tolerate faults of other keys, which are corrected later.
         tolerated = self._open - {key, *changes}
         faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
         if not faults:

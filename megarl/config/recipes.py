@@ -82,7 +82,7 @@ def find(text: str) -> Path:
     path = Path(text)
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
-        # As the documents write it, from a clone.
+        # The documents write the name as a path within a clone.
         name = "/".join((*path.parts[:-1], path.stem)).removeprefix("configs/")
         if path.parts[0] == "configs" and not path.exists() and _shipped(name) is not None:
             raise ConfigError(f"{text}: there is no such file here. Fix: write {name}, which is shipped")
@@ -91,7 +91,7 @@ def find(text: str) -> Path:
     if shipped is not None:
         return shipped
     if path.exists() or len(path.parts) > 1 or is_yaml:
-        # the reader says that there is no such file
+        # The code that reads the file reports that it does not exist.
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(
@@ -123,7 +123,7 @@ def missing_recipe(words: Iterable[str]) -> Violation:
         parts = {
             part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))
         }
-        # of equally likely ones the plainest first
+        # Among equally likely recipes, prefer the simplest.
         return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
 
     likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
@@ -152,7 +152,7 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
         run_dir: run directory of this launch.
     """
     old = Path("runs") / Path(text).stem
-    # os.path takes a name that no file can have for an absent one; the run itself refuses it.
+    # Use os.path, which treats a name that no file can have as absent; the run itself refuses such a name.
     is_misnamed = old != Path(run_dir) and not os.path.exists(run_dir) and os.path.isfile(old / "config.yaml")
     return str(old) if is_misnamed else None
 

@@ -180,7 +180,7 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
     """Yield a section and its subsections, each with its dotted path."""
     yield path, section
     for key, annotation in keys_of(section).items():
-        # a list of sections beside one of them has the same keys
+        # Remove duplicates: a key may accept a section or a list of sections, both with the same keys.
         for inner in dict.fromkeys(section_types(annotation)):
             yield from _sections(f"{path}.{key}" if path else key, inner)
         for inner in named_section_types(annotation):
@@ -220,7 +220,7 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 
 def _absent_values(path: str) -> Iterator[Any]:
     """Yield the default of a key in two example configurations that differ in all their sizes."""
-    # A default that is the same in both is a constant; one that follows another key differs.
+    # A default that is equal in both examples is a constant, whereas one that follows another key differs.
     for size in (8, 24):
         example = _example(size)
         *parents, key = path.split(".")
@@ -249,7 +249,7 @@ def _example(size: int) -> dict[str, Any]:
         "train_micro_batch_size": size // 8,
         "max_total_sequence_length": size,
     }
-    # Both are enabled, as a section is filled in only then; no rule looks at these examples.
+    # Enable both, because only then are their sections completed; no rule checks these examples.
     backends = {
         "precision": "bfloat16" if size == 8 else "float32",
         "megatron_cfg": megatron,

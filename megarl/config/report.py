@@ -40,7 +40,7 @@ from megarl.redaction import redacted
 
 WIDTH = 100
 RANKS_SHOWN = 32
-# Terms of a rank's memory, each in words.
+# Names of the terms of a rank's memory, as they are shown.
 _TERMS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -63,7 +63,7 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
     """
     layout = layout_of(View(config))
     console.rule("configuration")
-    # before the console breaks lines: half a secret would not be found
+    # Redact before the console breaks lines, because half a secret would not be recognized.
     shown = redacted(config)
     console.print(yaml.safe_dump(shown, sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
@@ -186,7 +186,8 @@ def validation_table(config: RunConfig) -> Table:
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     """Return a table of a rank's memory, one column per pipeline stage. If there are many stages, it shows
     the first, second and last one. ``model`` is the section of a model other than the policy."""
-    # The embedding is in the first stage, the output layer in the last; those between are much alike.
+    # The first stage has the embedding and the last one the output layer. The stages between them are much
+    # alike.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

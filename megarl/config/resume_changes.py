@@ -12,9 +12,9 @@ from megarl.config.nested import at
 from megarl.config.policy import STATE_KEYS
 from megarl.errors import ConfigError, Violation
 
-# The optimizer's state brings these values along, so that others would be ignored.
+# A checkpoint's optimizer state contains these values, so that other ones would be ignored.
 _KEPT_BY_STATE = ("policy.optimizer", "policy.megatron_cfg.optimizer")
-# What a schedule is made of; it goes on from the checkpoint's step, so that these take effect.
+# Keys that define a schedule. Changes take effect, because the schedule continues from the checkpoint's step.
 _SCHEDULE = (
     "policy.learning_rate",
     "policy.optimizer.kwargs.lr",
@@ -24,10 +24,10 @@ _SCHEDULE = (
     "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.scheduler",
 )
-# Its state has another form, which the other one does not read.
+# The state of this optimizer has another format, which the other optimizer cannot read.
 _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
-# How a step is computed, not what: any of these reads the state of any other; the distributed optimizer has a
-# rule of its own.
+# Keys for how a step is computed, and not for its result: every setting reads the state of every other one.
+# The distributed optimizer has a separate rule.
 _FREE = (
     _DISTRIBUTED,
     *(
@@ -38,8 +38,8 @@ _FREE = (
     *(f"policy.optimizer.{key}" for key in STATE_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
-# What the run so far was promised to be made of. Where the data lies is free: its content is compared by its
-# fingerprint.
+# Keys that must stay the same during a run. The location of the data may change, because a fingerprint
+# compares its content.
 _PROMISED = (
     "algorithm",
     "recipe",
@@ -66,7 +66,7 @@ _PLACES_OF_DATA = (
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
-# Sections whose keys megarl does not know.
+# Sections with keys that megarl does not know.
 _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
@@ -125,7 +125,7 @@ def check_changes(
     trained = [path for path, section in models if section.is_trained]
     others = [path for path, section in models if not section.is_trained]
     violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
-    # of a model that is not trained there is no state
+    # Leave out models that are not trained, because they have no state.
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
     violations += [
         *_other_form(of_state, trained, checkpoint),

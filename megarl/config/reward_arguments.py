@@ -105,10 +105,11 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     known."""
     parameters = _parameters_of(function)
     if parameters is None:
-        # Without a signature, as of some functions in C, there are no names to go by.
+        # Some functions in C have no signature, and therefore no names of parameters.
         return Arguments((RESPONSE, ANSWER), ())
     names = [each.name for each in parameters if each.kind in _NAMED]
-    # A known name gets its value even where it has a default; an unknown one keeps its default.
+    # A parameter with a known name gets its value even if it has a default; one with an unknown name keeps
+    # its default.
     given = [
         each
         for each in parameters
@@ -182,8 +183,8 @@ def values_for(
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-    # A field of the data that is called so is what the function was written for: verl's extra_info, TRL's
-    # ground_truth.
+    # Prefer a field of the data with this name, because the function was written for it: verl's extra_info,
+    # TRL's ground_truth.
     if name in columns and SINGLE.get(name) not in (RESPONSE, PROMPT, STATE):
         found = columns[name]
     elif name in SEVERAL:

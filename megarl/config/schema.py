@@ -34,7 +34,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
 
-# strict: a text never becomes a number, nor a number a flag.
+# Be strict: a text never becomes a number, and a number never becomes a flag.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 EXPECTED = {
@@ -79,8 +79,8 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
     pending = [section]
     while pending:
         current = pending.pop()
-        # pydantic reads this attribute from each TypedDict by itself: a section without it would take unknown
-        # keys and turn texts into numbers.
+        # pydantic reads this attribute from each TypedDict separately: a section without it would accept
+        # unknown keys and convert texts to numbers.
         current.__pydantic_config__ = STRICT
         for annotation in keys_of(current).values():
             pending += [*section_types(annotation), *named_section_types(annotation)]
@@ -93,8 +93,8 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
         named = named_environments(env)
-        # Names of environments are the user's, so that no TypedDict can have them as keys; each is checked as
-        # a section of its own.
+        # Check named environments as separate sections: the user chooses their names, so that no TypedDict
+        # can have them as keys.
         config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
     violations = check_section(config, run_type(name))
     for environment, section in named.items():
@@ -103,7 +103,7 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     for path, model in model_sections(config).items():
         violations += _violations_of_model(config, path, model, known)
     if isinstance(name, str) and is_import_path(name) and not sections_of(name):
-        # which sections such a run has, only its algorithm could say, and that cannot be loaded
+        # Only the algorithm knows which sections such a run has, and it cannot be loaded.
         return [violation for violation in violations if violation.key in ORDER or "." in violation.key]
     return violations
 
@@ -149,14 +149,14 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
         faults = error.errors(include_url=False)
     else:
         return []
-    # Of a union pydantic reports the faults of all members; those of a list, for somebody who wrote a
-    # section, would hide the one that counts.
+    # For a union, pydantic reports the faults of all members. If the user wrote a section, the faults of the
+    # list would hide the relevant one.
     located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
     violations = list[Violation]()
     for steps, fault in located:
         location = tuple(part for part, real in steps if real)
         violations.append(_violation(fault, location, section, prefix))
-    # One violation a key, its first, in the order in which they were found.
+    # Return only the first violation of each key, in the order in which they were found.
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
 
@@ -193,7 +193,7 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
                 faults_by_member.values(),
                 key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)),
             )
-            # By identity, as a fault is a dictionary, which no set holds.
+            # Compare by identity, because a fault is a dictionary, which a set cannot hold.
             dropped = set[int]()
             for faults in faults_by_member.values():
                 dropped.update(map(id, faults if faults is not best else ()))

@@ -498,7 +498,7 @@ class ProfilerConfig(TypedDict):
 class AlgorithmConfig(TypedDict):
     """Keys that a run reads from an algorithm's own section, if the section has them."""
 
-    # Without meanings: each algorithm's own section has them.
+    # These keys have no descriptions here, because each algorithm's own section has them.
     max_num_steps: int
     max_num_epochs: NotRequired[int | None]
     val_period: NotRequired[int]

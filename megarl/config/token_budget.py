@@ -23,7 +23,7 @@ SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
 """Share of a device that a chosen budget may fill. The rest is for memory that the plan does not count, such
 as fragmentation. Assumed, not measured."""
-# The first breaks no rule, as rules ask for a least budget alone.
+# The largest budget breaks no rule, because rules only require a minimum.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
 
@@ -42,7 +42,7 @@ def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -
             continue
         checked = validate(put(given, key, _LARGEST))
         section = key.rpartition(".")[0]
-        # of a section that is not enabled nothing is read
+        # Nothing is read from a section that is not enabled.
         tokens = (
             _chosen(checked, key)
             if at(checked, f"{section}.enabled")

@@ -40,14 +40,14 @@ def validate_config(
     Raises:
         ConfigError: has every violation that was found. The proposed changes satisfy all rules at once.
     """
-    # by null a file or a command line takes a section away that it inherits
+    # Drop null sections: with null, a file or a command line removes an inherited section.
     given, foreign = without_foreign_keys(
         {key: value for key, value in config.items() if value is not None or key not in ORDER}
     )
-    # Calls this function again, with a number in the place of auto.
+    # This calls the present function again, with a number in place of auto.
     given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
-    # Before all else: every later check may touch a path, and one on a dead mount is waited for without end.
+    # Do this first: every later check may access a path, and on a dead mount it would wait without end.
     require_answers(dict(places_of(completed)))
 
     def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
@@ -104,7 +104,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
         )
 
     if world_size is not None:
-        # All ranks are the policy's, whatever its section has about engines on ranks of their own.
+        # Assign all ranks to the policy, even if its section has engines on separate ranks.
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
     completed: PolicyConfig = valid(given, examine, dict)[POLICY]
     return completed
@@ -127,7 +127,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         known = [violation.value for violation in model_violations]
         model_violations += [violation for violation in more if violation.value not in known]
     broken = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
-    # a plan is made of what breaks no rule
+    # A memory plan requires a configuration that breaks no rule.
     return broken or list(state_fits(cast(RunConfig, completed)))
 
 
@@ -147,7 +147,7 @@ def facts_or_violations(
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
-            # Before the model is read, which may be of that family.
+            # Load the file before the model is read, because the model may belong to this family.
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [

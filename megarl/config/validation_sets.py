@@ -76,7 +76,7 @@ def set_name(source: DataSource) -> str:
         return str(given)
     name = source.get("name")
     end = str(name).rstrip("/").rpartition("/")[2] if name is not None else Path(str(source.get("path"))).stem
-    # As `fault_of_name` wants names of the user's.
+    # Make a name that `fault_of_name` accepts from users.
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", end)
     return plain if re.match(r"[A-Za-z]", plain) else f"set_{plain}"
 
@@ -116,6 +116,6 @@ def _members(sources: Sequence[ValidationSource]) -> dict[str, _Members]:
     for place, source in enumerate(sources):
         members = sets.setdefault(set_name(source), _Members())
         members.places.append(place)
-        # Sources of one set agree on these; a rule has compared them.
+        # All sources of one set have the same values here, which a rule has checked.
         members.said |= {key: source[key] for key in SAMPLING_KEYS if key in source}
     return sets

@@ -29,19 +29,19 @@ PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% 
 RENDER_SECONDS = 10.0
 """Maximum seconds that a template may take for one conversation."""
 
-# Address space that rendering may add to the process.
+# Maximum address space that rendering may add to the process.
 _RENDER_BYTES = 4 << 30
 
 _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 """Limit on the length of a rendered text: the first number of characters, plus the second for each character
 of its messages and tools."""
 
-# The function by which transformers gives templates the date.
+# Name of the function through which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# Letters and digits that no template writes by itself, trims or escapes.
+# Markers of letters and digits that no template writes by itself, trims or escapes.
 PROBE, FOLLOWING, REASONED = "probed1value", "following2turn", "reasoned3text"
 ASKED = {"role": "user", "content": "asked0first"}
 _NAME, _IDENTIFIER = "look_up", "call00001"
@@ -80,7 +80,8 @@ class ChatTemplate:
                     "that it would do nothing; the "
                     f"template begins {self.text[:60]!r}. Fix: remove it, or correct its name"
                 )
-        # A value of the call hides the function of the same name that transformers gives every template.
+        # A value that is passed to the call hides the function of the same name, which transformers gives
+        # every template.
         self._clock = {"strftime_now": date.strftime} if date is not None and self.reads_clock else {}
         self._date = date if self._clock else None
 
@@ -161,7 +162,7 @@ class ChatTemplate:
                 f"{len(given)} messages; it begins "
                 f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
             ) from None
-        # A template is a program, and may fail in whatever way it does.
+        # Catch everything, because a template is a program that may fail in any way.
         except (Exception, MemoryError) as error:
             where = self._failing_turn(given, tools, options) if len(given) > 1 else ""
             raise RecordError(
@@ -190,7 +191,8 @@ class ChatTemplate:
             try:
                 self._call(messages[:place], tools, options)
                 break
-            # OutOfTimeError is named because it is no Exception: libraries would catch it and go on.
+            # Name OutOfTimeError, because it is not an Exception: otherwise libraries would catch it and
+            # continue.
             except (Exception, OutOfTimeError):
                 place -= 1
         return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
@@ -198,7 +200,8 @@ class ChatTemplate:
     def _with_calls(self, message: ChatMessage, origin: str) -> ChatMessage:
         """Return a message with its tool calls and results in the template's format."""
         if message["role"] == "tool" and "<tool_response>" in self.text:
-            # data in Hermes' form have marks that the template would write a second time
+            # Remove the marks that data in Hermes' form have, because the template would write them a second
+            # time.
             wrapped = _WRAPPED_RESULT.fullmatch(str(message.get("content")))
             return message if wrapped is None else {**message, "content": wrapped[1]}
         calls = message.get("tool_calls")
@@ -226,7 +229,7 @@ class ChatTemplate:
             return given
         what = f"{origin}: the arguments {given[:60]!r} of the tool call {call.get('name')!r}"
         try:
-            # An empty text stands for a call without arguments.
+            # An empty text means a call without arguments.
             parsed = json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} are no JSON: {error}. Fix: write a JSON object") from error
@@ -239,7 +242,7 @@ class ChatTemplate:
         """True if the template expects the arguments of a tool call as JSON text, as DeepSeek's do, instead
         of an object."""
         as_object = self._probe(_call_turn({"key": PROBE}))
-        # The repr of a dictionary shows that the template took text for granted.
+        # The repr of a dictionary in the output shows that the template expects text.
         if as_object is not None and PROBE in as_object and f"'{PROBE}'" not in as_object:
             return False
         as_text = self._probe(_call_turn(json.dumps({"key": PROBE})))
@@ -275,15 +278,15 @@ class ChatTemplate:
         if followed is not None:
             between = followed.rpartition(FOLLOWING)[0]
             if last:
-                # Command A closes a response and then the turn; Phi ends the turn and then, where none
-                # follows, the text.
+                # Keep the tokens that both ends share: Command A closes a response and then the turn, whereas
+                # Phi ends the turn, and then the text if no turn follows.
                 shared = itertools.takewhile(
                     lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False)
                 )
                 last = [token for token, _ in shared] or last[:1]
             else:
-                # GLM writes no end: the mark of the next role, right behind the turn, is what its models stop
-                # at.
+                # GLM writes no end of a turn: its models stop at the mark of the next role, which directly
+                # follows the turn.
                 last = [
                     token
                     for token in self._specials_after(between)[:1]
@@ -319,7 +322,8 @@ class ChatTemplate:
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:
-        # Longest first: a pattern takes the first alternative that fits, and one token may begin another.
+        # Sort by length, longest first: a pattern takes the first alternative that matches, and one token may
+        # begin another.
         added = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
 
@@ -366,12 +370,13 @@ def _bounded() -> Iterator[None]:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = status_bytes("VmSize") + _RENDER_BYTES
-    # Only ever lower: a limit that somebody else has set is kept.
+    # Only lower the limit, so that a stricter one that is already set stays.
     lowers = soft == resource.RLIM_INFINITY or wanted < soft
     if lowers:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
     try:
-        # A process has one alarm: a limit within another would end by stopping the outer one's clock.
+        # Set no limit within another: a process has a single alarm, and the inner limit's end would stop the
+        # outer clock.
         with contextlib.nullcontext() if is_limited() else time_limit(RENDER_SECONDS):
             yield
     finally:

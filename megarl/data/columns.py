@@ -61,7 +61,7 @@ _MEANING = {
 }
 _ADVICE = "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations"
 _ANSWERED = "{'prompt': ..., 'answer': ...}"
-# What is missing where no columns have the usual names, what to write, and an example of a record.
+# For data without columns of the usual names: what is missing, what to write, and an example of a record.
 _WANTED = {
     Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE, _ANSWERED),
     Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
@@ -91,7 +91,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     faults = [_fault_of_reading(row, each, kind, origin) for each in readings]
     if faults and all(faults):
         raise DataError(f"{source_name(source)}: {faults[0]}")
-    # Never guessed: training on the wrong column raises no error.
+    # Never guess, because training on the wrong column raises no error.
     if len(readings) > 1:
         texts = list[str]()
         for reading in readings:
@@ -203,7 +203,8 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
         ):
             continue
         reading = {"chosen_key": chosen, "rejected_key": rejected}
-        # a prompt beside whole conversations says nothing new, and may be only a part of what they begin with
+        # Ignore a prompt next to whole conversations: it adds nothing, and may be only a part of their
+        # beginning.
         first_role = next(iter(_roles(row.get(str(chosen)))), "assistant")
         if source.get("prompt_key") is None and first_role != "assistant":
             yield reading
@@ -217,16 +218,16 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
-        # Names of one set alone (LiveCodeBench, MBPP), known by another field: elsewhere they mean something
-        # else.
+        # Accept a name that only one data set uses (LiveCodeBench, MBPP) if another field identifies the set,
+        # because elsewhere the name means something else.
         names += [
             name
             for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
             if {name, of_set} <= row.keys()
         ]
     for name in names:
-        # Further fields of the same prompt: Alpaca's input, Dolly's context, the starting code of programming
-        # tasks.
+        # Add further fields of the same prompt: Alpaca's input, Dolly's context, and the starting code of
+        # programming tasks.
         behind = (
             ["input", "context"]
             if name == "instruction"
@@ -258,11 +259,11 @@ def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         if any(row.get(name) is not None for name in together[:2]):
             names = _present(row, together)
             yield names if len(names) > 1 else names[0]
-    # a name that means anything elsewhere (KodCode)
+    # Accept "test" only if it holds a test function (KodCode), because the name means anything elsewhere.
     tests = (*_TESTS, "test") if "def test" in str(row.get("test")) else _TESTS
-    # a worked solution beside its final answer is no reference
+    # Prefer a final answer: a worked solution next to it is not the reference.
     for name in _present(row, (*tests, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
-        # the function that the tests of a row call (DeepCoder)
+        # Add the field that names the function which a row's tests call (DeepCoder).
         yield [name, "metadata"] if name in _TESTS and _names_function(row.get("metadata")) else name
 
 
@@ -288,12 +289,12 @@ def _beside(
     """Yield the keys of a record's companions: its system message, its tools, and the fields of verl's
     rewards."""
     if source.get("system_key") is None:
-        # 0 for a field that is missing, so that it differs from one that holds null.
+        # Use 0 as the default, so that a missing field differs from one that holds null.
         systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
         yield from (("system_key", name) for name in systems[:1])
     if source.get("tools_key") is None:
         tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
-        # sets in Hermes' form have the tools in the text of the system message too
+        # Data sets in Hermes' form list the tools in the system message as well.
         tools = [] if _system_lists_tools(row, found, origin) else tools
         yield from (("tools_key", name) for name in tools[:1])
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
@@ -310,7 +311,7 @@ def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> 
     """Return whether the system message of a record contains a list of tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     systems: list[Any] = [row.get(name) for name in _SYSTEMS]
-    # the reader of the record reports what is wrong with it
+    # Ignore the error here, because the reader of the record reports it.
     with contextlib.suppress(RecordError):
         stored = value_of(row, first, origin) if isinstance(first, str) else None
         messages = as_messages(stored, "", origin)
@@ -339,6 +340,6 @@ def _roles(value: Any) -> list[str | None]:
     try:
         found = as_messages(value, "", "")
     except RecordError:
-        # the reader of the record reports what is wrong with it
+        # Ignore the error here, because the reader of the record reports it.
         found = value
     return [role_of(message) for message in found] if are_messages(found) else []

@@ -34,11 +34,11 @@ from megarl.errors import RecordError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# As DeepSeek's API, vLLM and Harmony's template call it.
+# Names of the field in DeepSeek's API, in vLLM and in Harmony's template.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40
-# Characters of a content that stands in a text only where the template puts it.
+# Minimum length in characters of a content that identifies its position in the rendered text.
 _TELLING = 16
 
 
@@ -93,7 +93,7 @@ class ConversationEncoder:
         if self.template.marks_turns:
             return self._by_marks(messages, tools, origin, spoken)
         whole = _Whole(self.template, messages, tools, origin)
-        # The whole at once: parts that are encoded alone join to other tokens at their borders.
+        # Encode the whole text at once: parts that are encoded separately have other tokens at their borders.
         text = _TokenizedText.of(self.tokenizer, whole.text, origin)
         spans, dropped = list[tuple[int, int]](), 0
         floor = 0
@@ -117,7 +117,8 @@ class ConversationEncoder:
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
-        # A line feed or the like behind the turn is no part of what a model generates before it stops.
+        # White space after the turn, such as a line feed, is not part of what a model generates before it
+        # stops.
         del ids[end:]
         ids.append(self._closing_token)
         spans[-1] = (first, len(ids))
@@ -149,7 +150,7 @@ class ConversationEncoder:
             if text.ids[token] in stops:
                 return first, token + 1, text.starts[token]
             token += 1
-        # No token ends the turn: its text goes up to where the template's own text of it ends.
+        # No token ends the turn, so that its text reaches to where the template's own text of the turn ends.
         end = whole.end_of_turn(place, said)
         return first, text.last_token_up_to(end), end
 
@@ -162,7 +163,7 @@ class ConversationEncoder:
     ) -> EncodedConversation:
         ids, mask = self.template.encode_marked(messages, tools, origin)
         spans = list(_runs_of_ones(mask))
-        # A span from the first token on leaves no prompt, without which an example is refused.
+        # A span that begins at the first token leaves no prompt, and an example needs one.
         if not spans or len(spans) > len(spoken) or spans[0][0] == 0:
             raise RecordError(
                 f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the "
@@ -183,8 +184,8 @@ class ConversationEncoder:
                 "the marks {% generation %} "
                 "of policy.tokenizer.chat_template"
             )
-        # Marks are often put around the content alone, and a model that never learns the end of a turn does
-        # not stop.
+        # Include the end token: marks are often put around the content alone, and a model that never learns
+        # the end of a turn does not stop.
         ends = [
             end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops)
             for _, end in spans
@@ -245,7 +246,7 @@ class _TokenizedText:
         offsets = found["offset_mapping"]
         starts = list[int]()
         for start, end in offsets:
-            # A token for no character (an inserted space) lies where the token before it ends.
+            # A token without characters (an inserted space) starts where the token before it ends.
             starts.append(start if end > start or not starts else max(start, starts[-1]))
         return cls(list(found["input_ids"]), starts, [end for _, end in offsets])
 
@@ -259,7 +260,8 @@ class _TokenizedText:
         """
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        # By prefixes: a token alone may be a part of a character, or decode without its space.
+        # Decode prefixes, because a single token may be part of a character, or lose its space when it is
+        # decoded alone.
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
@@ -301,7 +303,7 @@ class _Whole:
     ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
         self.text = self._render(messages)
-        # Kept, because each look costs a rendering of the whole conversation.
+        # Cache these, because each one takes a rendering of the whole conversation.
         self._around_marks: dict[int, tuple[str, str] | None] = {}
 
     def _render(self, messages: Sequence[ChatMessage], *, for_generation: bool = False) -> str:
@@ -322,7 +324,7 @@ class _Whole:
             RecordError: the position is ambiguous.
         """
         prompt = self._render(self.messages[:place], for_generation=True)
-        # The usual case: the turns before are written as they were when this one was generated.
+        # In the usual case the earlier turns are written as they were when this one was generated.
         if self.text.startswith(prompt):
             return len(prompt)
         after = self._end_of_content(place - 1)
@@ -350,7 +352,7 @@ class _Whole:
             RecordError: it does not; with the expected and the found text.
         """
         plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
-        # Rendered with and without the generation prompt: the difference is what the template adds for a
+        # Render with and without the generation prompt: the difference is what the template adds before a
         # response.
         header = prompt.removeprefix(plain)
         opened = _REASONING_MARK.search(header)
@@ -526,7 +528,7 @@ def _is_prefill(shared: str, left_out: str) -> bool:
 
 def _shared_length(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
-    # Bisection compares slices as a whole: a loop over characters takes seconds for long conversations.
+    # Compare slices by bisection, because a loop over characters takes seconds for long conversations.
     alike, bound = 0, min(len(first), len(second))
     while alike < bound:
         middle = (alike + bound + 1) // 2
@@ -588,7 +590,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_written(value: str, written: str) -> bool:
     """Return whether a text occurs in another one, unchanged or with the escapes of JSON."""
-    # Capitalised: Jinja prints true and false as Python does.
+    # Include the capitalized form, because Jinja prints true and false as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 

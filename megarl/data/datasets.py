@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Records that are tokenized in one call, which fast tokenizers do on several threads.
+# Number of records that are tokenized in one call, because fast tokenizers use several threads for it.
 _CHUNK = 1024
-# Of the texts that are tokenized together, which takes hundreds of bytes for each.
+# Number of characters that are tokenized together, each of which takes hundreds of bytes.
 _CHUNK_CHARACTERS = 2**21
-# Characters of an answer that is tokenized although it is no part of the model's input.
+# Maximum length in characters of an answer that is tokenized although the model's input does not include it.
 _LONGEST_KEPT_ANSWER = 2**18
 _SHOWN = 5
-# Bytes of a source's tokens above which they go to files.
+# Number of bytes of a source's tokens above which they are stored in files.
 _MOST_IN_MEMORY = 8 * 2**20
 
-# Number of the form of a kept table; a table of another form is made again.
+# Number of the format of stored tables; a table of another format is made again.
 _FORM = 6
 
 _COLUMNS = {
@@ -61,8 +61,8 @@ _COLUMNS = {
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
-# Prompt, answer, and start and end of each span of them that is learned, one after another; no span for the
-# whole answer.
+# Prompt, answer, and the start and end of each span of the answer that is learned, one after another. Without
+# spans the whole answer is learned.
 _Tokens = tuple[list[int], list[int], list[int]]
 
 
@@ -113,7 +113,7 @@ class SourceRange:
     env_name: str | None = None
 
 
-# Searched in pieces, so that a stored column is never in memory as a whole.
+# Search in pieces of this size, so that a stored column is never in memory as a whole.
 _TOKENS_AT_ONCE = 2**22
 
 
@@ -142,7 +142,7 @@ class Examples(Sequence[Example]):
     def __getitem__(self, place: int | slice) -> Example | tuple[Example, ...]:
         if isinstance(place, slice):
             return tuple(self[each] for each in range(*place.indices(len(self))))
-        # A range has negative places and the IndexError of a list.
+        # Index by a range, which supports negative indices and raises IndexError as a list does.
         index = range(len(self))[place]
         part, row = self.origin(index)
         table, _, env_name = self._parts[part]
@@ -173,7 +173,7 @@ class Examples(Sequence[Example]):
         digest = hashlib.blake2b(digest_size=16)
         for name in ("prompt", "answer", "targets"):
             column = table.columns[name]
-            # Lengths too: equal tokens may be divided into other rows.
+            # Include the lengths, because equal tokens may be divided into different rows.
             digest.update(column.lengths[first:last].tobytes())
             starts = column.starts[first : last + 1]
             digest.update(column.values[int(starts[0]) : int(starts[-1])].tobytes())
@@ -312,7 +312,8 @@ class Reading:
         """
         if self.fault_of_answer is None:
             return None
-        # Thousands of records share an answer (0, A, yes), and asking may go through a process.
+        # Cache results: thousands of records share an answer (0, A, yes), and a check may involve another
+        # process.
         find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
         if not self.names_environments:
             return lambda answer, fields: find(answer)
@@ -330,14 +331,15 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
         DataError: a record is broken, empty or too long, or its answer is unusable; the message names it.
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
-    # All before any is tokenized: a source without known columns is refused within seconds.
+    # Complete all sources before any is tokenized, so that a source without known columns is refused within
+    # seconds.
     for source in given:
         complete_source(source, reading.kind, reading.skips_bad_records)
     tables = []
     for source in given:
         with phase(source_name(source), "records") as shown:
             tables.append(_read_source(source, reading, shown))
-    # Only now: tables that are open are never removed, and all of this run are open.
+    # Limit the cache only now, when all tables of this run are open: an open table is never removed.
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
     parts = [
@@ -364,7 +366,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
     encoder = reading.encoder(source.get("env_name"))
     digest = content_digest(source)
-    # Found by its key alone: all that the tokens depend on is in it.
+    # The key identifies the table, because it includes everything that the tokens depend on.
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     doubts = None
@@ -390,7 +392,7 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
     Raises:
         DataError: answers had to be checked, and some are unusable.
     """
-    # a mark says that the answers have been checked, and can be used
+    # The mark records that the answers have been checked and are usable.
     mark = (
         table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}"
         if table.directory is not None
@@ -403,9 +405,9 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
             Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source
         )
     if mark is not None:
-        # a cache that others have made may be closed to writing: then the answers are checked at every start
+        # Another user's cache may be read-only. In that case the answers are checked at every start.
         with contextlib.suppress(OSError):
-            # Renamed into place: another run may read the mark at any time.
+            # Write to a temporary file and rename it, because another run may read the mark at any time.
             unfinished = mark.with_name(f"{mark.name}.{os.getpid()}")
             unfinished.write_text(doubts, encoding="utf-8")
             unfinished.replace(mark)
@@ -446,9 +448,9 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
         reading.with_answers,
     ]
     if reading.skips_bad_records:
-        # What is skipped depends on what checks the answers.
+        # Include the judge, because it decides which records are skipped.
         limits += ["skip", reading.judge]
-    # what another user has made is not trusted, and is in nobody's way
+    # Include the user's id: another user's table is not trusted, and must not occupy the name of this user's.
     return _digest(
         [
             os.geteuid(),
@@ -463,11 +465,13 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    # Its content and not its path: the same name may stand for other files tomorrow.
+    # Identify the tokenizer by its content and not by its path, because the same name may later refer to
+    # other files.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    # A fixed bug of these libraries changes tokens without changing the tokenizer's files.
+    # Include the versions: a bug fix in these libraries may change tokens although the tokenizer's files stay
+    # the same.
     installed = [env.installed_version(package) for package in ("transformers", "tokenizers")]
     return [
         type(tokenizer).__name__,
@@ -536,7 +540,7 @@ class _Tokenization:
         self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
         self._seen = self._seen_bad = self._kept = self._longest = 0
-        # Places of records that were tokenized in part: their lengths are lower bounds.
+        # Indices of records that were tokenized only in part, so that their lengths are lower bounds.
         self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = (
@@ -588,7 +592,7 @@ class _Tokenization:
             self._shown.total = None
             self._refuse()
         except DataError:
-            # half of a record that is just being written is no fault of the record
+            # Check for a change first: the record may be incomplete only because it is just being written.
             self._require_unchanged()
             raise
         self._require_unchanged()
@@ -617,12 +621,12 @@ class _Tokenization:
         except RecordError as error:
             if not self._skips:
                 raise
-            # The chunk is encoded again record by record, and would count twice.
+            # Restore the counter, because the chunk is encoded again record by record and would count twice.
             self._unreasoned.count = dropped
             if len(records) == of_record:
                 self._leave_out(error)
                 return
-            # One of them cannot be encoded: each by itself.
+            # One record of the chunk cannot be encoded, so that each is encoded by itself.
             for first in range(0, len(records), of_record):
                 self._add(records[first : first + of_record])
             return
@@ -643,7 +647,8 @@ class _Tokenization:
             for _, _, (prompt, answer, _) in made
         )
         self._longest = max(self._longest, length)
-        # Before faults are looked for: the answer of a record that is left out need not be of use.
+        # Check the length before other faults, because a record that is left out need not have a usable
+        # answer.
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
@@ -660,7 +665,7 @@ class _Tokenization:
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
-            # Records that were left out do not count: an order is one of those that are kept.
+            # Add only kept records to the fingerprint, because an order is an order of those.
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
             chat = b"" if isinstance(record.prompt, str) else b"\1"
@@ -689,8 +694,8 @@ class _Tokenization:
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
         """Return the text of each record's prompt, and its tokens."""
         of_record, with_answers = self._reading.of_record, self._reading.with_answers
-        # Of a prompt with an answer, and of answers to be compared, the last turn alone is learned, whatever
-        # turns the prompt has.
+        # If the record is a prompt with an answer, or has answers to be compared, only the last turn is
+        # learned, whatever turns the prompt has.
         learned = [1 if self._reading.pairs or record.last is None else None for record in records]
         if with_answers:
             records = list(map(self._encoder.as_conversation, records))
@@ -703,7 +708,8 @@ class _Tokenization:
         answered = [self._answer(record.answer, place) for record, place in itertools.compress(placed, plain)]
         prompts = iter(self._encoder.encode_texts([text or "" for text in itertools.compress(texts, plain)]))
         answers = iter(encode_answers(self._tokenizer, answered))
-        # A generator: _add consumes it inside its try, where the error of one conversation is caught.
+        # Return a generator: _add consumes it inside its try, where the error of a single conversation is
+        # caught.
         return texts, (
             (next(prompts), next(answers), []) if is_plain else self._conversation(record, place, turns)
             for (record, place), is_plain, turns in zip(placed, plain, learned, strict=True)
@@ -734,7 +740,7 @@ class _Tokenization:
             try:
                 return self._encoder.text(record)
             except DataError:
-                # whoever needs a prompt by itself says so
+                # Code that needs the prompt alone raises this error itself.
                 self._writes_prompts = False
         return None
 

@@ -17,10 +17,10 @@ _ROLES = {
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
 }
-# Roles of turns whose content is the JSON of calls.
+# Roles of turns whose content is a JSON list of calls.
 _CALLS = frozenset({"function_call", "tool_call"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-# HH puts a blank line before each turn; the words alone may stand inside of one.
+# Require a blank line, which HH puts before each turn: the words alone may occur inside of a turn.
 _SPEAKER = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):")
 _PYTHON_LIST = re.compile(r"\s*\[\s*\{\s*'")
 
@@ -124,7 +124,7 @@ def _message(
         message["content"] = message.pop("value")
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_parts(message["content"], where)
-    # Whoever checks the roles refuses it, and says where it stands.
+    # The check of roles refuses the message later, and reports its position.
     if role is None:
         return message
     calls: Any = message.pop("function_call", None)
@@ -139,7 +139,7 @@ def _message(
         message["tool_calls"] = [_tool_call(call, place, number, where) for number, call in enumerate(calls)]
         pending += [call["id"] for call in message["tool_calls"]]
     elif role == "tool" and pending:
-        # Formats without ids have the results in the order of the calls.
+        # In formats without ids, results come in the order of the calls.
         message.setdefault("tool_call_id", pending.pop(0))
     return message
 
@@ -155,7 +155,7 @@ def _tool_call(call: Any, place: int, number: int, where: str) -> dict[str, Any]
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise _no_call(call, where)
     function = {"name": call["name"], "arguments": call.get("arguments", {})}
-    # nine letters and digits: Mistral's templates take no other id
+    # Use nine letters and digits, because Mistral's templates accept no other id.
     return {"id": f"c{place:05d}{number:03d}", "type": "function", "function": function}
 
 

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 _ORIGIN = "an observation"
 
-# What a template may write in another form than it is.
+# A content with characters that a template may change.
 _ODD_CONTENT = 'a "b" {c}, [d]\n\n\\e é 你|f: g'
 
-# A kind of message includes the names and ids of calls, of which a run may have any number.
+# Limit the number of frames: a kind of message includes the names and ids of calls, and their number in a run
+# is unbounded.
 _MOST_FRAMES = 256
 
 
@@ -170,8 +171,8 @@ class ObservationEncoder:
                 later = self.template.render([ASKED, turn, following], origin=_ORIGIN)
             except DataError:
                 continue
-            # what a response looks like: as the template writes a last one, but for those that never write
-            # reasoning, as R1's
+            # Expect a response as the template writes a last turn. Templates that never write reasoning, such
+            # as R1's, are an exception.
             is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
             shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
             if not later.startswith(shown):
@@ -195,7 +196,7 @@ class ObservationEncoder:
             return None
         message = messages[0]
         content = message.get("content")
-        # A template may parse JSON, look for markup, or trim white space: such contents are rendered.
+        # A template may parse JSON, look for markup or trim white space, so that such contents are rendered.
         if (
             not isinstance(content, str)
             or content != content.strip()
@@ -203,7 +204,8 @@ class ObservationEncoder:
             or "<" in content
         ):
             return None
-        # Lists and no generators: this is done once a turn, and a generator takes longer for a few items.
+        # Use lists instead of generators: this runs once per turn, and a generator takes longer for a few
+        # items.
         kind = tuple([item for item in message.items() if item[0] != "content"])
         if not all([isinstance(value, str) for _, value in kind]):
             return None
@@ -221,7 +223,8 @@ class ObservationEncoder:
         if texts != [f"{before}{content}{behind}" for content in contents]:
             return None
         cut = self._cut_frame(before, behind)
-        # the tokenizers library itself has the last word on whether the parts may be encoded one by one
+        # The tokenizers library decides whether the parts may be encoded separately, by a comparison of both
+        # results.
         is_right = all(
             cut.around(content, self._encode) == self.tokens(text)
             for content, text in zip(contents, texts, strict=True)
@@ -236,7 +239,7 @@ class ObservationEncoder:
         last = max((match for match in marks.finditer(before)), key=lambda match: match.start(), default=None)
         first = marks.search(behind)
         start, end = (0 if last is None else last.start()), (len(behind) if first is None else first.start())
-        # the mark goes to both sides: a text that begins with one is encoded as what stands behind another
+        # Include the mark on both sides: a text that begins with a mark is encoded as text that follows one.
         head = self.tokens(before[: last.end()])[:-1] if last is not None else []
         return _Frame(head, before[start:], behind[:end], self.tokens(behind[end:]))
 
@@ -282,9 +285,9 @@ class ObservationEncoder:
         if last in self.stop_token_ids and last in ids:
             return ids[ids.index(last) + 1 :]
         end = next((place for place, token in enumerate(ids) if token in self._special), 0)
-        # Harmony ends a last turn by another token than one that others follow, and the sampled one stands
-        # for it. A token that generation stops at is kept: GLM's turns end with the mark of the next role,
-        # and the policy may have guessed another one.
+        # Harmony ends a last turn with a different token from the one that it writes if a turn follows, and
+        # the sampled token replaces it. A token at which generation stops is kept: GLM's turns end with the
+        # mark of the next role, and the policy may have sampled another role's.
         is_other_end = (
             last in self.stop_token_ids and bool(ids) and ids[end] in self._special - set(self.stop_token_ids)
         )
@@ -336,7 +339,7 @@ class History:
             messages are only appended.
         """
         tokenizer = self._encoder.tokenizer
-        # The template writes the end of the turn itself.
+        # Remove the stop token, because the template writes the end of the turn itself.
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
         text = str(
             tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -347,19 +350,19 @@ class History:
         try:
             self._shown = self._encoder.template.render(self._messages, origin=_ORIGIN, for_generation=True)
         except DataError:
-            # a template that cannot write the whole: the suffix alone says what follows
+            # The template cannot write the whole conversation, so that only the suffix is used.
             self._shown = shown
             return None
         if self._encoder.is_harmony and all(message.get("role") == "tool" for message in messages):
-            # its models write a call otherwise than its template does, and have reasoning before them until
-            # they have answered
+            # Only append here: Harmony models write a call differently from their template, and keep the
+            # reasoning before calls until they have given their final answer.
             self._is_apart = True
             return None
         goes_on, self._is_apart = self._shown.startswith(shown) and not self._is_apart, False
         return None if goes_on else self._rewritten_prompt()
 
     def _rewritten_prompt(self) -> list[int] | None:
-        # cut where tokens do not depend on what stands before them
+        # Split at a position where tokens do not depend on the text before it.
         for begin in reversed(self._encoder.added_places(self._asked)):
             end_of_prompt = self._encoder.tokens(self._asked[begin:])
             if (

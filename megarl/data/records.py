@@ -27,8 +27,8 @@ ChatMessage = Mapping[str, Any]
 Found = TypeVar("Found")
 
 _SYSTEM = frozenset({"system", "developer"})
-# Roles that may come after a role; None is the beginning. A turn of the assistant may call several tools,
-# each with its answer.
+# For each role, the roles that may follow it; None is the beginning. A turn of the assistant may call several
+# tools, each of which has its own result.
 _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     None: _SYSTEM | {"user"},
     "system": frozenset({"user"}),
@@ -38,7 +38,7 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "tool": frozenset({"tool", "assistant"}),
 }
 
-# Up to this number every whole number is a float64.
+# Up to this number, float64 represents every integer exactly.
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 _STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)
@@ -139,7 +139,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
             on_bad(error)
             continue
         if known is not None and known.once:
-            # 16 bytes for each record in place of its texts.
+            # Store a digest of 16 bytes for each record instead of its texts.
             said = hashlib.blake2b(
                 json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16
             ).digest()
@@ -213,7 +213,7 @@ def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> 
         return record
     first = None if isinstance(record.prompt, str) else record.prompt[0]
     if first is not None and (record.has_system or first["role"] in _SYSTEM):
-        # some sets store the system message of a conversation a second time
+        # Some data sets store the system message of a conversation twice.
         if first.get("content") == value:
             return record
         raise RecordError(
@@ -241,7 +241,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     )
     if isinstance(value, str):
         value = messages_in_json(value) or value
-    # A single message without a list around it, as some sets store answers.
+    # Some data sets store an answer as a single message without a list around it.
     elif are_messages([value]):
         value = [value]
     if isinstance(value, list) or prompt_key is None:
@@ -282,7 +282,8 @@ class Fingerprint:
 
     def add(self, record: Record) -> None:
         """Add the next record."""
-        # Only what a record has is added: the digests of plain records stay those of older checkpoints.
+        # Add only the fields that a record has, so that the digests of plain records equal those in older
+        # checkpoints.
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
             content += [record.last, record.tools]
@@ -371,15 +372,15 @@ def text_of(value: Any, key: str, origin: str) -> str:
     if isinstance(value, str):
         _refuse_half_characters([value], key, origin)
         return value
-    # In Python a bool is an int, and true is no answer.
+    # Exclude bool, which is an int in Python: true is not an answer.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
-        # Columns of a table hold whole answers as floats as soon as one row is empty; from 2**53 on a float
-        # may stand for several integers.
+        # Write a whole number without decimals: a table's column holds integers as floats as soon as one row
+        # is empty. From 2**53 on a float may stand for several integers.
         return str(int(value)) if value.is_integer() and abs(value) < _EXACT_WHOLE else repr(value)
     if isinstance(value, Decimal) and value.is_finite():
-        # a column of a table may hold exact ones, with zeros up to its scale
+        # A column of a table may hold exact decimals, padded with zeros to the column's scale.
         text = f"{value or Decimal(0):f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
     fix = "write a text or a number"
@@ -580,7 +581,8 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
     if key is None:
         return ()
     value = value_of(row, key, origin)
-    # Arrow gives every tool the parameters of all tools, null where it has none.
+    # Remove the padding: Arrow gives every tool the parameters of all tools, with null for those that it
+    # lacks.
     if is_table(source):
         value = without_padding(value)
     if isinstance(value, str) and value.strip():

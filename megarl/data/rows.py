@@ -106,7 +106,7 @@ def number_of_rows(source: DataSource) -> int:
 
         return int(pyarrow.parquet.ParquetFile(_file(path)).metadata.num_rows)
     with _file(path).open("rb") as lines:
-        # One more, because the last line may have no line feed.
+        # Add one, because the last line may have no line feed.
         return sum(piece.count(b"\n") for piece in iter(lambda: lines.read(1 << 20), b"")) + 1
 
 
@@ -130,7 +130,7 @@ def content_digest(source: DataSource) -> str:
         loaded = _loaded(source)
         files = [Path(each["filename"]) for _, rows in loaded for each in rows.cache_files]
         digest.update(json.dumps([[part, len(rows), str(rows.features)] for part, rows in loaded]).encode())
-        # rows chosen out of the files are known by the library's own digest alone
+        # Add the library's own digest, which alone identifies rows that were selected from the files.
         digest.update(
             json.dumps(
                 [rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]
@@ -152,7 +152,7 @@ def _file_digest(file: Path) -> bytes:
 def _file(path: str) -> Path:
     kind = special_kind(Path(path))
     if kind is not None:
-        # a pipe would be waited for, and what it gave could not be read a second time
+        # Refuse a pipe: reading it would wait, and its content could not be read a second time.
         raise DataError(
             f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the "
             "path of that"
@@ -169,10 +169,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
     """Yield (origin, JSON value) of every line that is not blank."""
     number = 0
     try:
-        # -sig: programs on Windows begin files with a byte order mark, which is no JSON.
+        # Use utf-8-sig, because programs on Windows begin files with a byte order mark, which is not JSON.
         with path.open(encoding="utf-8-sig") as lines:
             size = os.fstat(lines.fileno()).st_size
-            # One character more than is allowed: a longer line shows without being read to its end.
+            # Read one character more than is allowed, so that a line that is too long is detected without
+            # reading all of it.
             while line := lines.readline(LONGEST_LINE + 1):
                 number += 1
                 origin = f"{path} line {number}"
@@ -183,7 +184,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
                         f"JSON object a line{AS_LINES if line.lstrip().startswith('[') else ''}"
                     )
                 if number % _READ_TOGETHER == 0:
-                    # one that somebody appends to faster than it is read would have no end
+                    # Check the size: a file to which a program appends faster than it is read would have no
+                    # end.
                     _require_size(path, lines.fileno(), size)
                 if line.strip():
                     yield origin, _parse(line, origin)
@@ -218,11 +220,11 @@ def _parse(line: str, origin: str) -> Any:
     be read."""
     try:
         value = json.loads(line)
-        # what is parsed may still be too deep to be written or shown
+        # Check the depth, because a value that can be parsed may still be too deep to be written or shown.
         if line.count("[") + line.count("{") > DEEPEST:
             check_depth(value, "it")
         return value
-    # json gives up with a RecursionError on what nests too deeply
+    # json raises RecursionError if a value nests too deeply.
     except (ValueError, RecursionError, ConversionError) as error:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
@@ -242,7 +244,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            # In parts, because a file may be larger than memory.
+            # Read in batches, because a file may be larger than memory.
             for batch in file.iter_batches(_READ_TOGETHER):
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
@@ -261,13 +263,14 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow import csv
 
-    # Cells may hold whole texts and programs, whose lines Arrow would take for rows.
+    # Allow line feeds in values: cells may hold whole texts and programs, whose lines Arrow would otherwise
+    # read as rows.
     parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix.lower()], newlines_in_values=True)
-    # a row must fit into a block
+    # Make blocks as large as the longest row, because a row must fit into a block.
     reading = csv.ReadOptions(block_size=LONGEST_LINE)
     number = 0
     try:
-        # Opened twice: types can only be given by the names of columns, which the first line has.
+        # Open the file twice: types can only be given by column names, which are in the first line.
         with csv.open_csv(path, read_options=reading, parse_options=parsing) as header:
             names = header.schema.names
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -287,7 +290,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
                     number += 1
-    # of a name that is no UTF-8, Arrow's error is Python's
+    # If a name is not UTF-8, Arrow raises Python's UnicodeDecodeError.
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(
             f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a "
@@ -304,7 +307,7 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
     place = source.get("path") or (known.hub if known is not None else source["name"])
     split = source.get("split") or (known.split if known is not None else "train")
     own = source.get("subset")
-    # a folder of a user's own has no subsets
+    # A user's own folder has no subsets.
     subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
     found = [
         (
@@ -357,7 +360,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
             "directory"
         )
     if Path(place).is_dir() and any(each.suffix.lower() in _DELIMITERS for each in Path(place).rglob("*")):
-        # the library would guess types: of the answer 007 it would make 7
+        # Refuse CSV files here: the library would guess types, and turn the answer 007 into 7.
         fix = "give the path of each file, as a list of sources"
         raise DataError(
             f"data set {place} has CSV files, whose cells are text only where a file is read by itself. "
@@ -378,7 +381,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
 
 
 def _was_saved_to_disk(path: Path) -> bool:
-    # Files that save_to_disk writes; load_dataset refuses such a directory.
+    # Look for files that save_to_disk writes, because load_dataset refuses such a directory.
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 

@@ -25,8 +25,8 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array
     """
     order = array("q", range(size))
     if shuffle:
-        # A text is seeded by its digest, so that no two pairs share an order, as sums of both would. Not
-        # shuffle(): another version of Python may draw otherwise for it.
+        # Seed with a text, which is hashed, so that no two pairs of seed and epoch share an order, as sums of
+        # both would. Do not call shuffle(): its result may change with Python's version.
         draw = random.Random(f"{seed}:{epoch}").random
         for last in range(size - 1, 0, -1):
             other = int(draw() * (last + 1))
@@ -145,7 +145,8 @@ class ResumableSampler(Sampler):
             chunk = self._order[self._position : self._position + count - len(taken)]
             taken += chunk
             self._position += len(chunk)
-            # At once and not at the next call: a saved position is always less than the size.
+            # Begin the next epoch at once and not at the next call, so that a saved position is always less
+            # than the size.
             if self._position == self.size:
                 self._go_to(self._epoch + 1, 0)
         return taken
@@ -203,8 +204,8 @@ class MixtureSampler(Sampler):
         Raises:
             DataError: a source has no records, or a weight is not more than 0.
         """
-        # repr is the decimal number that was written; Fraction(0.1) would be its binary neighbour, and shares
-        # would drift.
+        # repr gives the decimal number as it was written. Fraction(0.1) would be the nearest binary number,
+        # and shares would drift.
         exact = [Fraction(repr(weight)) for weight in weights]
         if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
             raise DataError(
@@ -213,11 +214,12 @@ class MixtureSampler(Sampler):
             )
         total = sum(exact)
         common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
-        # In whole numbers no share drifts, however long the run.
+        # Count in integers, so that no share drifts, however long the run is.
         self._whole = [int(weight * common) for weight in exact]
         self._total = sum(self._whole)
         self._offsets = [0, *accumulate(sizes)]
-        # sources are shuffled apart: two of one size would have the same order by one seed
+        # Shuffle each source with a different seed: with the same seed, two sources of one size would have
+        # the same order.
         self._samplers = [
             ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint)
             for place, size in enumerate(sizes)
@@ -270,8 +272,8 @@ class MixtureSampler(Sampler):
             spread * (weight * number - given * self._total)
             for weight, given in zip(self._whole, taken, strict=True)
         ]
-        # Never empty: the lags add up to one index, so one is at least 1 / k, and k <= 2k - 2 for two sources
-        # or more.
+        # This list is never empty: the lags add up to one index, so that one lag is at least 1 / k, and k <=
+        # 2k - 2 for two or more sources.
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
         return min(
             eligible,
@@ -300,5 +302,5 @@ class MixtureSampler(Sampler):
             sampler.go_to(count)
 
 
-# Added to the seed of each further source: no seed of a run.
+# Added to the seed for each further source. It is larger than any seed of a run.
 _APART = 2**64

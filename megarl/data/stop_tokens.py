@@ -61,7 +61,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
     own, config = (_content(model_name, name) for name in _FILES)
     stops = list(stop_tokens_of(tokenizer, model_name))
     known = {*_ids_in(own), *_ids_in(config)}
-    # Whoever serves the model finds all of them in config.json then.
+    # In this case a server of the model finds all stop tokens in config.json.
     if not own and set(stops) <= known:
         return None
     found = GenerationConfig.from_dict(dict(own))
@@ -72,7 +72,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
 
 def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
     ends = content.get("eos_token_id")
-    # of a model that also sees, the section of its text has the end
+    # In a multimodal model, the section of its text model has the end token.
     if ends is None and isinstance(content.get("text_config"), dict):
         ends = content["text_config"].get("eos_token_id")
     yield from (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
@@ -84,7 +84,7 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
     try:
         path = directory / file if directory.is_dir() else _cached(model_name, file)
         content = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
-    # A model that is not there is refused elsewhere; these files need not be.
+    # A missing model is refused elsewhere, and these files are optional.
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -95,9 +95,9 @@ def _cached(model_name: str, file: str) -> str | None:
     file."""
     from transformers.utils import cached_file
 
-    # A private option of transformers: without it a file that a model does not have is an error.
+    # Pass a private option of transformers: without it, a file that a model does not have is an error.
     options = {"_raise_exceptions_for_missing_entries": False}
-    # Without the network first: a file that is here must not wait for one.
+    # Try without the network first, so that a file that is stored locally does not wait for it.
     found = cached_file(
         model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options
     )

@@ -30,7 +30,8 @@ _META = "meta.json"
 _BLOCK = 2**20
 _KEPT_NAME = re.compile(r"[0-9a-f]{32}")
 _PARTIAL_NAME = re.compile(r"\.[0-9a-f]{32}\.partial-\d+")
-# Seconds without a write after which a table that is not finished belongs to a run that was killed.
+# An unfinished table to which nothing was written for this number of seconds belongs to a run that was
+# killed.
 _ABANDONED_S = 86400.0
 
 
@@ -205,17 +206,20 @@ class TableWriter:
         text = json.dumps({**content, "digest": _digest_of(content)})
         (self._partial / _META).write_text(text, encoding="utf-8")
         for path in (self._partial, *self._partial.iterdir()):
-            # whatever the umask says, since nobody would trust it
+            # Remove the write permission of others, whatever the umask is, because a table that others can
+            # write is not trusted.
             path.chmod(path.stat().st_mode & ~stat.S_IWOTH)
-        # a file system over a network may give all that root writes to nobody
+        # Read the owner from the file: a network file system may assign everything that root writes to the
+        # user nobody.
         owner = self._partial.stat().st_uid
-        # in use from its first moment on, so that nobody who makes room takes it away before it has been read
+        # Mark the table as in use before it gets its name, so that no run that frees space removes it before
+        # it is read.
         with (self._partial / _META).open() as meta_file:
             _use(meta_file.fileno())
             try:
                 rename_surely(self._partial, self._directory)
             except OSError:
-                # the name is taken: by the table of a run that was faster, or by a damaged one
+                # The name is taken, either by the table of a faster run or by a damaged one.
                 if read_table(self._directory, owner) is None:
                     shutil.rmtree(self._directory)
                     rename_surely(self._partial, self._directory)
@@ -237,7 +241,7 @@ class TableWriter:
         if self._partial is None:
             self._directory.parent.mkdir(parents=True, exist_ok=True)
             self._partial = self._directory.with_name(f".{self._directory.name}.partial-{os.getpid()}")
-            # Of a process that was killed and had the number of this one.
+            # Remove the directory of a process that was killed and had this process's number.
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir()
             names = [f"{name}.{part}" for name in self._dtypes for part in ("values", "lengths")]
@@ -280,14 +284,14 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         for name, column in columns.items():
             for part, stored in (("values", column.values), ("starts", column.starts)):
                 assert isinstance(stored, StoredValues)
-                # Every byte is compared: one that flipped on the disk would be trained on.
+                # Compare every byte, because a byte that was corrupted on the disk would be trained on.
                 stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         os.close(descriptor)
         logger.warning("%s is not used and made anew: %s", directory, error)
         return None
-    # The descriptor holds the lock of ``_use``, so that it stays open as long as anyone has the table.
+    # Close the descriptor only with the table, because it holds the lock of ``_use``.
     weakref.finalize(table, os.close, descriptor)
     return table
 
@@ -303,9 +307,9 @@ def _use(descriptor: int) -> None:
     except BlockingIOError:
         raise
     except OSError:
-        # a file system without locks: nothing is removed there either
+        # The file system has no locks, so that no table is removed there either.
         return
-    # the directory may be another user's, who does not let this one write
+    # The directory may belong to another user and be read-only.
     with contextlib.suppress(OSError):
         os.utime(descriptor)
 
@@ -367,19 +371,20 @@ def _remove_unused(table: Path) -> bool:
     """Remove a table unless it is in use, or its use cannot be determined; return whether it was removed."""
     hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
     try:
-        # NFS makes of this lock one of a range of bytes, which nobody has who may not write
+        # Open for writing: NFS turns this lock into one of a byte range, which requires the permission to
+        # write.
         descriptor = os.open(table / _META, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # out of sight in one step: nobody finds a part of it
+        # Rename the table, which hides it in one step, so that no run finds a part of it.
         rename_surely(table, hidden)
     except OSError:
         return False
     finally:
-        # before it is removed: NFS keeps a file that is open under another name, in a directory that then
-        # cannot go
+        # Close the file before it is removed: NFS keeps an open file under another name, so that its
+        # directory could not be removed.
         os.close(descriptor)
     shutil.rmtree(hidden, ignore_errors=True)
     return True
@@ -403,7 +408,7 @@ def _add_up(lengths: Path, starts: Path) -> None:
     total = 0
     with lengths.open("rb") as source, starts.open("wb") as target:
         target.write(np.zeros(1, np.int64).tobytes())
-        # Whole numbers of 8 bytes: a buffered read comes short at the end of the file alone.
+        # Read integers of 8 bytes: a buffered read returns fewer bytes only at the end of the file.
         while block := source.read(8 * _BLOCK):
             ends = np.cumsum(np.frombuffer(block, np.int64)) + total
             target.write(ends.tobytes())

@@ -28,7 +28,7 @@ Prompt = str | Sequence[ChatMessage]
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Length of the beginning, in characters, from which a text is found to be too long."""
 
-# With what a tokenizer may drop or join: two spaces, a line, a tab.
+# A text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
 _ALL_KEPT = "a  b\n\tc"
 
 
@@ -59,7 +59,7 @@ def get_tokenizer(
     _refuse_special_files(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # What the libraries raise of files that are missing, damaged or of a kind that they do not know.
+    # The libraries raise these for files that are missing, damaged or of an unknown kind.
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
         raise ModelError(
@@ -67,7 +67,7 @@ def get_tokenizer(
         ) from error
     tokenizer = _as_its_file_says(tokenizer, name)
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
-        # of a directory without a tokenizer's files, transformers makes one that knows no token
+        # For a directory without tokenizer files, transformers makes a tokenizer that knows no token.
         raise ModelError(
             f"policy.tokenizer.name = {name!r}: there is no tokenizer. Fix: copy the files of the tokenizer "
             "there (tokenizer.json, "
@@ -78,7 +78,7 @@ def get_tokenizer(
             f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
             "tokenizer_config.json"
         )
-    # Any token would do: lengths and masks leave the padding out.
+    # Any token may be the padding, because lengths and masks exclude it.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")
@@ -116,7 +116,7 @@ def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrain
         return tokenizer
     try:
         plain = PreTrainedTokenizerFast.from_pretrained(name)
-    # there is no tokenizer.json: nothing says that the text is to be kept
+    # There is no tokenizer.json, so that nothing states that the text has to be kept.
     except (OSError, ValueError):
         return tokenizer
     if not _keeps_all(plain):
@@ -286,7 +286,8 @@ class PromptEncoder:
         """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
         ``text``; None if all are there."""
         messages = self._prompt_messages(record)
-        # calls and answers of tools may be written in another form, and reasoning be left out
+        # Do not check the other roles: tool calls and results may be written in another form, and reasoning
+        # may be left out.
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
         return next(
             (message["role"] for message in asked if (message.get("content") or "").strip() not in text), None
@@ -310,7 +311,7 @@ class PromptEncoder:
         """Return the messages of a record's prompt."""
         if not isinstance(record.prompt, str):
             return record.prompt
-        # Not str.format: braces elsewhere in the template or the prompt are ordinary text.
+        # Do not use str.format, because braces elsewhere in the template or the prompt are ordinary text.
         return [{"role": "user", "content": self._template.replace("{prompt}", record.prompt)}]
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -344,9 +345,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
 
     def encode(text: str) -> list[int]:
         if backend.truncation is not None or backend.padding is not None:
-            # somebody has asked for them at another call, and transformers takes them back
+            # Another call has requested truncation or padding; transformers resets both here.
             return _tokens(tokenizer, [text])[0]
-        # Without the places of tokens in the text, which nobody reads here.
+        # The fast variant omits the positions of tokens in the text, which are not needed here.
         found: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return found
 

@@ -37,7 +37,7 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
     for name in _CHOICES:
         choices = list(_texts(_of_json(row.get(name))))
         missing = next((text for text in choices if text.strip() not in written), None)
-        # one alone is a setting
+        # A single choice is a setting and not a list of choices.
         if missing is not None and len(choices) > 1:
             return (
                 f"{name!r} holds choices that the prompt does not have, such as {missing[:40]!r}. Fix: write "

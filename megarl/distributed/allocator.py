@@ -9,8 +9,8 @@ from megarl import env
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that torch reads; it ignores the older name, the second, if the newer one is set."""
 _EXPANDABLE = "expandable_segments"
-# torch maps pages on several threads only where it takes memory by malloc and registers it
-# (cudaHostRegister); cudaHostAlloc maps on one.
+# torch maps pages on several threads only if it allocates with malloc and registers the memory
+# (cudaHostRegister); cudaHostAlloc maps on a single thread.
 _PINNING = {"pinned_use_cuda_host_register": "True", "pinned_num_register_threads": "8"}
 
 
@@ -30,7 +30,7 @@ class AllocatorOptions:
     def of_environment() -> AllocatorOptions:
         """Read the settings that torch finds in this process's environment; if the older variable is not set,
         it adds none."""
-        # The older name where neither is set: earlier versions of torch read that one alone.
+        # If neither is set, use the older name: earlier versions of torch read only that one.
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
         parts = (part.strip() for part in (env.text(variable) or "").split(","))
         return AllocatorOptions(variable, tuple(part for part in parts if part))
@@ -43,12 +43,13 @@ class AllocatorOptions:
     def expandable(self) -> bool | None:
         """True if segments may grow, False if they may not; None if no setting decides."""
         said = [part.partition(":")[2].strip().lower() for part in self.parts if _name(part) == _EXPANDABLE]
-        # torch lets the last of several settings win.
+        # torch uses the last of several settings.
         return said[-1] == "true" if said else None
 
     def with_expandable(self, chosen: bool) -> AllocatorOptions:
         """Return these options with the option that says whether segments may grow."""
-        # Replaced and not appended: both torch and a reader of the variable then find one value.
+        # Replace the option instead of appending it, so that both torch and a reader of the variable find one
+        # value.
         kept = tuple(part for part in self.parts if _name(part) != _EXPANDABLE)
         return AllocatorOptions(self.variable, (*kept, f"{_EXPANDABLE}:{chosen}"))
 

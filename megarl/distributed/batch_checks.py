@@ -37,7 +37,7 @@ def check_batch(
     """
     problems: list[str] = []
     missing = [key for key in ("input_ids", "input_lengths", *required) if key not in data]
-    # At once and alone: every check below reads these two columns.
+    # Report missing columns at once and alone, because every check below reads these two columns.
     if missing:
         raise BatchError(
             f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}"
@@ -50,7 +50,7 @@ def check_batch(
         raise BatchError("the batch is empty (0 rows): give at least one sample")
     problems += _length_problems(lengths, rows, width, max_length, max_length_key)
     problems += _shape_problems(data, rows, width)
-    # Only with sound lengths and shapes: both checks compare positions of one with the other.
+    # Run these checks only if lengths and shapes are correct: both compare positions of one with the other.
     if not problems and "token_mask" in data:
         problems += _mask_problems(data["token_mask"], lengths)
     if not problems:
@@ -70,7 +70,7 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
         or lengths.dtype not in (torch.int64, torch.int32)
     ):
         return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
-    # An empty tensor has no smallest or largest value: torch raises.
+    # Return early: torch raises for the smallest or largest value of an empty tensor.
     if rows == 0:
         return []
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -179,8 +179,8 @@ def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
     """Return the problems of ids out of range anywhere: padding goes through the embedding too."""
     if ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return []
-    # A mask over all tokens only for a batch that is refused: every good one passes by the two reductions
-    # above.
+    # Compute a mask over all tokens only for a batch that is refused: every correct one passes the two
+    # reductions above.
     wrong = (ids < 0) | (ids >= vocab_size)
     row, column = (int(index) for index in wrong.nonzero()[0])
     where = "padding" if column >= int(lengths[row]) else "a token"

@@ -35,7 +35,7 @@ ObjectT = TypeVar("ObjectT")
 
 _MAX_DIMENSIONS = 8
 _OUT_OF_BAND = 5
-# The header of a gather has a dtype by its position here, so all ranks need the same order.
+# The header of a gather gives a dtype by its position in this tuple, so all ranks need the same order.
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -66,7 +66,7 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
     """
     row_counts = _gather_row_counts(tensor, group)
     row_bytes = _row_bytes(tensor)
-    # all_gather wants one size on all ranks; the rows are cut out of the padding afterwards.
+    # Pad the rows, because all_gather requires the same size on all ranks. The padding is removed afterwards.
     padded = torch.zeros(max(row_counts) * row_bytes, dtype=torch.uint8, device=tensor.device)
     own = _as_bytes(tensor)
     padded[: own.numel()] = own
@@ -97,7 +97,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
         tensor.ndim,
         *list(tensor.shape)[:_MAX_DIMENSIONS],
     ]
-    # A header of a fixed size: the ranks do not know yet whether they agree on the number of dimensions.
+    # Give the header a fixed size: the ranks do not know yet whether they have the same number of dimensions.
     header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
     mine = torch.tensor(header, dtype=torch.int64, device=tensor.device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -111,7 +111,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
             f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of "
             f"{[str(dtype) for dtype in _DTYPES]}"
         )
-    # Without entry 2, the number of rows, which alone may differ.
+    # Compare all entries but entry 2, the number of rows, which alone may differ.
     if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
         described = [
             f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}"
@@ -202,7 +202,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
 
 
 def _join_padded(values: Sequence[Tensor], width: int, pad_value: float) -> Tensor:
-    # The dtype that torch.cat gives: a column's type must not depend on whether widths differ.
+    # Use the dtype that torch.cat would choose: a column's type must not depend on whether widths differ.
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     rows = sum(value.shape[0] for value in values)
     joined = torch.full((rows, width, *values[0].shape[2:]), pad_value, dtype=dtype, device=values[0].device)
@@ -239,8 +239,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.elem_counts_per_gb: list[int] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # of all protocols, 5 alone hands the bytes of arrays over without a copy; copy.deepcopy takes an
-        # older one
+        # Only protocol 5 passes the bytes of arrays on without a copy. copy.deepcopy uses an older protocol.
         if protocol < _OUT_OF_BAND:
             return super().__reduce_ex__(protocol)
         attributes = {name: value for name, value in vars(self).items() if name != "data"}
@@ -290,7 +289,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             for key, value in self.data.items()
         }
         columns = sorted(kinds.items())
-        # Compared before any tensor is gathered: a rank that lacks a column would leave the others waiting in
+        # Compare the columns before any tensor is gathered: if a rank lacked one, the others would wait in
         # its collective.
         of_ranks = gather_jagged_object_lists([columns], group)
         if any(other != of_ranks[0] for other in of_ranks):
@@ -416,7 +415,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row "
                 "number exactly once"
             )
-        # The inverse of the permutation.
+        # This is the inverse of the permutation.
         place_of = sorted(range(total), key=order.__getitem__)
         for key, value in self.data.items():
             self.data[key] = take_rows(value, place_of)
@@ -553,7 +552,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         batch = self.slice(start, start + batch_size)
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             self._require_batch_number(batch_idx, len(self.micro_batch_indices))
-            # The end of the last micro-batch, which is counted from the first row of its global batch.
+            # This is the end of the last micro-batch, which is counted from the first row of its global
+            # batch.
             planned = self.micro_batch_indices[batch_idx][-1][1]
             if planned != batch_size:
                 raise BatchError(
@@ -579,7 +579,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one "
                 "that divides it"
             )
-        # An expression in place of yield: the checks above then run at the call.
+        # Return an expression instead of using yield, so that the checks above run at the call.
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
@@ -589,7 +589,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
         """
-        # The plan is read here and not in the generator, so that a batch without one is refused at the call.
+        # Read the plan here rather than in the generator, so that a batch without a plan is refused at the
+        # call.
         return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
@@ -640,7 +641,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 (offset + start, offset + end, length)
                 for (start, end), length in zip(ranges, lengths, strict=True)
             )
-            # The end of the last micro-batch is the number of rows of its global batch.
+            # The end of the last micro-batch equals the number of rows of its global batch.
             offset += ranges[-1][1]
         return planned
 
@@ -711,7 +712,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return value
 
     def _dealt(self, plans: Sequence[ShardPlan], packed: bool) -> list[DealtRows]:
-        # One for all shards, so that every column is examined once.
+        # Share one packer between all shards, so that every column is examined only once.
         packer = Packer(self.data)
         return [DealtRows(self, packer, plan.rows, _micro_batches_of(plan, packed)) for plan in plans]
 
@@ -755,7 +756,7 @@ class DealtRows:
         return shard
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rows are picked out only now, when Ray pickles the call: the driver never holds copies of all
+        # Select the rows only now, when Ray pickles the call, so that the driver never holds copies of all
         # shards.
         return _arrived, (SlicedDataDict, self._packer.pack(self.rows), dict(self._micro_batches))
 

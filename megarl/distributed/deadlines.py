@@ -58,7 +58,8 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-# Only these run on the batches of a validation; a save or a refit takes as long as at any other time.
+# Only these phases process batches of a validation; a save or a refit then takes as long as at any other
+# time.
 _VALIDATED = (STEP, LOGPROBS, GENERATE)
 _REMEMBERED = 10
 _NAMES = {STEP: "train"}
@@ -77,8 +78,8 @@ class RunPosition:
 
 position = RunPosition()
 """Position of this process, which drives one run at a time."""
-# Calls of a validation, whose batches have other sizes than those of training. By thread: one validates while
-# another one trains.
+# Batches of a validation have other sizes than those of training. The flag is per thread, because one thread
+# may validate while another one trains.
 _validates = ContextVar("validates", default=False)
 
 
@@ -155,7 +156,7 @@ def keeping_durations() -> Iterator[None]:
     """Let a rebuilt group of workers inside the block know how long the phases of the earlier group with its
     name took: both belong to one launch."""
     global _kept
-    # Empty for each launch: another launch may have other models and batch sizes.
+    # Start empty for each launch, because another launch may have other models and batch sizes.
     before, _kept = _kept, {}
     try:
         yield
@@ -201,8 +202,8 @@ class PhaseDeadlines:
             name: of the group of workers, by which ``keeping_durations`` keeps the durations; "" keeps
                 nothing.
         """
-        # The same dictionary is handed to the next group of this name, so that what the new workers measure
-        # counts at once.
+        # Pass the same dictionary to the next group of this name, so that measurements of the new workers
+        # count at once.
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
         limits = {phase: at(section, f"{phase}_s") for phase in PHASES}
         return cls(limits, section["least_s"], section["multiple"], section["first_s"], measured)
@@ -235,17 +236,18 @@ class PhaseDeadlines:
         phase = call.phase if call.phase in self._limits else STEP
         limit = self._limits[phase], f"{phase}_s"
         if not call.method:
-            # of such calls nothing is ever measured
+            # The durations of such calls are never measured.
             return limit
         durations = self._measured.get(call.phase, _Durations())
         known = list(durations.last)
-        # By method and not by phase: the first training pass compiles, also where a phase had other methods
-        # before.
+        # Test by method rather than by phase: the first training pass compiles, even if the phase has run
+        # other methods.
         if (call.phase, call.method) not in self._seen:
             if call.method not in durations.first:
                 return min((self._first_s, "first_s"), limit)
             known.append(durations.first[call.method])
-        # Pairs compare by their seconds first, and the key of the bound that applies comes along.
+        # Tuples are compared by their seconds first, and the name of the applicable limit is returned as
+        # well.
         return min(max((self._least_s, "least_s"), (self._multiple * max(known), "multiple")), limit)
 
     def took(self, call: Call, seconds: float) -> None:
@@ -253,8 +255,8 @@ class PhaseDeadlines:
         durations = self._measured.setdefault(call.phase, _Durations())
         counted, is_first = self._counted.get(call.phase, (None, False))
         if counted is call:
-            # Results of one call are often fetched worker by worker: together they are one time, not many
-            # short ones that would tighten the bound.
+            # Results of one call are often fetched worker by worker. Count them as one duration: many short
+            # ones would tighten the time limit.
             durations.last[-1] = max(durations.last[-1], seconds)
         else:
             durations.last.append(seconds)

@@ -25,8 +25,8 @@ from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 
 MEBIBYTE = 1024 * 1024
-# What cuBLAS, Transformer Engine and NCCL read when they start: the values with which they give the same
-# bits, the preferred one first.
+# cuBLAS, Transformer Engine and NCCL read these variables when they start. The values listed make them
+# deterministic, with the preferred one first.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
@@ -92,8 +92,8 @@ class DeviceRuntime:
         if not self.is_cuda:
             return
         products = torch.backends.cuda.matmul
-        # torch allows both by default; it loses digits in long sums, and a layout would then differ from
-        # plain transformers by more than rounding.
+        # torch allows both by default. They lose digits in long sums, so that a parallel layout would differ
+        # from plain transformers by more than rounding.
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (
             False
         )
@@ -115,12 +115,12 @@ class DeviceRuntime:
                     ]
                 )
             env.set_variables({name: found})
-        # the backward passes of these two kinds of attention have no deterministic kernel; FlashAttention's
-        # has one
+        # The backward passes of these two kinds of attention have no deterministic kernel, while
+        # FlashAttention's has one.
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.use_deterministic_algorithms(True)
-        # else every torch.empty would be written to
+        # Disable this, which would fill the memory of every torch.empty.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
@@ -136,7 +136,7 @@ class DeviceRuntime:
     def pin(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in page-locked host memory if that helps transfers, or the same tensor on
         a CPU."""
-        # A CPU-only torch has no page-locked memory and would raise.
+        # A CPU-only torch has no page-locked memory and would raise an error.
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def memory(self) -> MemoryFigures:
@@ -149,7 +149,7 @@ class DeviceRuntime:
                 torch.cuda.max_memory_reserved(self.device),
             )
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
-        # Of this process by the kernel: torch has no allocator statistics on a CPU.
+        # Read the kernel's figures for this process, because torch has no allocator statistics on a CPU.
         resident, peak = (status_bytes(key) / MEBIBYTE for key in ("VmRSS", "VmHWM"))
         return MemoryFigures(resident, resident, peak, peak)
 
@@ -157,7 +157,7 @@ class DeviceRuntime:
         """Return the bytes of a CUDA device that no process has allocated, as NVML reports them, or as CUDA
         does if NVML does not reply."""
         try:
-            # NVML counts all processes and needs no CUDA context; cudaMemGetInfo would make one, of several
+            # NVML counts all processes and needs no CUDA context. cudaMemGetInfo would create one of several
             # hundred MiB.
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
@@ -169,8 +169,8 @@ class DeviceRuntime:
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Tests, and careful sites, bound a process by its address space: what is above that does not exist
-        # for it.
+        # Tests, and careful sites, limit the address space of a process, which cannot use any memory beyond
+        # it.
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
@@ -179,7 +179,7 @@ class DeviceRuntime:
         of its memory. A CPU never has: its only memory is the host's."""
         if not self.is_cuda:
             return False
-        # The allocator's own unused blocks count as free for this process, though for nobody else.
+        # Unused blocks of the allocator are free for this process, but not for any other.
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return (
             self.free_memory() + unused - size
@@ -248,7 +248,7 @@ class DeviceRuntime:
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)
-            # The form that NVML uses, so that processes name a GPU alike whether or not NVML answers.
+            # Use the form of NVML, so that processes give a GPU the same name whether or not NVML replies.
             return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         return f"CPU-{os.uname().nodename}-{os.getpid()}"
 
@@ -278,7 +278,7 @@ class DeviceRuntime:
     @contextlib.contextmanager
     def timed(self) -> Iterator[Stopwatch]:
         """Measure a block, including the device work it queued."""
-        # Work that was queued before is not part of the block.
+        # Wait for earlier work, which is not part of the block.
         self.synchronize()
         watch = Stopwatch()
         start = time.perf_counter()
@@ -299,8 +299,8 @@ class Stopwatch:
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on ``device``. The host does not wait for a copy to a CUDA device, because it copies
     from page-locked memory."""
-    # non_blocking from pageable memory waits all the same, or where it does not, may read what was written
-    # afterwards.
+    # Pin the tensor first: with pageable memory a non_blocking copy waits all the same, or it may read what
+    # is written later.
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -309,7 +309,7 @@ def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch (all devices)."""
     random.seed(seed)
-    # numpy takes 32 bits, torch 64.
+    # numpy accepts seeds of 32 bits, and torch of 64.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
@@ -329,7 +329,7 @@ def wanted_device() -> str:
 def will_use_cuda() -> bool:
     """Return whether ``runtime`` will choose a CUDA device. CUDA is not initialized, so that processes forked
     afterwards may still use it."""
-    # is_available() may initialise the driver; this asks NVML
+    # device_count() asks NVML, while is_available() may initialise the driver.
     return wanted_device() != "cpu" and torch.cuda.device_count() > 0
 
 
@@ -350,7 +350,8 @@ def runtime() -> DeviceRuntime:
         )
     if wanted == "cpu" or not available:
         return DeviceRuntime(torch.device("cpu"), "gloo")
-    # Modulo: Ray shows a worker only its own GPU, whose index there is 0; under torchrun it sees all.
+    # Take the remainder: Ray shows a worker only its own GPU, which then has index 0, while torchrun shows
+    # all.
     return DeviceRuntime(
         torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl"
     )
@@ -365,8 +366,8 @@ def runtime_on(device: torch.device) -> DeviceRuntime:
     return DeviceRuntime(torch.device("cuda", index), "nccl")
 
 
-# what allocators without an error class of their own say: torch's on a CPU, and C++'s where it comes through
-# torch
+# These texts identify allocators without their own error class: torch's on a CPU, and C++'s if its error
+# passes through torch.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 
 

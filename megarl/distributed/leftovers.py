@@ -33,7 +33,7 @@ def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
         OSError: it cannot be made.
     """
     sweep(Path(parent))
-    # Until it is claimed it names no owner, and the sweep of another start leaves it.
+    # Until it is claimed, the directory names no owner, so that the sweep of another process leaves it.
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     claim(directory)
     return directory
@@ -41,7 +41,7 @@ def owned_directory(parent: str | Path, prefix: str = PREFIX) -> Path:
 
 def claim(directory: Path) -> None:
     """Record that a directory belongs to this process."""
-    # where the system does not tell processes apart so well, nothing is swept
+    # Ignore errors: if the system cannot identify processes this precisely, nothing is swept.
     with contextlib.suppress(OSError):
         (directory / OWNER_FILE).write_text(json.dumps(_identity(os.getpid())))
 
@@ -60,7 +60,7 @@ def sweep(parent: Path) -> list[Path]:
     removed = []
     for directory in sorted(parent.glob(f"{PREFIX}*")):
         if _is_abandoned(directory):
-            # Without errors: two processes that start at once sweep the same directories.
+            # Ignore errors, because two processes that start at once sweep the same directories.
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
     if removed:
@@ -70,17 +70,17 @@ def sweep(parent: Path) -> list[Path]:
 
 def _is_abandoned(directory: Path) -> bool:
     try:
-        # lstat: a link that another user put there must not lead to somebody else's directory.
+        # Use lstat, so that a link that another user created does not lead to somebody else's directory.
         status = directory.lstat()
         owner = json.loads((directory / OWNER_FILE).read_text())
         process = owner["process"]
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not isinstance(process, int):
             return False
         here = _identity(os.getpid())
-        # The number of a process means something only on its host, since its boot, in its namespace.
+        # The number of a process is valid only on its host, since its boot, and in its namespace.
         if any(owner[key] != here[key] for key in ("host", "boot", "processes")):
             return False
-        # The start time too: numbers of processes are given again.
+        # Compare the start time as well, because process numbers are reused.
         return owner != _identity(process) and not _is_used(directory)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False
@@ -95,10 +95,10 @@ def _identity(process: int) -> dict[str, Any]:
     """
     started = 0
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        # the name of the program, in parentheses, may hold anything
+        # Split after the last parenthesis: the program's name, in parentheses, may contain any character.
         state, *rest = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-        # A zombie has ended although its number is taken. Otherwise field 22 of proc(5): its start, in ticks
-        # since boot.
+        # A zombie has ended although it still has its number. For other processes, read field 22 of proc(5):
+        # the start time, in ticks since boot.
         started = 0 if state in (b"Z", b"X") else int(rest[18])
     return {
         "process": process,

@@ -145,7 +145,7 @@ class NamedSharding:
         return self._names == other._names and np.array_equal(self._layout, other._layout)
 
     def __hash__(self) -> int:
-        # All layouts are int64 and tobytes writes in C order, so equal grids have equal bytes.
+        # All layouts are int64 and tobytes writes in C order, so that equal grids have equal bytes.
         return hash((tuple(self._names), self._layout.shape, self._layout.tobytes()))
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
         raise ShardingError(
             f"{only_integers} in a full grid, got {layout!r} ({error}); give every row the same length"
         ) from None
-    # Booleans and strings are refused here; floats only where they are whole, as NeMo-RL's class takes them.
+    # Refuse booleans and strings here, and accept floats if they are whole, as NeMo-RL's class does.
     if given.size and not (np.issubdtype(given.dtype, np.integer) or np.issubdtype(given.dtype, np.floating)):
         raise ShardingError(f"{only_integers}, got values of type {given.dtype}; write ranks 0, 1, 2, ...")
     if not np.all(np.isfinite(given)) or np.any(given != np.floor(given)) or np.any(given < 0):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.errors import ClusterError
 
-# CPUs are book-keeping for Ray; a laptop must be able to hold more ranks than it has cores.
+# CPUs only count slots for Ray here: a laptop must be able to hold more ranks than it has cores.
 _LEAST_LOCAL_SLOTS = 64
 
 

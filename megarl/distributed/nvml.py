@@ -43,13 +43,13 @@ def nvml_context() -> Iterator[Any]:
         RuntimeError: there is no NVIDIA driver, or it does not reply.
     """
     try:
-        # Here and not above: a machine without a driver has no such library to load, and most of megarl runs
+        # Import it here: a machine without a driver has no such library to load, and most of megarl runs
         # there.
         import pynvml
 
         pynvml.nvmlInit()
     except Exception as error:
-        # NVML's own errors, and those of a library that is missing or cannot be loaded
+        # Catch NVML's own errors, and those of a library that is missing or cannot be loaded.
         raise RuntimeError(f"NVML cannot be used: {error}") from error
     try:
         yield pynvml
@@ -65,7 +65,7 @@ def count_devices() -> int:
         with nvml_context() as nvml:
             return int(_asked(nvml, nvml.nvmlDeviceGetCount))
     except RuntimeError:
-        # In a container the library may be missing while the driver's files are there.
+        # In a container the library may be missing although the driver's files exist.
         return len(list(_KERNEL_LIST.glob("*")))
 
 
@@ -105,7 +105,8 @@ def gpu_figures(device_idx: int) -> GpuFigures:
     with nvml_context() as nvml:
         handle = _asked(nvml, lambda: _handle(nvml, device_idx))
         free = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).free)
-        # In milliwatts. NVML reports power not for every GPU, and no use of a GPU that is divided (MIG).
+        # Convert from milliwatts. NVML does not report power for every GPU, nor the use of a GPU that is
+        # divided (MIG).
         power = _where_supported(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         used = _where_supported(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         return GpuFigures(free / MEBIBYTE, power, used)
@@ -114,7 +115,7 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 def _handle(nvml: Any, device_idx: int) -> Any:
     """Return NVML's handle of the GPU that ``CUDA_VISIBLE_DEVICES``, with indices or UUIDs, names at this
     position."""
-    # NVML counts all GPUs of the machine and does not read this variable.
+    # Map the position here, because NVML counts all GPUs of the machine and does not read this variable.
     visible = [
         name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()
     ]

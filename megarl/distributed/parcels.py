@@ -23,11 +23,11 @@ LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
 """Columns with the lengths of the other columns' rows. Without such a column, rows end where the first column
 with positions is zero to the end."""
 
-# Share of the positions from which on padding stays behind; to pick out what is left costs about as much as
-# copying it.
+# Padding is removed only if it makes up at least this share of the positions, because selecting the rest
+# costs about as much as copying it.
 _LEAST_PADDING = 1 / 8
 
-# Values at the front of a column that are looked at before the whole of it.
+# Look at this number of values at the front of a column before examining all of it.
 _FIRST = 64
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,8 +75,8 @@ class Parcel:
             array = np.full(self.shape, self.fill, values.dtype)
             array[inside(0, lengths, self.shape[1])] = values
             values = array
-        # np.array copies: what Ray hands out is read-only memory of its store, which torch warns of and a
-        # later write would end in.
+        # Copy with np.array: Ray returns read-only memory of its store, for which torch warns, and a later
+        # write would crash.
         return torch.from_numpy(np.array(values)).view(self.dtype)
 
 
@@ -124,7 +124,7 @@ class Packer:
             form, fill = self._forms[name]
             if form in ("inside", "bits"):
                 assert self._lengths is not None, "rows were found to be cut by them"
-                # Once for all columns that are cut: they share the positions.
+                # Compute the positions once, because all columns without padding share them.
                 if lengths is None:
                     lengths = self._lengths[chosen]
                     places = _places(np.arange(len(array))[chosen], lengths, array.shape[1])
@@ -133,7 +133,7 @@ class Packer:
             else:
                 values = (array[:, 0] if form == "row" else array)[chosen]
             size = len(array) if rows is None else len(rows)
-            # Contiguous, because pickle copies other arrays into its own stream.
+            # Make the array contiguous, because pickle copies any other array into its own stream.
             packed[name] = Parcel(
                 value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill
             )
@@ -150,7 +150,7 @@ class Packer:
         if lengths is None:
             lengths = _ends(wide)
         rows, width = wide.shape[:2]
-        # A column of that name may be a user's own, with other numbers in it: then nothing is cut.
+        # A user's column may have that name and contain other numbers. In that case keep all padding.
         fit = lengths.shape == (rows,) and bool(np.all((lengths >= 0) & (lengths <= width)))
         return (
             lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
@@ -174,7 +174,7 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
         return "row", 0
     if padding is None or array.shape[:2] != padding.shape:
         return "whole", 0
-    # The first value in the padding; whether all others are the same is asked next.
+    # This is the first value in the padding. The next line checks whether all others are the same.
     fill = array[np.unravel_index(padding.argmax(), padding.shape)].reshape(-1)[0]
     if np.any((array != fill) & padding.reshape(*padding.shape, *[1] * (array.ndim - 2))):
         return "whole", 0
@@ -183,7 +183,8 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a column is a tensor that its values, type and shape describe completely."""
-    # No subclass, whose type would be lost. The memory of a lazily negated tensor does not hold its values.
+    # Exclude subclasses, whose type would be lost, and lazily negated tensors, whose memory does not hold
+    # their values.
     return (
         type(value) is Tensor
         and value.layout == torch.strided
@@ -224,11 +225,11 @@ def _ends(array: np.ndarray) -> np.ndarray:
 
 def _same_in_rows(array: np.ndarray) -> bool:
     """Return whether every row has one value at all its positions."""
-    # An expanded tensor shows it by its stride, without a look at a value.
+    # An expanded tensor is recognised by its stride, without reading a value.
     if array.strides[1] == 0:
         return True
     first = array[:, :1]
-    # Two cheap looks before the whole: most columns already differ there.
+    # Do two cheap comparisons before the complete one, because most columns already differ there.
     return bool(np.all(array[:, -1:] == first) and np.all(array[:, :2] == first) and np.all(array == first))
 
 
@@ -238,13 +239,14 @@ def _is_binary(array: np.ndarray, one: int) -> bool:
     def binary(values: np.ndarray) -> bool:
         return int(np.count_nonzero(values == 0)) + int(np.count_nonzero(values == one)) == values.size
 
-    # The first values decide for almost every column that is none of zeros and ones.
+    # The first values decide for almost every column that does not consist of zeros and ones.
     return binary(array[0, :_FIRST]) and binary(array)
 
 
 def _places(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
     """Return the numbers of the positions inside the given rows, counted through the whole batch."""
-    # Without a loop over the rows: each row's start less what was counted before it, plus the running number.
+    # Avoid a loop over the rows: add the running number to each row's start minus the positions counted
+    # before that row.
     places = np.repeat(rows * width - (np.cumsum(lengths) - lengths), lengths)
     places += np.arange(len(places))
     return places

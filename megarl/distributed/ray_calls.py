@@ -36,9 +36,9 @@ class _Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        # A tenth of a short bound, so that no call exceeds it by a whole look.
+        # Check at a tenth of a short limit, so that no call exceeds the limit by much more than that.
         while not self._closed.wait(min(_LOOK_SECONDS, self.least_s / 10)):
-            # A copy: other threads begin and end calls meanwhile.
+            # Iterate over a copy, because other threads begin and end calls meanwhile.
             for late, seconds, what in list(self.calls.values()):
                 if time.monotonic() > late:
                     self._on_late(
@@ -83,7 +83,7 @@ def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
     if watch is None or may_take_s is None:
         yield
         return
-    # The outer block names the call better, and has allowed for the time of all calls within.
+    # The outer block has a better name for the call, and its limit includes the time of all calls inside it.
     if threading.get_ident() in watch.calls:
         yield
         return

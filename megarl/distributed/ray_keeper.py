@@ -60,10 +60,11 @@ def members(sessions: Collection[int]) -> Iterator[int]:
     """Yield the ids of all running processes of some sessions; zombies do not count."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            # others come and go meanwhile
+            # Ignore errors, because other processes come and go meanwhile.
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # the name of the program, in parentheses, may hold anything
+                    # Split after the last parenthesis: the program's name, in parentheses, may contain any
+                    # character.
                     state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
                 if state not in (b"Z", b"X") and int(session) in sessions:
                     yield int(name)
@@ -73,7 +74,8 @@ def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
     """Wait until nothing runs in the sessions, kill what still does after ``grace_s`` seconds, and remove the
     directory."""
     begun = time.monotonic()
-    # Looked for again each time: a killed process of Ray may just have started another.
+    # List the processes again each time: a process of Ray may have started another one just before it was
+    # killed.
     while (left := list(members(kept.sessions))) and time.monotonic() < begun + grace_s + _KILL_SECONDS:
         if time.monotonic() > begun + grace_s:
             for process in left:
@@ -89,8 +91,8 @@ def listen(driver: int) -> Kept:
     kept, said = Kept(), b""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    # a process that the driver forked may hold the pipe open for longer than the driver lives
-    # pidfd_open needs Linux 5.3; without it the end of the pipe has to do.
+    # Watch the driver itself as well: a process that it forked may keep the pipe open after the driver has
+    # ended. pidfd_open needs Linux 5.3; without it only the end of the pipe is noticed.
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     while True:
@@ -100,13 +102,14 @@ def listen(driver: int) -> Kept:
         *lines, said = said.split(b"\n")
         for line in lines:
             kept.take(os.fsdecode(line))
-        # No data is the end of the pipe, or the end of the driver where a child of it holds the pipe open.
+        # If there are no data, the pipe has ended, or the driver has ended while one of its children keeps
+        # the pipe open.
         if kept.is_done or not data:
             return kept
 
 
 if __name__ == "__main__":
-    # It has to outlive the driver, whichever of these signals ends that.
+    # The keeper has to outlive the driver, whichever of these signals ends the driver.
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
     end(listen(int(sys.argv[1])))

@@ -30,11 +30,12 @@ def alive_nodes() -> list[RayNode]:
     """Return the living nodes, sorted by name with numbers in numerical order, which is how Slurm lists
     neighbours."""
     with ray_calls.calling("ray.available_resources_per_node"):
-        # A private function: Ray's public one sums over the cluster, and a part has to fit on one node.
+        # Use a private function: Ray's public one sums over the cluster, while a part has to fit on one node.
         free = available_resources_per_node()
     living = [node for node in ray_calls.nodes() if node["Alive"]]
     nodes = [
-        # A node that joined between the two calls is not in the first answer: it counts as taken for now.
+        # A node that joined between the two calls is missing in the first result, and counts as reserved for
+        # now.
         RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {}))
         for node in living
     ]

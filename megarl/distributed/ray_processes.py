@@ -20,9 +20,9 @@ from megarl.distributed.leftovers import PREFIX, keep, owned_directory
 
 logger = logging.getLogger(__name__)
 
-# Ray puts Unix sockets below its directory, and their paths may have about 107 bytes in all.
+# Ray creates Unix sockets below its directory, whose paths may have about 107 bytes in total.
 LONGEST_DIRECTORY = 40
-# Name of Ray's directory within the private one: Ray opens its own to everybody.
+# This is Ray's directory within the private one: Ray makes its own directory accessible to everybody.
 _OF_RAY = "ray"
 _FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
 
@@ -67,7 +67,7 @@ class LocalRay:
 
         def started(*arguments: Any, **options: Any) -> Any:
             process = start(*arguments, **{**options, "start_new_session": True})
-            # A process that starts a session leads it, and the session has its number.
+            # A process that starts a session leads it, and the session has the number of the process.
             self._tell(f"{ray_keeper.SESSION} {process.pid}")
             on_start(process)
             return process
@@ -102,7 +102,7 @@ class LocalRay:
 
     def _tell(self, line: str) -> None:
         if self._keeper is not None and self._keeper.stdin is not None:
-            # without a keeper Ray still ends with its driver, only later
+            # Ignore errors: without a keeper Ray still ends with its driver, only later.
             with contextlib.suppress(OSError):
                 self._keeper.stdin.write(os.fsencode(f"{line}\n"))
                 self._keeper.stdin.flush()
@@ -117,7 +117,7 @@ def _private_directory(log_dir: str | None) -> Path:
         else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
     )
     for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
-        # mkdtemp appends eight letters
+        # mkdtemp appends eight letters.
         if len(os.fsencode(os.path.join(parent, f"{PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
             logger.warning(
                 "Ray's own files do not go below %s: that is longer than the %d bytes Ray can use",
@@ -137,9 +137,9 @@ def _start_keeper() -> subprocess.Popen[bytes] | None:
     """Return the keeper's process, or None if this is not Linux."""
     if sys.platform != "linux":
         return None
-    # -I -S: nothing of the user's is read, and it starts in milliseconds
+    # With -I -S Python reads nothing of the user's, and starts in milliseconds.
     command = [sys.executable, "-I", "-S", os.path.abspath(ray_keeper.__file__), str(os.getpid())]
-    # nothing of the driver's is held: no pipe that somebody reads to its end, no directory
+    # Keep nothing of the driver's open: no pipe that somebody reads to its end, and no directory.
     nothing = subprocess.DEVNULL
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True

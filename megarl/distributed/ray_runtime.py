@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 INIT_SECONDS = 120.0
 """Maximum seconds for each of the two attempts of ``ray.init``; Ray itself gives up on most failures after 30
 to 60 s."""
-# An alarm that is set to 0 s never rings.
+# An alarm that is set to 0 s never goes off.
 _SHORTEST_TRY_S = 0.05
 SHUTDOWN_SECONDS = 10.0
 """Maximum seconds for ``ray.shutdown`` before the processes that it waits for are killed."""
-# How long it may take from then on: it has come back after 5 s where its processes were gone.
+# ``ray.shutdown`` may take this long after the kill. It has returned after 5 s once its processes were gone.
 _STUCK_SECONDS = 15.0
-# How long a try may go beyond its limit before this process ends: single waits of Ray's in C++, of up to 30
-# s, hear no alarm.
+# An attempt may exceed its limit by this time before this process ends: single waits of Ray in C++, of up to
+# 30 s, do not notice the alarm.
 _OVERTIME_SECONDS = 40.0
 TOLD_AFTER_SECONDS = 20.0
 """Seconds after which a start in progress is logged, and between later messages."""
@@ -79,7 +79,7 @@ _FORWARDED_PREFIXES = (
     "UCX_",
     "VLLM_",
 )
-# Ray assigns devices to workers itself; the driver's own choice must not override it.
+# Ray assigns devices to workers itself, and the driver's own choice must not override it.
 _NEVER_FORWARDED = {
     "CUDA_VISIBLE_DEVICES",
     "PYTHONPATH",
@@ -122,13 +122,13 @@ def init_ray(
     if ray.is_initialized():
         return
     end = time.monotonic() + timeout_s
-    # Ray sends statistics of use to its makers unless it is told not to.
+    # Disable usage statistics, which Ray sends to its developers by default.
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     _redact_what_workers_print()
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
-        # To Ray, "local" is no address but the order to start one here.
+        # For Ray, "local" is not an address but a request to start a local Ray.
         if address is not None and address != "local":
             _attach(address, runtime_env, log_to_driver, end, silent_s)
         else:
@@ -199,8 +199,8 @@ def _termination_handler_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        # Python sets handlers in the main thread alone. Only a function is put back: SIG_DFL would end the
-        # process as Ray's handler does.
+        # Python sets handlers only in the main thread. Restore only a function: SIG_DFL would end the process
+        # like Ray's handler.
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
@@ -231,12 +231,13 @@ def _init_in_time(
         watched: returns the watch that notices a lost control process meanwhile.
     """
     seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
-    # An earlier Ray of this process, or programs of the user's, are children too and must survive a failed
-    # try.
+    # An earlier Ray of this process, and programs of the user, are children as well, and must survive a
+    # failed attempt.
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
-        # the alarm of the limit is not heard while Ray waits in C++
+        # Use a watching thread as well, because the alarm of the time limit is not noticed while Ray waits in
+        # C++.
         with (
             _told_of_waiting(logs, seconds),
             ray_calls.bounded(_OVERTIME_SECONDS, leave_late),
@@ -284,7 +285,8 @@ def _end_processes_of_ray(others: Collection[int]) -> None:
     Args:
         others: older children of this process, which stay.
     """
-    # By their command lines: Ray's processes start new sessions, so that no process group names them.
+    # Find them by their command lines: Ray's processes start new sessions, so that they share no process
+    # group.
     left = [
         child
         for child in psutil.Process().children(recursive=True)
@@ -301,7 +303,7 @@ def _is_of_ray(process: psutil.Process) -> bool:
         words = " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-    # Workers rename themselves to ray::NAME; servers and agents have Ray's package in their paths.
+    # Workers rename themselves to ray::NAME, and the paths of servers and agents contain Ray's package.
     return "ray::" in words or "/ray/" in words
 
 
@@ -344,22 +346,22 @@ def _start_local(
         )
     _ask_for_a_token()
     slots = num_cpus if num_cpus is not None else local_slots()
-    # A Ray that died in an earlier run of this process leaves its directory behind until somebody ends it.
+    # The directory of a Ray that died in an earlier run of this process remains until that Ray is ended here.
     _end_local()
     _Local.present = local = LocalRay(log_dir)
-    # Ray warns that token authentication is on, which is what is wanted here
+    # Silence Ray's warning that token authentication is on, which is wanted here.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     options = {
         "address": "local",
         "num_cpus": slots,
-        # The dashboard accepts jobs, which run code, from whoever reaches its port.
+        # Disable the dashboard, which accepts jobs, and thus code, from anybody who reaches its port.
         "include_dashboard": False,
         "log_to_driver": log_to_driver,
         "logging_level": logging.WARNING,
         "object_store_memory": object_store_bytes,
         "runtime_env": runtime_env,
         "_temp_dir": str(local.directory),
-        # idle processes, one a core, that workers with an environment of their own never take
+        # Do not start idle processes, one per core, which workers with their own environment never use.
         "_system_config": {"prestart_worker_first_driver": False},
     }
     try:
@@ -367,7 +369,7 @@ def _start_local(
             _init_with_one_retry(options, end, functools.partial(_watched_start, local, silent_s))
     except Exception as error:
         local.keep_files()
-        # Ray raises plain Exceptions where a process of its own does not come up
+        # Ray raises a plain Exception if one of its own processes does not start.
         raise _failure(error)(
             f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in "
             f"{local.directory}, which you may remove"
@@ -398,7 +400,7 @@ def _ask_for_a_token() -> None:
         env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
         learn(token)
     env.set_variables({"RAY_AUTH_MODE": "token"})
-    # Ray reads its variables once, which may have been when it was imported
+    # Reload the settings: Ray reads its variables only once, possibly when it was imported.
     settings: Any = getattr(importlib.import_module("ray._raylet"), "Config", None)
     if settings is not None:
         settings.initialize("")
@@ -412,7 +414,7 @@ def _redact_what_workers_print() -> None:
     """
     worker: Any = importlib.import_module("ray._private.worker")
     real = getattr(worker, "print_to_stdstream", None)
-    # A Ray without the function shows its lines unredacted; an earlier start has wrapped it already.
+    # Without this function Ray prints lines unredacted. If it is wrapped already, an earlier start did that.
     if real is None or hasattr(real, "__wrapped__"):
         return
 
@@ -472,7 +474,8 @@ def _may_be_forwarded(name: str) -> bool:
 def _driver_import_path(python_path: str) -> list[str]:
     """Return the directories from which the driver imports project code: workers thus find a checkout that is
     not installed."""
-    # First, so that workers import the megarl that the driver runs, also where another one is installed.
+    # Put the checkout first, so that workers import the megarl of the driver even if another one is
+    # installed.
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
     candidates = [checkout, *python_path.split(os.pathsep), *sys.path]
@@ -481,7 +484,7 @@ def _driver_import_path(python_path: str) -> list[str]:
         if not entry or not os.path.isdir(entry):
             continue
         path = str(Path(entry).resolve())
-        # Paths of the interpreter stay out: a worker has its own, and the driver's would shadow it on a node
+        # Leave out paths of the interpreter: a worker has its own, which the driver's would shadow on a node
         # with another Python.
         if path not in result and not any(Path(path).is_relative_to(prefix) for prefix in interpreter):
             result.append(path)

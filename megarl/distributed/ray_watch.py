@@ -41,8 +41,8 @@ SILENT_SECONDS = 40.0
 """Maximum silence in seconds of a process whose port is open, which may be due to the network; Ray itself
 gives up the GCS after 60 s."""
 
-# Of ``deadlines.least_s``, after which a silent process counts as lost: the rest is for the last look and
-# for leaving.
+# After this share of ``deadlines.least_s`` a silent process counts as lost: the rest is for the last check
+# and for leaving.
 _SHARE_OF_LEAST = 0.7
 
 CONTROL, RAYLET = "Ray's control process (GCS)", "Ray's process of this node (raylet)"
@@ -60,10 +60,10 @@ def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
     launches: a normal end would need replies from Ray. The workers, and a local Ray, end with their driver.
     """
     end_open_launches(f"{kind.__name__}: {message}")
-    # Not by sys.stderr: os._exit flushes no buffers.
+    # Do not use sys.stderr, because os._exit flushes no buffers.
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
-    # sys.exit would run Ray's own exit handlers, which wait for the process that is gone.
+    # Do not use sys.exit, which would run Ray's own exit handlers: they wait for the process that is gone.
     os._exit(kind.exit_code)
 
 
@@ -110,7 +110,8 @@ class PortWatch:
         seen = time.monotonic()
         while not self._closed.wait(min(_LOOK_SECONDS, self._silent_s / 10)):
             fault = self._look()
-            # Not by counting looks: a driver that is held up would blame Ray for its own silence.
+            # Measure time instead of counting checks: a driver that is held up would blame Ray for its own
+            # silence.
             gone = time.monotonic() - seen
             if fault == 0:
                 seen = time.monotonic()
@@ -138,7 +139,7 @@ def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connected:
             connected.sendall(GREETING)
-            # whoever closes the connection, because it wants TLS, lives too
+            # A server that closes the connection, because it wants TLS, is alive as well.
             connected.recv(1)
     except TimeoutError:
         return errno.ETIMEDOUT
@@ -176,7 +177,7 @@ class ProcessWatch:
         )
         self._is_lost = is_lost or (lambda: True)
         self._process = os.pidfd_open(process_id)
-        # A pipe and no event: poll waits for it and for the process at once.
+        # Use a pipe instead of an event, so that poll waits for it and for the process at once.
         self._closed, self._close = os.pipe()
         self._thread = threading.Thread(
             target=self._watch, name=f"watch over process {process_id}", daemon=True
@@ -191,8 +192,8 @@ class ProcessWatch:
             os.close(descriptor)
 
     def _watch(self) -> None:
-        # Ray ends this process at its next word to a raylet that has ended: that cannot wait for a look now
-        # and then
+        # Wait for the process itself instead of checking periodically: Ray ends this process at its next
+        # message to a raylet that has ended.
         waiting = select.poll()
         waiting.register(self._process, select.POLLIN)
         waiting.register(self._closed, select.POLLIN)
@@ -253,7 +254,7 @@ class StartWatch:
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
-            # Popen has a negative code for a process that a signal ended.
+            # The return code of Popen is negative for a process that a signal ended.
             self._watches.append(
                 ProcessWatch(
                     name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
@@ -294,7 +295,7 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
     """
     stack = contextlib.ExitStack()
     silent_s = silent_seconds(least_s)
-    # First of all: the calls below are calls of Ray, which may hang as any other.
+    # Start with this limit, because the calls below are calls of Ray, which may hang like any other.
     stack.enter_context(ray_calls.bounded(least_s, leave_late))
     stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
     own = next(
@@ -307,7 +308,7 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
         )
     raylet = own_raylet()
     if raylet is not None:
-        # Its end alone, at once: that it is stopped shows at its port.
+        # Notice only the end of the process, at once. The watch of its port notices that it is stopped.
         stack.callback(ProcessWatch(RAYLET, raylet, None).close)
     return stack
 
@@ -322,11 +323,11 @@ def own_raylet() -> int | None:
         with socket.socket(socket.AF_UNIX) as connected:
             connected.settimeout(_ANSWER_SECONDS)
             connected.connect(path)
-            # The kernel's word for who holds the other end of the socket; Ray does not publish the raylet's
+            # Ask the kernel who holds the other end of the socket, because Ray does not publish the raylet's
             # process.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError as error:
         logger.warning("it cannot be seen which process the raylet is: %s", error)
         return None
-    # struct ucred: process, user, group. The process is 0 where another namespace hides it.
+    # struct ucred holds process, user and group. The process is 0 if another namespace hides it.
     return int(struct.unpack("3i", credentials)[0]) or None

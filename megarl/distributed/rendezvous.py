@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
-# All ranks may connect at once; the kernel's own limit (net.core.somaxconn) is the same by default.
+# All ranks may connect at once. The kernel's own limit (net.core.somaxconn) has the same default.
 _BACKLOG = 4096
 
 
@@ -69,9 +69,9 @@ def listening_socket(address: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is taken, or this host has no such address.
     """
-    # The family follows from the address: an IPv6 cluster has no IPv4 socket to bind.
+    # Choose the family by the address, because an IPv6 cluster has no IPv4 address to bind.
     family, _, _, _, (host, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    # Peers may connect before anybody accepts; the kernel queues them.
+    # Peers may connect before anybody accepts them, because the kernel queues them.
     return socket.create_server((str(host), port), family=family, backlog=_BACKLOG)
 
 
@@ -88,7 +88,7 @@ def open_listener(address: str) -> int:
             "for a worker"
         )
     try:
-        # Port 0: the kernel chooses a free one, which a number from a configuration need not be.
+        # With port 0 the kernel chooses a free one. A port from a configuration might be in use.
         listener = listening_socket(address, 0)
     except OSError as error:
         raise ClusterError(
@@ -125,10 +125,10 @@ def init_process_group(
             there.
         DeadlineError: the others did not connect in time.
     """
-    # Here and not above: a worker's shell imports this file, and sets thread counts before torch is loaded.
+    # Import torch here: a worker's shell imports this module, and sets thread counts before torch is loaded.
     import torch.distributed as dist
 
-    # A device is bound for NCCL's sake; gloo has none to connect.
+    # Bind a device only for NCCL, because gloo has no device to connect.
     bound = device if device is not None and device.type == "cuda" else None
     endpoint = _rendezvous.endpoint
     if endpoint is None:
@@ -138,7 +138,8 @@ def init_process_group(
     _keep_gloo_on_loopback(endpoint.address)
     if _rendezvous.store is None:
         _rendezvous.store = _connect(endpoint, rank, world_size, timeout)
-    # A group that is made again must not read the keys that the last one left in the same store.
+    # Use a new prefix, so that a group that is created again does not read the keys of the previous one in
+    # the same store.
     prefix = f"megarl/{_rendezvous.generation}"
     _rendezvous.generation += 1
     store = dist.PrefixStore(prefix, _rendezvous.store)
@@ -162,7 +163,7 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
         )
     descriptor = None
     if listener is not None:
-        # The store owns, and later closes, the descriptor.
+        # The store owns the descriptor, and closes it later.
         descriptor = listener.detach()
         _rendezvous.listener = None
     try:
@@ -172,8 +173,8 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
             world_size=world_size,
             is_master=descriptor is not None,
             timeout=timeout,
-            # A rank that dies before it comes would keep all others waiting here, without a word of which
-            # one.
+            # Do not wait here: if a rank died before it connected, all others would wait without knowing
+            # which one is missing.
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
@@ -221,7 +222,7 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
             f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches "
             "that port"
         )
-    # The store adds in one step, so that of two processes with one rank only the first is let in.
+    # The store adds atomically, so that only the first of two processes with the same rank is accepted.
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(
             f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process "
@@ -248,7 +249,7 @@ def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
             raise DeadlineError(
                 f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped"
             ) from error
-        # In constant time: how long a comparison takes would tell how much of a guess is correct.
+        # Compare in constant time: otherwise the duration would reveal how much of a guess is correct.
         if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
             raise ClusterError(
                 f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see "
@@ -266,8 +267,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
     import torch.distributed as dist
 
     try:
-        # compare_set and no set: what somebody wrote before rank 0 shows as another value, and is not
-        # overwritten unseen.
+        # Use compare_set instead of set: a value that somebody wrote before rank 0 then shows as different,
+        # and is not overwritten unnoticed.
         return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
     except dist.DistError as error:
         raise DeadlineError(
@@ -310,10 +311,11 @@ def set_group_timeouts(seconds: float) -> None:
     from torch.distributed import distributed_c10d
 
     timeout = datetime.timedelta(seconds=seconds)
-    # torch has no public way to change a time-out after a group was made, and Megatron-Core makes its own.
+    # Use private names: torch has no public way to change the timeout of an existing group, and Megatron-Core
+    # creates its own groups.
     for group in list(distributed_c10d._world.pg_map):
         backends = {
-            # By identity: one backend may serve several devices of its group.
+            # Distinguish backends by identity, because one backend may serve several devices of its group.
             id(backend): backend
             for device in group._device_types
             if (backend := _innermost(group._get_backend(device)))

@@ -24,7 +24,7 @@ def drawn_secret() -> str:
     """Return this process's own random secret for the workers that it starts: 64 hexadecimal digits, the same
     at every call."""
     secret = env.text(VARIABLE) or secrets.token_hex(32)
-    # From now on logs and errors of this process show it as hidden.
+    # From now on logs and errors of this process hide the secret.
     learn({VARIABLE: secret})
     return secret
 

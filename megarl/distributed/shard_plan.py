@@ -141,10 +141,11 @@ def plan_dynamic(
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
         groups = [range(first, first + together) for first in range(start, start + batch_size, together)]
-        # sorted keeps the order of equals, so that all ranks of a run, and a resumed one, plan alike.
+        # sorted keeps the order of equal items, so that all ranks of a run, and a resumed run, make the same
+        # plan.
         shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
-        # Groups are sorted, so the last group of a slot is the longest that any shard has there: all shards
-        # run that shape, and no collective of theirs waits for another number of micro-batches.
+        # Groups are sorted, so that the last group of a slot is the longest of any shard. All shards run that
+        # shape, and therefore the same number of micro-batches, so that no collective waits.
         slot_lengths = [
             padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]
         ]
@@ -173,19 +174,20 @@ def plan_packed(
     packer = get_packer(
         args.get("algorithm", DEFAULT_PACKING_ALGORITHM),
         args["max_tokens_per_microbatch"],
-        # As many bins for each shard: ranks that meet in collectives run as many micro-batches.
+        # Give each shard the same number of bins: ranks that share collectives must run the same number of
+        # micro-batches.
         min_bin_count=shards,
         bin_count_multiple=shards,
         seed=args.get("seed", 0),
     )
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
-        # Rounded before packing: a bin has to hold the sequences with their padding.
+        # Round before packing, because a bin has to hold the sequences with their padding.
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
         bins = packer.pack(_sums(padded, together))
         group_costs = _sums([sequence_cost(length, crossover) for length in padded], together)
-        # Bins are about equally full, but attention grows with the square of a sequence: shards are balanced
-        # by cost, not by tokens.
+        # Bins have about the same number of tokens, but the cost of attention grows with the square of a
+        # sequence's length: balance the shards by cost instead of tokens.
         costs = [sum(map(group_costs.__getitem__, members)) for members in bins]
         dealt: list[list[int]] = []
         for number in deal_bins(costs, shards):
@@ -232,7 +234,7 @@ def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[
     ranges: list[list[int]] = []
     padded: list[int] = []
     for slot, length in enumerate(slot_lengths):
-        # Lengths do not fall, so the newest slot is the padded length of the whole range.
+        # Lengths never decrease, so that the newest slot is the padded length of the whole range.
         if ranges and (slot + 1 - ranges[-1][0]) * length <= budget:
             ranges[-1][1] = slot + 1
             padded[-1] = length

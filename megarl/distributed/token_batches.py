@@ -49,8 +49,8 @@ def supervised_batch(
         [B] float.
     """
     filling = max((rows or 0) - len(examples), 0)
-    # Copies of an example, because a row of padding alone has no valid length; sample_mask keeps them out of
-    # sums.
+    # Fill up with copies of an example, because a row of padding alone has no valid length. sample_mask
+    # excludes the copies from sums.
     used = [*examples, *([examples[0]] * filling)]
     input_ids, input_lengths = pad_rows(
         [(*example.prompt_ids, *example.answer_ids) for example in used], pad_token_id

@@ -34,7 +34,7 @@ class TokenRows(Sequence[list[int]]):
     def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
         """Build it from rows that are int64 arrays."""
         if len(rows) == 1:
-            # of a turn of a conversation, which the driver makes one by one
+            # A turn of a conversation has a single row, because the driver builds turns one by one.
             return cls(rows[0], np.array([len(rows[0])]))
         return cls(np.concatenate(rows) if len(rows) else np.empty(0, np.int64), _lengths(rows))
 
@@ -66,7 +66,8 @@ class TokenRows(Sequence[list[int]]):
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
         """Yield the rows in order, in parts of at most about that many tokens, and of at least one row."""
-        # Rows whose last tokens are in the same window of that many tokens make a part.
+        # Divide the tokens into windows of that size: rows whose last tokens are in the same window form a
+        # part.
         part = (self._ends - 1) // tokens
         ends = [0, *self._ends.tolist()]
         for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):

@@ -25,10 +25,10 @@ from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
 from megarl.errors import ConfigError, DeadlineError, MegarlError, StateError, WorkerLostError
 
-# Ray's processes take theirs below, and the kernel above where nothing else is configured.
+# Ray's processes use lower ports, and the kernel uses higher ones unless configured otherwise.
 _QUIET = range(20_000, 32_768)
 _ATTEMPTS = 100
-# Between two looks for nodes that are lost while Ray reserves bundles.
+# This is the time between two checks for lost nodes while Ray reserves bundles.
 _LOOK_S = 5.0
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -46,7 +46,8 @@ def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     candidates = _quiet_ports(ports)
-    # the operating system's entropy: processes that seed ``random`` alike must not all ask for the same port
+    # Use the operating system's entropy: processes that seed ``random`` with the same number must not all ask
+    # for the same port.
     random.SystemRandom().shuffle(candidates)
     for port in candidates[:_ATTEMPTS]:
         with contextlib.suppress(OSError):
@@ -140,7 +141,7 @@ class RayVirtualCluster:
         max_retries: int = 6,
         ready_timeout_s: float = 180.0,
     ) -> None:
-        # First of all: __del__ gives the places back, also where a check below raises.
+        # Set this attribute first: __del__ releases the bundles, even if a check below raises an error.
         self._placement_groups: list[PlacementGroup] | None = None
         _check_arguments(
             bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries
@@ -196,7 +197,8 @@ class RayVirtualCluster:
                 )
             if not ray.is_initialized():
                 init_ray()
-            # Nodes of a job join one after another; a single host has what it has.
+            # Retry, because the nodes of a job join one after another. A single host already has all its
+            # resources.
             attempts = 1 if is_single_host() else self._max_retries
             _retry(lambda: self._check_resources(ray_calls.cluster_resources()), attempts, time.sleep)
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
@@ -223,7 +225,7 @@ class RayVirtualCluster:
         return [name for name in names if name is not None]
 
     def _check_resources(self, total: Mapping[str, float]) -> None:
-        # One CPU for each worker of each group that may share a bundle, as in _bundle.
+        # Count one CPU for each worker of each group that may share a bundle, as in _bundle.
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
         if self.use_gpus:
             needed["GPU"] = self.world_size()
@@ -247,7 +249,7 @@ class RayVirtualCluster:
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
         bundle, counts = self._bundle, self._bundle_ct_per_node_list
-        # Ray wants distinct names, and two clusters may well have the same.
+        # Add a unique suffix, because Ray requires distinct names and two clusters may have the same name.
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         if unified:
             with ray_calls.calling("placement_group"):
@@ -260,20 +262,21 @@ class RayVirtualCluster:
             places, groups = self._places(alive_nodes()), []
             self._nodes = {node_id for _, node_id in places if node_id}
             with ray_calls.calling("placement_group"):
-                # The label pins a group to its node: Ray would otherwise choose, and rank order follow no
-                # order of nodes.
+                # Pin each group to its node by the label: otherwise Ray would choose nodes, and ranks would
+                # not follow their order.
                 for index, (count, node_id) in enumerate(places):
                     selector = [{_NODE_ID_LABEL: node_id}] * count if node_id else None
                     bundles = [dict(bundle) for _ in range(count)]
-                    # A rank's neighbours in tensor parallelism have to be on its node, or their sums go over
-                    # the network.
+                    # Keep the neighbours of a rank in tensor parallelism on its node: otherwise their sums
+                    # use the network.
                     of_node = f"{name}-node{index}"
                     groups.append(
                         placement_group(
                             bundles, strategy="STRICT_PACK", name=of_node, bundle_label_selector=selector
                         )
                     )
-        # Groups that Ray reserves later, after a failure here, would keep their places until Ray ends.
+        # Remove the groups after a failure: if Ray reserves some of them later, they would hold their bundles
+        # until Ray ends.
         try:
             self._await_reserved(groups)
         except MegarlError:
@@ -330,7 +333,7 @@ class RayVirtualCluster:
         groups keep a bound port instead."""
         first = self.get_placement_groups()[0]
         task = ray.remote(_get_node_ip_and_free_port).options(
-            # Workers may have all CPUs of the bundle; a task that asks for one would wait for them.
+            # Ask for no CPU: workers may hold all CPUs of the bundle, and the task would wait for them.
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=first, placement_group_bundle_index=0
@@ -348,13 +351,13 @@ class RayVirtualCluster:
         """Release the bundles. May be called more than once; always returns True."""
         groups, self._placement_groups = self._placement_groups, None
         self._is_shut_down = True
-        # Without Ray there is nothing left to give back.
+        # Without Ray there is nothing left to release.
         if ray.is_initialized():
             _remove(groups or ())
         return True
 
     def __del__(self) -> None:
-        # The interpreter may be half gone by now, and then Ray has freed everything.
+        # At its end the interpreter may be partly gone, and Ray then has released everything.
         if sys is not None and not sys.is_finalizing():
             self.shutdown()
 

@@ -78,10 +78,10 @@ def get_nsight_config_if_pattern_matches(
     return {
         "nsight": {
             "t": "cuda,cudnn,cublas,nvtx",
-            # %p is the process: every worker has a report of its own.
+            # %p is the process number, so that every worker has its own report.
             "o": f"'{worker_name}_{steps}_%p'",
             "stop-on-exit": "true",
-            # Nothing is recorded before the range is opened (DeviceRuntime.profiler_start).
+            # Record nothing before the range is opened (DeviceRuntime.profiler_start).
             "capture-range": "cudaProfilerApi",
             "capture-range-end": "stop",
         }

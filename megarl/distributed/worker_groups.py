@@ -130,7 +130,7 @@ class RayWorkerGroup:
         call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
         deadlines: PhaseDeadlines | None = None,
     ) -> None:
-        # First of all: __del__ reads it, also where something below raises.
+        # Set this attribute first: __del__ reads it, even if something below raises an error.
         self._workers: list[WorkerHandle] = []
         self._endpoint: Endpoint | None = None
         self.cluster = cluster
@@ -155,10 +155,11 @@ class RayWorkerGroup:
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
         groups = self.cluster.get_placement_groups()
         ranks = max(group.bundle_count for group in groups)
-        # Ray sets OMP_NUM_THREADS to the CPUs of a worker, which is 1, and torch reads it once, when it is
-        # imported.
+        # Set the thread count: Ray sets OMP_NUM_THREADS to the CPUs of a worker, which is 1, and torch reads
+        # it only once, when it is imported.
         threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
-        # In this order: a thread count in the driver's environment, which is forwarded, wins over ours.
+        # Keep this order: a thread count in the driver's environment, which is forwarded, overrides the
+        # computed one.
         shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
         options = recursive_merge_options(
@@ -171,11 +172,12 @@ class RayWorkerGroup:
                 name=place.name,
                 placement_group=groups[place.group],
                 bundle_index=place.bundle,
-                # A share of a GPU: groups of workers that take turns on a device are all on it at once, as
-                # Ray sees it.
+                # Ask for a share of a GPU: for Ray, groups of workers that share a device over time are all
+                # on it at once.
                 num_gpus=1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0,
                 bundle_indices=place.bundle_indices,
-                # Of each worker and not in runtime_env, which Ray shows to whoever may look at the cluster.
+                # Pass the secret to each worker rather than in runtime_env, which Ray shows to anybody who
+                # may look at the cluster.
                 environment={**place.environment(), run_secret.VARIABLE: run_secret.drawn_secret()},
                 options=options,
                 coordinates=sharding.get_worker_coords(place.rank) if sharding is not None else None,
@@ -377,13 +379,13 @@ class RayWorkerGroup:
             return bundle.selected(values)
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
-        # The end of a generator is a result of its own, which fails as any other and can be waited for.
+        # The end of a generator is a separate result, which can be waited for and fails like any other.
         ends = [
             future.completed() if isinstance(future, ObjectRefGenerator) else future
             for future in bundle.futures
         ]
         await_results(ends, self._registry, what, deadline)
-        # all of them are there
+        # All items exist by now.
         items = [
             list(future) if isinstance(future, ObjectRefGenerator) else [future]
             for future in bundle.selected(bundle.futures)
@@ -396,7 +398,7 @@ class RayWorkerGroup:
         if timeout_s is None and self._deadlines is not None:
             call = call or Call("", "")
             seconds, key = self._deadlines.bound_s(call), self._deadlines.key(call)
-            # in a refit the ranks wait for engines, that another group or nobody looks at
+            # In a refit the ranks wait for engines, whose group is checked elsewhere or not at all.
             return Deadline(
                 seconds,
                 begun=call.begun,
@@ -416,18 +418,19 @@ class RayWorkerGroup:
         Returns:
             True if the clean-up succeeded; the workers are gone in any case.
         """
-        # First of all, so that a second shutdown, or __del__ within this one, finds nothing to do.
+        # Clear the attributes first, so that a second shutdown, or __del__ during this one, finds nothing to
+        # do.
         workers, self._workers = self._workers, []
         self._before = []
         if not workers or not ray.is_initialized():
             return True
         clean = True
         if cleanup_method is not None and not force:
-            # A call to a worker that hangs would wait behind the call that it hangs in.
+            # Do not call a worker that hangs: the call would wait for the one that hangs.
             clean = not self._registry.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
         for worker in workers:
             kill_actor(worker.actor)
-        # Ray answers a call to a dead actor with an error: that is how its end is seen.
+        # Ray answers a call to a dead actor with an error, which shows that the actor has ended.
         obituaries: list[Any] = [ray_calls.submit(worker.actor.__ray_ready__) for worker in workers]
         _, alive = ray_calls.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
         if alive:
@@ -438,7 +441,7 @@ class RayWorkerGroup:
                 self.name_prefix,
                 _DEATH_WAIT_S,
             )
-            # one that is stopped hears nothing of Ray
+            # Kill these processes directly, because a stopped process does not receive Ray's message.
             kill_processes(
                 [
                     worker.process
@@ -462,7 +465,7 @@ class RayWorkerGroup:
         return True
 
     def __del__(self) -> None:
-        # The interpreter may be half gone by now; Ray then ends the workers with their driver.
+        # At its end the interpreter may be partly gone. Ray then ends the workers with their driver.
         if sys is not None and not sys.is_finalizing() and ray.is_initialized():
             for worker in self._workers:
                 kill_actor(worker.actor)
@@ -477,8 +480,8 @@ class RayWorkerGroup:
         self._calls += 1
         if not self._before:
             return self._start(method, calls, ())
-        # One message can carry what waits only where every worker is called once; a generator would run it
-        # when its first item is fetched, which may be never.
+        # The waiting calls can go along in the same message only if every worker is called once. A generator
+        # would run them when its first item is fetched, which may never happen.
         if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(
             self._workers[0], method
         ).is_generator:
@@ -497,7 +500,8 @@ class RayWorkerGroup:
                 kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
                 remote = getattr(self._workers[call.worker], method)
                 started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
-                # A generator has no single reference by which its call could be found.
+                # Register only calls with a single reference: a generator has none by which its call could be
+                # found.
                 if isinstance(started[-1], ray.ObjectRef):
                     self._registry.begin(under_way, started[-1])
         return started
@@ -510,7 +514,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:
         for value in call.kwargs.values():
-            # The way through the store costs more than a small value takes in the message.
+            # Leave small values in the message, because storing them would cost more.
             if (
                 value is None
                 or isinstance(value, (bool, int, float, str, ray.ObjectRef))
@@ -519,7 +523,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
                 continue
             if id(value) in seen:
                 shared[id(value)] = ray_calls.put(value)
-            # Held, so that no other object gets the same id while the calls are looked through.
+            # Keep a reference, so that no other object gets the same id during this loop.
             seen[id(value)] = value
     return shared
 

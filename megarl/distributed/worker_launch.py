@@ -150,15 +150,15 @@ class PendingWorkers:
             self.endpoint = endpoint = self._meet(deadline)
             name = self._builder.ray_actor_class_fqn
             with ray_calls.calling(f"constructor of {name}", deadline.left()):
-                # Once for all workers: a configuration or a tokenizer would be pickled again for each of
-                # them.
+                # Store the arguments once for all workers: otherwise a configuration or a tokenizer would be
+                # pickled for each of them.
                 arguments = ray_calls.put((self._builder.args, self._builder.kwargs))
                 references = [
                     ray_calls.submit(shell.construct, name, endpoint, arguments, requirement.init_kwargs)
                     for shell, requirement in zip(self._shells, requirements, strict=True)
                 ]
             methods = await_results(references, self._registry, f"constructor of {name}", deadline)
-        # Also on an interrupt: processes left behind would hold the devices of the next start.
+        # Clean up after an interrupt as well: remaining processes would hold the devices of the next start.
         except BaseException:
             self.kill()
             raise
@@ -177,8 +177,8 @@ class PendingWorkers:
         answers = self._ask(everyone, deadline)
         unfit: list[int] = []
         for index in everyone:
-            # Ray fixes the options of an actor when it starts, before the worker's class could say what it
-            # needs.
+            # Start an actor again if its options differ: Ray fixes them when it starts, before the worker's
+            # class can state its needs.
             options = _ray_options(self._specs[index], answers[index][1])
             if options != self._options[index]:
                 unfit.append(index)
@@ -204,7 +204,7 @@ class PendingWorkers:
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
         for index, (process, _) in zip(indices, answers, strict=True):
-            # As soon as it is known: from now on errors name the host.
+            # Set the process as soon as it is known, so that errors name the host from now on.
             self._registry.set_process(self._shells[index], process)
         return answers
 
@@ -224,7 +224,7 @@ def start_workers(
 
 def kill_actor(actor: ActorHandle[Any]) -> None:
     """End an actor's process now, whatever it is doing; does nothing if the actor, or Ray, is gone."""
-    # Ray raises each of these for an actor that is gone, by its own state and that of the cluster.
+    # Ray raises one of these if an actor is gone, depending on the state of the actor and of the cluster.
     with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
         ray_calls.kill(actor)
 
@@ -242,7 +242,7 @@ def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegi
     place = PlacementGroupSchedulingStrategy(
         placement_group=spec.placement_group,
         placement_group_bundle_index=spec.bundle_index,
-        # What a worker starts by Ray itself, as vLLM may, has to run on the worker's own bundle.
+        # Whatever a worker itself starts through Ray, as vLLM may do, has to run on the worker's own bundle.
         placement_group_capture_child_tasks=True,
     )
     remote = ray.remote(WorkerShell).options(**options, scheduling_strategy=place)

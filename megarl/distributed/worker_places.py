@@ -90,7 +90,8 @@ def place_workers(
     local_sizes = {
         node: sum(len(bundles) for other, bundles in tied_groups if other == node) for node, _ in tied_groups
     }
-    # Ranks count through the list in its order, whatever the nodes: callers arrange their axes over it.
+    # Number the ranks in the order of the list, whatever the nodes are: callers arrange their axes over this
+    # order.
     places: list[WorkerPlace] = []
     for index, (node, bundles) in enumerate(tied_groups):
         for local, bundle in enumerate(bundles):
@@ -152,7 +153,7 @@ def _check_bundles(bundle_counts: Sequence[int], tied_groups: Sequence[tuple[int
         )
     taken: set[tuple[int, int]] = set()
     for node, bundles in tied_groups:
-        # In a unified group a node is only a label, so that any from 0 on will do.
+        # In a unified group the node is only a label, so that any number from 0 on is valid.
         if node < 0 or (len(bundle_counts) > 1 and node >= len(bundle_counts)):
             raise ConfigError(
                 f"bundle_indices_list: node {node} does not exist, there are {len(bundle_counts)}. Fix: "
@@ -167,7 +168,7 @@ def _check_bundles(bundle_counts: Sequence[int], tied_groups: Sequence[tuple[int
                     f"bundle_indices_list: bundle {bundle} on node {node} must lie in [0, "
                     f"{bundle_counts[group]}). Fix: correct it"
                 )
-            # By the group and not by the node: in a unified one a bundle is the same under every label.
+            # Compare groups rather than nodes: in a unified group a bundle is the same under every label.
             if (group, bundle) in taken:
                 raise ConfigError(
                     f"bundle_indices_list: bundle {bundle} on node {node} is given twice; it holds one "

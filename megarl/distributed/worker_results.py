@@ -28,15 +28,15 @@ from megarl.errors import WORKER_TRACE, DeadlineError, MegarlError, StateError, 
 
 logger = logging.getLogger(__name__)
 
-# When one rank fails, its peers fail a moment later with broken connections. Waiting this long lets the cause
-# be distinguished from the echo.
+# When one rank fails, its peers fail a moment later with broken connections. Waiting for this time allows the
+# cause to be distinguished from these consequences.
 _ECHO_WAIT_S = 1.0
-# Ray's health check gives a silent node up after 15 s to 50 s.
+# Ray's health check declares a silent node dead after 15 s to 50 s.
 _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
 _MOST_CALLS = 65_536
 _FETCH_S = 10.0
-# Ray colours the tracebacks of workers; errors go to logs too.
+# Remove the colours that Ray adds to the tracebacks of workers, because errors are also written to logs.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -74,7 +74,8 @@ class Deadline:
         self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
         since = now if begun is None else begun
-        # Results that are ready must be fetched even where somebody asks for them long after the call.
+        # Leave some time to fetch: results that are ready must be returned even if they are requested long
+        # after the call.
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
@@ -118,7 +119,7 @@ class WorkerRegistry:
         """Record the call that a result belongs to. The oldest calls that nobody waits for are forgotten."""
         self._calls[reference.hex()] = call
         if len(self._calls) > _MOST_CALLS:
-            # Dictionaries keep their order: the first key is the oldest call.
+            # Dictionaries keep their order, so that the first key is the oldest call.
             del self._calls[next(iter(self._calls))]
 
     def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
@@ -177,12 +178,13 @@ def await_results(
             makes progress; the message has the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
-    # ray.wait refuses a reference that is given twice.
+    # Remove duplicates, because ray.wait refuses a reference that is given twice.
     pending = list(dict.fromkeys(references))
     watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:
         times = [seconds for seconds in (deadline.left(), watch.until_look()) if seconds is not None]
-        # One at a time: with all of them Ray would say nothing of the first failure.
+        # Wait for one result at a time: if it waited for all of them, Ray would not return at the first
+        # failure.
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
             reason = (
@@ -241,7 +243,8 @@ def _take(
 def _raise_failure(
     failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str
 ) -> None:
-    # The least echo is the cause; of equals the first that came.
+    # The failure that looks least like a broken connection is the cause; among equals it is the first to
+    # arrive.
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [registry.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
@@ -291,13 +294,13 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     trace = f"{WORKER_TRACE}\n{_COLOURS.sub('', str(error))}"
     if isinstance(cause, MegarlError):
         try:
-            # The same class, so that its exit code stays, and callers that catch it do.
+            # Keep the class, so that its exit code is preserved and callers that catch it still do.
             translated = type(cause)(f"{label} {cause}{also}{trace}")
-            # What the worker attached to it, such as skipped batches, comes along.
+            # Copy attributes that the worker attached to the error, such as skipped batches.
             vars(translated).update(vars(cause))
             return translated
         except TypeError:
-            # The class has a constructor of its own; its name still stands in the message.
+            # The class has a different constructor: use WorkerError, whose message gives the class's name.
             pass
     return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
 
@@ -329,7 +332,7 @@ def _deadline_error(
             f"do not answer and {reason}",
             "see below where they wait; a new start goes on from the last checkpoint",
         )
-    # A worker without a process was never placed.
+    # A worker without a process never got a bundle.
     if any(process is None for process in processes):
         advice = "check that the cluster has free places for all workers"
     return DeadlineError(

@@ -75,8 +75,8 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
             "Fix: install what it needs in the workers' environment"
         ) from error
     found: Any = getattr(module, class_name, None)
-    # Classes of the NeMo-RL policy API come decorated by ``ray.remote``, and such a class makes no object in
-    # this process.
+    # Classes of the NeMo-RL policy API are decorated by ``ray.remote``, and such a class creates no object in
+    # this process: use the class that was decorated.
     if isinstance(found, ActorClass):
         return found.__ray_metadata__.modified_class, dict(getattr(found, "_default_options", {}))
     if not inspect.isclass(found):
@@ -99,7 +99,7 @@ def own_compile_cache() -> None:
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
-    # Not through a link, which another user may have put there.
+    # Do not follow a link, which another user may have created.
     found = usual.lstat()
     if (
         stat.S_ISDIR(found.st_mode)
@@ -124,7 +124,7 @@ class WorkerShell:
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         env.set_variables(environment)
         redact_log(env.snapshot())
-        # of the node, whose Ray may have been started by somebody else
+        # Remove unsafe variables of the node, whose Ray may have been started by somebody else.
         env.forget_unsafe()
         own_compile_cache()
         self._name = name
@@ -151,7 +151,7 @@ class WorkerShell:
     def open_rendezvous(self) -> tuple[str, int]:
         """Bind the group's rendezvous port in this process and keep it (rank 0 only). Return address and
         port."""
-        # Bound here and kept: a port that was only found free may be another process's by the time it is
+        # Bind the port here and keep it: a port that was only found to be free may be taken by the time it is
         # used.
         address = ray.util.get_node_ip_address()
         return address, rendezvous.open_listener(address)
@@ -166,7 +166,7 @@ class WorkerShell:
         """Build the worker. Return its methods; True marks generators, whose items are streamed."""
         env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})
         rendezvous.set_endpoint(endpoint)
-        # What the class itself says of its arguments overrides the caller's.
+        # Arguments that the class itself requests override the caller's.
         worker_class, _ = import_worker_class(class_name)
         positional, keywords = arguments
         self._worker = worker_class(*positional, **{**keywords, **init_kwargs})
@@ -237,7 +237,8 @@ class WorkerHandle:
         self._methods = dict(methods)
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        # A slot that is not set comes here too, and looking for ``_methods`` would come here again.
+        # Python also calls this for a slot that is not set, and reading ``_methods`` would then recurse
+        # without end.
         if name.startswith("__") or name in WorkerHandle.__slots__:
             raise AttributeError(name)
         if name not in self._methods:

@@ -27,8 +27,8 @@ _FILE_NAME = "megarl-stacks"
 _LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
-# what a thread's stack has that waits for other ranks: not all of torch.distributed, within which FSDP1 and
-# wrappers have whole passes
+# The stack of a thread that waits for other ranks contains one of these. The list does not cover all of
+# torch.distributed, inside which FSDP1 and other wrappers run whole passes.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -39,10 +39,10 @@ _COLLECTIVES = (
     "megatron/core/distributed/param_and_grad_buffer.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
-# what the one has that runs the worker's method
+# The stack of the thread that runs the worker's method contains this.
 _METHOD = 'worker_shell.py", line'
-# Of a processor, by a process at rest: Ray, gloo and NCCL have threads that wake now and then, and a loop
-# may ask whether it may go on.
+# A process at rest uses at most this share of a processor: Ray, gloo and NCCL have threads that wake now and
+# then, and a loop may check whether it can continue.
 _MOST_CPU_SHARE = 0.05
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 100
@@ -81,7 +81,7 @@ class Activity:
         return (
             not (self.goes_on or before.goes_on)
             and self.processes == before.processes
-            # less than before: somebody has ended
+            # A difference below zero means that a process has ended.
             and 0 <= self.cpu_s - before.cpu_s <= _MOST_CPU_SHARE * (self.at - before.at)
             and 0 <= self.bytes - before.bytes <= _MOST_BYTES
             and 0 <= self.faults - before.faults <= _MOST_FAULTS
@@ -107,7 +107,8 @@ class ProcessLook:
     def place(self) -> str:
         """Position of the thread that runs the worker's method, as lines of its stack; empty if unknown."""
         blocks = self._method
-        # the first line says which thread has written it, which is another one at times
+        # Skip the first line, which names the thread that has written the stack and may differ between
+        # samples.
         return blocks[-1].partition("\n")[2] if blocks else ""
 
     @property
@@ -129,9 +130,8 @@ def register_stacks(worker: str = "") -> None:
         worker: name of the worker that it holds, which ``worker_of`` returns.
     """
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        # a bare descriptor, open as long as the process lives: a file object would buffer what the signal
-        # handler writes
-        # SIGUSR2, because SIGUSR1 asks a run to stop.
+        # Use a bare descriptor, which stays open as long as the process lives: a file object would buffer
+        # what the signal handler writes. Use SIGUSR2, because SIGUSR1 asks a run to stop.
         faulthandler.register(
             signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True
         )
@@ -152,7 +152,7 @@ def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
     state = read_state(process_id)
     if not with_stack or state in (STOPPED, GONE):
         return ProcessLook(state)
-    # before its threads wake to write their stacks
+    # Read the activity first, before the process's threads wake to write their stacks.
     activity = read_activity(process_id)
     return ProcessLook(state, read_stack(process_id), activity)
 
@@ -173,7 +173,7 @@ def read_state(process_id: int) -> str:
         return GONE if Path("/proc/self").exists() else RUNS
     except OSError:
         return RUNS
-    # the name before it may have brackets and spaces of its own
+    # Split after the last bracket, because the program's name may itself contain brackets and spaces.
     return _STATES.get(stat.rpartition(")")[2].split()[0], RUNS)
 
 
@@ -206,14 +206,14 @@ def _goes_on(processes: Iterable[int]) -> bool:
 
 
 def _stat(path: Path) -> list[str]:
-    # the name before it may have brackets and spaces of its own
+    # Split after the last bracket, because the program's name may itself contain brackets and spaces.
     return path.read_text().rpartition(")")[2].split()
 
 
 def _threads(process_id: int) -> Iterator[list[str]]:
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{process_id}/task").iterdir():
-            # threads come and go
+            # Ignore errors, because threads come and go.
             with contextlib.suppress(OSError):
                 yield _stat(path / "stat")
 
@@ -231,7 +231,7 @@ def read_stack(process_id: int) -> str:
     it is gone or was not prepared."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
-        # without its file it would take the signal for its end
+        # Do not send the signal: without this file the process has no handler for it and would end.
         if path is None:
             return ""
         before = os.stat(path).st_size
@@ -240,20 +240,21 @@ def read_stack(process_id: int) -> str:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             now = os.stat(path).st_size
-            # Twice the same size: the handler writes line by line, and nobody says when it is done.
+            # Wait until the size stays the same: the handler writes line by line, and does not report its
+            # end.
             if now == size and now > before:
                 break
             size = now
         with open(path, "rb") as file:
             file.seek(before)
-            # The end, where faulthandler writes the main thread.
+            # Keep the end, where faulthandler writes the main thread.
             return file.read().decode(errors="replace")[-_LONGEST_STACK:]
     return ""
 
 
 def _stack_file(process_id: int) -> Path | None:
     for path in Path(f"/proc/{process_id}/fd").iterdir():
-        # others come and go meanwhile
+        # Ignore errors, because descriptors are opened and closed meanwhile.
         with contextlib.suppress(OSError):
             if os.readlink(path).startswith(_LINK):
                 return path

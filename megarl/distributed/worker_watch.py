@@ -23,7 +23,7 @@ LOOKS = 4
 """Number of samples in the time after which workers are given up; the work between the first and the last one
 counts."""
 _WAIT_S = 20.0
-# A debugger or a shell may stop a process for a moment.
+# Wait this time before a second check, because a debugger or a shell may stop a process for a moment.
 _SURE_AFTER_S = 1.0
 
 
@@ -67,7 +67,7 @@ class WorkerWatch:
         """Sample all workers that are waited for, the same ones at each sample, and return why they will
         never reply; "" if they may."""
         self._looks.append(self._look(processes))
-        # What a worker does is seen between looks, not by one of them.
+        # The progress of a worker shows only between samples, so that several are needed.
         if len(self._looks) < LOOKS:
             return ""
         if any_is_stopped(self._looks[-1]):
@@ -121,9 +121,10 @@ def _beside(
     references = {}
     for index, process in enumerate(processes):
         if process is not None:
-            # On that node or not at all: elsewhere the number is another process's.
+            # Run on this node or not at all: on another node the number belongs to another process.
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
-            # No CPU, since the workers may hold all of them; tried once, as the look is of this moment.
+            # Ask for no CPU, because the workers may hold all of them. Do not retry, because only a sample of
+            # this moment counts.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
             references[ray_calls.submit(task.options(**options), process.process_id, *arguments)] = index
     found: list[Any] = [None] * len(processes)

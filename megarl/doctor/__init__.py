@@ -1,2 +1,2 @@
-"""``megarl doctor``: what this machine has, what of it works, and how to get what is missing. One file a kind
-of question."""
+"""``megarl doctor``: what this machine has, which parts of it work, and how to install what is missing. There
+is one file per kind of check."""

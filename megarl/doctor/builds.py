@@ -1,8 +1,7 @@
-"""The doctor's checks whether what is installed fits together: parts that were compiled for another torch or
-CUDA, parts that are missing, and a megarl that vLLM's processes do not find.
+"""The doctor's checks that the installed packages fit together. They find parts that were compiled for
+another torch or CUDA, parts that are missing, and a megarl that vLLM's processes cannot find.
 
-A version alone does not say that: what counts is whether such a package loads, which is tried in a process of
-its own.
+A version alone does not show this. Only importing such a package does, which is tried in a separate process.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ BUILT_FOR_EACH_OTHER = (
     "transformer-engine",
     "transformer-engine-torch",
 )
-"""Packages whose own requirements are held against what is installed; pip keeps them only for what it
-installs in one go."""
+"""Packages whose requirements are compared with the installed versions; pip enforces them only among packages
+that it installs together."""
 WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
 GPU_PYTHON = (3, 12)
-"""Oldest Python of the newest megatron-core, and the one that constraints-gpu.txt was resolved for."""
+"""Oldest Python that the newest megatron-core supports, and the Python that constraints-gpu.txt was resolved
+for."""
 NO_DRIVER = "libcuda.so.1"
-"""The driver's library: who lacks it is on a machine without a GPU, whatever else is wrong there."""
+"""The driver's library. A machine that lacks it has no usable GPU, whatever else is wrong."""
 WITHOUT = "runs take the portable layers, and with policy.megatron_cfg.transformer_engine = true do not start"
 _LOAD_S = 300.0
 _MARK = "cannot load: "
@@ -59,10 +59,10 @@ except Exception as error:
 
 
 def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Yield every check.
+    """Yield every check of installed packages.
 
     Args:
-        gpus: this machine has a driver of NVIDIA's, where other versions are wanted than on a CPU.
+        gpus: whether this machine has an NVIDIA driver, which needs other versions than a CPU.
         needs_transformer_engine: see ``check_transformer_engine``.
     """
     yield check_python(gpus)
@@ -77,18 +77,18 @@ def check_builds(gpus: bool, needs_transformer_engine: bool = False) -> Iterator
 
 
 def check_python(gpus: bool, python: str | None = None) -> Check:
-    """Check whether the installed packages are for this Python, and on a machine with GPUs whether the newest
-    megatron-core is.
+    """Check whether the installed packages support this Python and, on a machine with GPUs, whether the
+    newest megatron-core does.
 
     Args:
-        gpus: the machine has them.
-        python: its version, for example ``3.12.4``; None for the one that runs this.
+        gpus: whether the machine has GPUs.
+        python: the Python version, for example ``3.12.4``; None for the running one.
     """
-    # A Python that was built between two releases ends in +, which packaging refuses.
+    # Strip the +, which a Python that was built between two releases has, and which packaging refuses.
     version = Version((python or platform.python_version()).rstrip("+"))
     for name in BUILT_FOR_EACH_OTHER:
         wanted = _wanted_python(name)
-        # By default a specifier leaves out pre-releases, and one that runs here is meant.
+        # By default a specifier excludes pre-releases, but this Python may be one.
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
             found = f"{version}, {name} {installed_version(name)} wants {wanted}"
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
@@ -105,8 +105,8 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
 
 
 def check_requirements() -> Check:
-    """Check whether the versions that torch, megatron-core, vLLM and the like ask for are those that are
-    here; what is absent is no fault."""
+    """Check whether the installed versions meet the requirements of torch, megatron-core, vLLM and similar
+    packages; absent packages are ignored."""
     broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
@@ -116,11 +116,11 @@ def check_requirements() -> Check:
 
 
 def broken_requirements(name: str) -> Iterator[str]:
-    """Return the requirements of a package that other versions break, such as ``vllm 0.32.0 asks for
+    """Yield the requirements of a package that the installed versions break, such as ``vllm 0.32.0 asks for
     torch==2.13.0, 2.15.0 is here``."""
     for wanted in _requirements(name):
         version = installed_version(wanted.name)
-        # As above: an installed pre-release counts.
+        # An installed pre-release counts, as above.
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
             yield (
                 f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is "
@@ -129,8 +129,8 @@ def broken_requirements(name: str) -> Iterator[str]:
 
 
 def check_shared_files() -> Iterator[Check]:
-    """Check whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do: the
-    later one is what torch loads."""
+    """Check whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do. torch
+    loads the one that was written last."""
     owners: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"] or "")
@@ -151,13 +151,13 @@ def check_shared_files() -> Iterator[Check]:
 
 
 def check_transformer_engine(is_needed: bool = False) -> Check:
-    """Check whether Transformer Engine loads with its part for torch, which is compiled on the user's
+    """Check whether Transformer Engine loads with its torch extension, which is compiled on the user's
     machine.
 
     Args:
-        is_needed: one that does not load is a failure, as for runs whose
-            ``policy.megatron_cfg.transformer_engine`` is true. Otherwise it is a warning, because runs go on
-            without it.
+        is_needed: report a failure if it does not load, as for runs whose
+            ``policy.megatron_cfg.transformer_engine`` is true; otherwise a warning, because runs work without
+            it.
     """
     title, version = "Transformer Engine", installed_version("transformer-engine")
     if version is None:
@@ -174,9 +174,9 @@ def check_transformer_engine(is_needed: bool = False) -> Check:
 
 
 def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
-    """Return why it does not load, and what to do."""
+    """Return why Transformer Engine does not load, and how to fix it."""
     part = installed_version("transformer-engine-torch")
-    # without a word on its core, that is the one for CUDA 12
+    # Name the core for torch's CUDA: without it, pip would install the core for CUDA 12.
     core = next(
         (
             found[1]
@@ -191,7 +191,7 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     build = f"pip install --no-build-isolation {wanted}   (compiles against this torch; needs nvcc and g++)"
     if part is None:
         return f"{version} without transformer-engine-torch, its part for torch: {error}", build
-    # pip would take the wheel that it compiled before, for the torch of then
+    # Remove the cached wheel, which pip would use again, although it was compiled for an earlier torch.
     again = f"pip uninstall transformer-engine-torch; pip cache remove transformer_engine_torch; {build}"
     if _is_of_another_build(error):
         return f"{part}: its part for torch was compiled for another torch or CUDA: {error}", again
@@ -199,8 +199,7 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
 
 
 def check_vllm(name: str) -> Check:
-    """Check whether vLLM's compiled part loads with the installed torch; ``name`` is that of its
-    distribution."""
+    """Check whether vLLM's compiled part loads with the installed torch; ``name`` is vLLM's distribution."""
     version, torch = installed_version(name), installed_version("torch")
     modules = compiled_modules(name)
     error = next((error for error in map(load_error, modules) if error), "")
@@ -217,8 +216,8 @@ def check_vllm(name: str) -> Check:
 
 
 def check_entry_point() -> Check:
-    """Check whether vLLM's processes find megarl, which has to be installed for that: they know only its
-    entry point, not the driver's path."""
+    """Check whether vLLM's processes find megarl. It must be installed, because they know only its entry
+    point and not the driver's path."""
     wanted = f"{plugin.__name__}:{plugin.register.__name__}"
     found = [
         point.value for point in importlib.metadata.entry_points(group=plugin.GROUP) if point.name == "megarl"
@@ -235,9 +234,9 @@ def check_entry_point() -> Check:
 
 
 def compiled_modules(name: str) -> list[str]:
-    """Return names of the compiled modules at the top of a distribution's package, such as ``vllm._C``; one
-    of each name."""
-    # found by their files: to import the package for their names would load them here
+    """Return the names of the compiled modules at the top of a distribution's package, such as ``vllm._C``,
+    without duplicates."""
+    # Find the modules by their files: importing the package to get their names would load them here.
     files = importlib.metadata.files(name) or []
     found = [
         path
@@ -248,9 +247,9 @@ def compiled_modules(name: str) -> list[str]:
 
 
 def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
-    """Return why a module cannot be imported after torch, in a process of its own; empty where it can. One
-    line."""
-    # a compiled part that does not fit may end the process that imports it
+    """Import a module after torch in a separate process. Return why this fails, in one line; empty if it
+    works."""
+    # Use another process: a compiled module that does not fit may end the process that imports it.
     command = [sys.executable, "-c", _LOADER, module]
     try:
         answer = subprocess.run(
@@ -270,7 +269,8 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
 
 
 def _is_of_another_build(error: str) -> bool:
-    """Return whether an error is the dynamic linker's, of a symbol or library that a compiled part misses."""
+    """Return whether an error comes from the dynamic linker, about a symbol or library that a compiled part
+    misses."""
     return any(
         words in error
         for words in ("undefined symbol", "cannot open shared object", "symbol lookup error", "version `")
@@ -290,7 +290,8 @@ def _requirements(name: str) -> Sequence[Requirement]:
 
 def _wanted_python(name: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        metadata: Any = importlib.metadata.metadata(name)  # a message: absent headers are None
+        # This is an email message, in which absent headers are None.
+        metadata: Any = importlib.metadata.metadata(name)
         return metadata.get("Requires-Python")
     return None
 

@@ -1,4 +1,4 @@
-"""One answer of the doctor."""
+"""One result of the doctor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        room: which kind of thing: ``versions``, ``devices``, ``builds``, ``system``, ``network`` or
-            ``storage``.
-        name: the thing.
-        verdict: how it is.
-        found: what was found, with its unit and, where it falls short, the bound.
-        fix: a command, or what to do; empty where nothing needs doing.
+        room: kind of the check: ``versions``, ``devices``, ``builds``, ``system``, ``network``, ``cluster``
+            or ``storage``.
+        name: the thing that was checked.
+        verdict: the result.
+        found: what was found, with its unit and, if it is insufficient, the bound.
+        fix: a command or an instruction; empty if nothing needs to be done.
     """
 
     room: str
@@ -38,12 +38,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A kind of things that are looked at, which makes their checks."""
+    """A kind of checks, which creates their results."""
 
     name: str
 
     def of(self, verdict: Verdict, name: str, found: str, fix: str = "") -> Check:
-        """Return the check of a thing."""
+        """Return a check of this kind."""
         return Check(self.name, name, verdict, found, fix)
 
     ok = partialmethod(of, Verdict.OK)

@@ -1,4 +1,5 @@
-"""``megarl doctor``: asks everything, shows it, and says by its exit code whether megarl can work here."""
+"""``megarl doctor``: runs and shows all checks, and reports by its exit code whether megarl can work on this
+machine."""
 
 from __future__ import annotations
 
@@ -34,21 +35,21 @@ _STYLES = {
 
 
 def run(run_dir: str | None = None, as_json: bool = False, needs_transformer_engine: bool = False) -> int:
-    """Show all checks of this machine; 1 when one of them failed, else 0. What is absent and not needed is no
-    failure."""
+    """Show all checks of this machine. Return 1 if a check failed, otherwise 0; absent parts that are not
+    needed are no failures."""
     return show(examine(run_dir, needs_transformer_engine), as_json)
 
 
 def run_on_nodes(config: RunConfig | None, as_json: bool = False) -> int:
-    """Show the checks of a Ray cluster, against what a checked configuration asks for where there is one; 1
-    when one failed, else 0."""
+    """Show the checks of a Ray cluster, compared with a configuration if there is one. Return 1 if a check
+    failed, otherwise 0."""
     return show(check_nodes(config), as_json, "the cluster")
 
 
 def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
-    """Show checks as they come, and return the exit code; ``where`` is what they are about, this machine by
-    default."""
-    # errors of other programs may name addresses with passwords in them
+    """Show checks as they complete, and return the exit code. ``where`` names what was checked, by default
+    this machine."""
+    # Redact the texts: errors of other programs may contain addresses with passwords.
     checks = (
         replace(check, found=redacted_text(check.found), fix=redacted_text(check.fix)) for check in checks
     )
@@ -68,14 +69,14 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
             seen.append(check)
             console.print(row_of(check))
             if check.fix:
-                # Not folded, so that a command can be copied whole.
+                # Do not wrap the line, so that the whole command can be copied.
                 console.print(Text(f"{'':{_INDENT}}fix: {check.fix}", style="cyan"), soft_wrap=True)
     console.print(summary(seen, where))
     return exit_code(seen)
 
 
 def examine(run_dir: str | None, needs_transformer_engine: bool = False) -> Iterator[Check]:
-    """Yield every check, each when it is asked for, so that the quick ones show while the slow ones run."""
+    """Run and yield the checks one by one, so that quick ones are shown while slow ones run."""
     yield from check_versions()
     devices = check_devices()
     yield from devices
@@ -97,12 +98,12 @@ def _usable_gpus() -> int:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """1 when something failed."""
+    """Return 1 if a check failed, otherwise 0."""
     return int(any(check.verdict is Verdict.FAILED for check in checks))
 
 
 def row_of(check: Check) -> Table:
-    """Verdict, name and what was found, folded under itself where the terminal is narrow."""
+    """Return a row with verdict, name and finding; a narrow terminal wraps the finding within its column."""
     row = Table.grid(padding=(0, 1))
     row.add_column(width=_INDENT - 1, no_wrap=True)
     row.add_column(width=19, no_wrap=True)
@@ -116,7 +117,7 @@ def row_of(check: Check) -> Table:
 
 
 def summary(checks: Sequence[Check], where: str = "") -> Text:
-    """Return one line; ``where`` as of ``show``."""
+    """Return a one-line summary; ``where`` is that of ``show``."""
     place = f"on {where}" if where else "here"
     failed = [check.name for check in checks if check.verdict is Verdict.FAILED]
     warned = [check.name for check in checks if check.verdict is Verdict.WARNING]

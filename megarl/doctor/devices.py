@@ -1,4 +1,4 @@
-"""GPUs, their driver, and whether torch can use them."""
+"""Checks of GPUs, their driver, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megarl.doctor.check import Check, Room, Verdict
 ROOM = Room("devices")
 GIB = 2**30
 OLDEST_DRIVER = {12: "525", 13: "580"}
-"""Oldest driver that serves a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required
+"""Oldest driver that supports a major version of CUDA (CUDA release notes, "CUDA toolkit and minimum required
 driver version")."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its driver sees it; memory in bytes, 0 where the driver does not say it. ``fault`` is why it
-    cannot be asked.
+    """A GPU as its driver reports it. Memory is in bytes, 0 if the driver does not report it. ``fault`` is
+    the reason why the driver cannot query the GPU.
 
-    ``capability`` is its compute capability, (9, 0) of an H100; (0, 0) where the driver does not say it.
+    ``capability`` is the compute capability, for example (9, 0) for an H100; (0, 0) if the driver does not
+    report it.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The NVIDIA driver: its version, the newest CUDA it serves (12080 is 12.8), and its GPUs."""
+    """The NVIDIA driver: its version, the newest CUDA that it supports (12080 is 12.8), and its GPUs."""
 
     version: str
     cuda: int
@@ -42,7 +43,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class DriverFault:
-    """A driver that is there and does not answer, in its own words."""
+    """A driver that is present but does not work, with its error message."""
 
     text: str
 
@@ -52,8 +53,8 @@ class TorchBuild:
     """The CUDA version of torch (``"12.8"``; None for CPUs), the number of GPUs that it can use, and the
     architectures of its kernels.
 
-    ``kernels`` are named as by ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90",
-    "compute_90")``; empty where it says none.
+    ``kernels`` has the names of ``torch.cuda.get_arch_list``, for example ``("sm_80", "sm_90",
+    "compute_90")``; empty if torch reports none.
     """
 
     cuda: str | None
@@ -61,12 +62,12 @@ class TorchBuild:
     kernels: tuple[str, ...] = ()
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Return whether it has kernels for a GPU of this compute capability, or code that the driver can
-        compile for it.
+        """Return whether this torch has kernels for a GPU of that compute capability, or code that the driver
+        can compile for it.
 
-        Kernels run on their own generation and later ones of the same major number; those whose name ends in
-        an a on no other, and code that the driver compiles on all later ones, unless its name ends in an f
-        (CUDA programming guide, "Compute Capabilities").
+        Kernels run on their own generation and on later ones of the same major number. Kernels whose name
+        ends in an a run on their own generation only. Code that the driver compiles runs on all later
+        generations, unless its name ends in an f (CUDA programming guide, "Compute Capabilities").
         """
         if not self.kernels or capability == (0, 0):
             return True
@@ -81,12 +82,12 @@ class TorchBuild:
 
 
 def check_devices() -> list[Check]:
-    """Return the driver, every GPU, and torch's use of them."""
+    """Check the driver, every GPU, and torch's use of them."""
     try:
         import torch
 
         driver = read_driver()
-    except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
+    except (ImportError, OSError) as error:  # OSError means that a library that torch loads is missing.
         found = f"cannot be looked for: {' '.join(str(error).split())}"
         return [
             ROOM.failed(
@@ -99,19 +100,20 @@ def check_devices() -> list[Check]:
 
 
 def read_driver() -> Driver | DriverFault | None:
-    """Return what the driver says, through NVML; None without one."""
+    """Query the driver through NVML, and return its facts or its fault; None without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    # A machine without a driver is no fault: runs use its CPU.
+    # A machine without a driver has no fault: runs use its CPU.
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return None
     except pynvml.NVMLError as error:
-        # A driver that does not answer is a fault and no absence: after an update it may not fit its library.
+        # A driver that does not respond is a fault rather than absent: after an update it may not match its
+        # library.
         return DriverFault(str(error))
     try:
-        # NVML sees GPUs that CUDA_VISIBLE_DEVICES hides from torch
+        # NVML also lists GPUs that CUDA_VISIBLE_DEVICES hides from torch.
         gpus = tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
         return Driver(pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2(), gpus)
     except pynvml.NVMLError as error:
@@ -131,12 +133,12 @@ def _gpu(index: int) -> Gpu:
     capability = (0, 0)
     with contextlib.suppress(
         pynvml.NVMLError, AttributeError
-    ):  # a driver or library that does not know the question
+    ):  # The driver or the library may be too old for this query.
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    except pynvml.NVMLError_NotSupported:  # it shares that of the host
+    except pynvml.NVMLError_NotSupported:  # It shares the memory of the host.
         return Gpu(name, 0, 0, capability=capability)
     except pynvml.NVMLError as error:
         return Gpu(name, 0, 0, str(error), capability)
@@ -144,7 +146,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Check]:
-    """Return what driver and torch mean for a run."""
+    """Yield the checks that follow from the driver and the torch build."""
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
         fix = (
@@ -169,7 +171,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"{built}, so the GPUs lie idle",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
-    # By the major version alone: within one, drivers serve later minor versions too.
+    # Compare only major versions: within one, a driver also supports later minor versions.
     elif int(torch.cuda.split(".")[0]) > driver.cuda // 1000:
         major = int(torch.cuda.split(".")[0])
         driver_wanted = f" to {OLDEST_DRIVER[major]} or newer" if major in OLDEST_DRIVER else ""
@@ -207,7 +209,8 @@ def _judge_gpu(index: int, gpu: Gpu) -> Check:
     if not gpu.memory:
         return ROOM.ok(name, f"{gpu.name}, memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
-    # A driver keeps some memory for itself. A tenth is another program, and a run may not fit as well.
+    # A driver itself uses some memory. More than a tenth belongs to another program, so that a run may not
+    # fit.
     if gpu.used > gpu.memory // 10:
         return ROOM.warning(name, found, "nvidia-smi   (shows who uses it)")
     return ROOM.ok(name, found)

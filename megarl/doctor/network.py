@@ -1,8 +1,8 @@
-"""The doctor's check whether processes of this host can compute together: a real all-reduce, by the way that
-a run's workers meet.
+"""The doctor's check that processes of this host can compute together: a real all-reduce, with the rendezvous
+that a run's workers use.
 
 ``python -m megarl.doctor.network BACKEND RANK WORLD_SIZE PORT`` is one of its processes. Rank 0 is started
-with port 0, binds one and writes ``port N`` to standard output, after whatever an import may have said there.
+with port 0, binds a free port and writes ``port N`` to standard output, after any output of imports.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _RUN_ID = "megarl-doctor"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Meet the other processes and add numbers with them; writes the seconds that one sum took. Exit code 1
-    for a wrong sum."""
+    """Join the other processes, sum numbers over them, and print the seconds of one sum. Return 1 if the sum
+    is wrong, otherwise 0."""
     import torch
     import torch.distributed as dist
 
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     rendezvous.init_process_group(backend, datetime.timedelta(seconds=60), device)
     numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
-    # The first collective connects the processes, which is not measured.
+    # Do not measure the first collective, which connects the processes.
     dist.barrier()
     start = time.perf_counter()
     dist.all_reduce(numbers)
-    # In float64: a sum of a million float32 numbers is rounded.
+    # Sum in float64, because a sum of a million float32 numbers is rounded.
     total = float(numbers.double().sum().item())
     seconds = time.perf_counter() - start
     dist.destroy_process_group()
@@ -64,16 +64,17 @@ DEADLINE_S = 180.0
 
 
 def check_network(gpus: int = 0) -> Iterator[Check]:
-    """Gloo in any case, NCCL where there are GPUs that torch can use."""
+    """Check an all-reduce over gloo and, if torch can use GPUs, one over NCCL."""
     yield check_all_reduce("gloo", 2)
     if gpus:
         yield check_all_reduce("nccl", min(gpus, 2))
 
 
 def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE_S) -> Check:
-    """Let ``world_size`` processes add up numbers over loopback; one alone where there is one GPU."""
+    """Check whether ``world_size`` processes can sum numbers over loopback; with a single GPU, it is one
+    process."""
     name = f"{backend} all-reduce"
-    # Rank 0 says which port it has bound before the others are started, as in a run.
+    # As in a run, rank 0 reports the port that it has bound before the other ranks are started.
     processes = [_start(backend, 0, world_size, 0)]
 
     def stop() -> None:
@@ -81,13 +82,13 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
             process.kill()
 
     def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
-        """Return what a process wrote; one that fails ends the others, which would wait for it."""
+        """Return the output of a process. If the process failed, stop the others, which would wait for it."""
         answer = process.communicate()
         if process.returncode:
             stop()
         return answer
 
-    # Kills the processes, which ends every read of them below: reads have no bound of their own.
+    # The timer kills the processes, which ends all reads of their output below: reads have no timeout.
     timer = Timer(deadline_s, stop)
     timer.start()
     try:
@@ -98,24 +99,25 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
                 _start(backend, rank, world_size, int(port.removeprefix(PORT_MARK)))
                 for rank in range(1, world_size)
             ]
-        # All outputs are read at once: a process blocks when its pipe is full.
+        # Read all outputs at once, because a process blocks when its pipe is full.
         with ThreadPoolExecutor(world_size) as waiting:
             answers = list(waiting.map(finished, processes))
-        # a timer that has fired is no longer alive
+        # A timer that has fired is no longer alive.
         late = not timer.is_alive()
     finally:
         timer.cancel()
         stop()
         for process in processes:
             process.wait()
-    # one that failed by itself before those that were killed on its account: it knows why
+    # Put processes that failed by themselves before those that were then killed, because they report the
+    # cause.
     failed = sorted(
         (rank for rank, process in enumerate(processes) if process.returncode),
         key=lambda rank: processes[rank].returncode < 0,
     )
     processes_text = f"{world_size} processes" if world_size > 1 else "1 process, as there is one GPU"
     if not failed:
-        # The last word: libraries may have printed others before.
+        # Read the last word, because libraries may have printed others before it.
         seconds = max((float(output.split()[-1]) for output, _ in answers if output.split()), default=0.0)
         return ROOM.ok(
             name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"

@@ -1,8 +1,8 @@
-"""``megarl doctor --nodes``: the doctor's check of a Ray cluster before a run: whether its nodes have what
-the run asks for, are alike, and can compute together.
+"""``megarl doctor --nodes``: checks of a Ray cluster before a run. They find out whether its nodes have the
+resources that the run needs, have the same software, and can compute together.
 
-The ranks are placed, started and connected as those of a run are, so that what fails here would have failed
-there, some minutes later.
+The ranks are placed, started and connected as those of a run are, so a failure here is one that the run would
+have met some minutes later.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 ROOM = Room("cluster")
 START_S = 300.0
-"""Until all processes have imported torch, over a shared file system."""
+"""Time until all processes have imported torch over a shared file system, in seconds."""
 ADDING_S = 120.0
-"""Bound of meeting, and of each collective."""
+"""Time limit of the rendezvous and of each collective, in seconds."""
 MIB = 2**20
 NUMBERS = {"gloo": 1 << 20, "nccl": 1 << 26}
-"""Float32 numbers of a sum: 4 MiB, and 256 MiB, which fill the links between nodes."""
+"""Float32 numbers per sum: 4 MiB, and 256 MiB, which are enough to saturate the links between nodes."""
 REPEATS = 5
 PACKAGES = ("torch", "megatron-core", "transformers", "ray", "vllm", "transformer-engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The ranks of a check: ``ranks`` on each of ``nodes`` nodes, each on a GPU of its own where ``gpus``."""
+    """The ranks of a check: ``ranks`` on each of ``nodes`` nodes, each with its own GPU if ``gpus``."""
 
     nodes: int
     ranks: int
@@ -54,7 +54,7 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
     """Check the cluster that ``RAY_ADDRESS`` names, or a local one.
 
     Args:
-        config: of a run, checked and filled in, whose nodes and GPUs are asked for; None takes all that the
+        config: checked configuration of a run, whose nodes and GPUs are required; None uses all that the
             cluster has.
     """
     from megarl.distributed.ray_nodes import alive_nodes
@@ -73,7 +73,7 @@ def check_nodes(config: RunConfig | None = None) -> Iterator[Check]:
 
 
 def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Check whether there are as many nodes as a run asks for."""
+    """Check whether the cluster has the nodes that a run needs."""
     found = f"{len(nodes)} in Ray: {', '.join(node.name for node in nodes)}"
     wanted = int(config["cluster"]["num_nodes"]) if config is not None else 1
     if len(nodes) >= wanted:
@@ -83,8 +83,8 @@ def judge_nodes(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
-    """Check whether Ray has the GPUs of a run on enough nodes. Where Slurm gave a job none, Ray sees none,
-    whatever is built into its nodes."""
+    """Check whether Ray has a run's GPUs on enough nodes. If Slurm gave a job no GPUs, Ray sees none,
+    whatever the nodes have."""
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
     said = ", ".join(f"{name}: {count}" for name, count in have.items())
     if config is None:
@@ -106,9 +106,9 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
 
 
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
-    """Return the ranks that are let compute together: all of a run, or one on every GPU; without GPUs one a
-    node, but two at least."""
-    # Of the node with the fewest, as every node gets the same number of ranks.
+    """Return the ranks that compute together: those of the run, or one per GPU. Without GPUs there is one
+    rank per node, and at least two ranks."""
+    # Take the node with the fewest GPUs, because every node gets the same number of ranks.
     gpus = min(int(node.total.get("GPU", 0)) for node in nodes)
     if config is not None:
         section = config["cluster"]
@@ -118,7 +118,7 @@ def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:
 
 
 def check_ranks(shape: Shape) -> Iterator[Check]:
-    """Start the ranks, compare what they have, and let them add up numbers."""
+    """Start the ranks, compare their software, and let them sum numbers."""
     from megarl.distributed.virtual_cluster import RayVirtualCluster
     from megarl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
@@ -129,7 +129,8 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
     try:
         builder = RayWorkerBuilder(f"{__name__}.Adder")
         device = {"MEGARL_DEVICE": "cuda" if shape.gpus else "cpu"}
-        # twice the bound of the ranks' own collectives, whose errors say more if they come first
+        # Allow twice the time limit of the ranks' own collectives, so that their more specific errors come
+        # first.
         group = RayWorkerGroup(
             cluster,
             builder,
@@ -151,8 +152,8 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
 
 
 def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> Check:
-    """Check whether the ranks of a worker group add up numbers, which of them get wrong sums, and how fast
-    they are; ``facts`` of each rank."""
+    """Check whether the ranks of a worker group sum numbers correctly, and how fast they are; ``facts`` are
+    those of each rank."""
     backend, world = ("nccl" if shape.gpus else "gloo"), len(facts)
     name, numbers = f"{backend} all-reduce", NUMBERS[backend]
     interfaces = sorted({fact["interface"] for fact in facts})
@@ -166,15 +167,15 @@ def judge_sums(group: Any, shape: Shape, facts: Sequence[Mapping[str, Any]]) -> 
             name, f"wrong sums on ranks {', '.join(wrong)} of {world}", interface_hint(backend, facts)
         )
     seconds = max(seconds for seconds, _ in answers)
-    # each byte crosses a link 2 (n - 1) / n times in a ring
+    # In a ring each byte crosses a link 2 (n - 1) / n times.
     rate = 4 * numbers * 2 * (world - 1) / world / seconds / 1e9
     found = f"{shape} added {4 * numbers / MIB:.0f} MiB in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s a rank"
     return ROOM.ok(name, f"{found}; addresses on {', '.join(interfaces)}")
 
 
 def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
-    """Say what to set when ranks do not reach one another: hosts with several networks may each choose
-    another one."""
+    """Return what to set if ranks do not reach one another, because hosts with several networks may choose
+    different ones."""
     by_name: dict[str, list[str]] = {}
     for fact in facts:
         by_name.setdefault(fact["interface"], []).append(fact["host"])
@@ -192,8 +193,8 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Check whether all ranks have the same versions, which environments on local disks of the nodes easily
-    have not."""
+    """Check whether all ranks have the same versions, which may differ if environments are on local disks of
+    the nodes."""
     alike = True
     for name in facts[0]["versions"]:
         hosts: dict[str, list[str]] = {}
@@ -214,11 +215,11 @@ def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def interface_towards(address: str) -> str:
-    """Return the name of the network interface by which this host reaches an address, for example ``eth0``;
-    the address of it where it has no name."""
+    """Return the name of the network interface through which this host reaches an address, for example
+    ``eth0``; this host's own address if the interface has no name."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: the kernel only chooses the way
+        probe.connect((address, 9))  # This sends nothing: the kernel only chooses the route.
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == own for one in addresses):
@@ -227,10 +228,11 @@ def interface_towards(address: str) -> str:
 
 
 class Adder:
-    """A worker that says what it has, and adds numbers with the others."""
+    """A worker that reports its facts, and sums numbers with the others."""
 
     def facts(self) -> dict[str, Any]:
-        """Host, interface towards the first rank, and versions by name; an absent package has ``absent``."""
+        """Return the host, the interface towards the first rank, and versions by package; an absent package
+        has ``absent``."""
         versions = {name: env.installed_version(name) or "absent" for name in PACKAGES}
         return {
             "host": env.text("SLURMD_NODENAME") or socket.gethostname(),
@@ -239,8 +241,8 @@ class Adder:
         }
 
     def add(self, numbers: int) -> tuple[float, bool]:
-        """Join the other ranks and sum float32 [numbers] over all of them: seconds of one sum, and whether
-        each element is right."""
+        """Join the other ranks and sum float32 [numbers] over all of them. Return the seconds of one sum, and
+        whether each element is right."""
         import torch
         import torch.distributed as dist
 
@@ -253,21 +255,21 @@ class Adder:
         world = dist.get_world_size()
         summed = torch.full((numbers,), float(dist.get_rank() + 1), device=here.device)
         dist.all_reduce(summed)
-        # After the first sum alone: each later one adds up sums.
+        # Check only the first sum, because each later one adds up sums.
         right = bool((summed == world * (world + 1) / 2).all())
         seconds = []
         for _ in range(REPEATS):
-            # All ranks begin a sum together: the time would else include
-            # waiting for the rank that came last.
+            # Let all ranks begin each sum together: the time would otherwise include waiting for the last
+            # rank.
             dist.barrier()
             here.synchronize()
             start = time.perf_counter()
             dist.all_reduce(summed)
-            # NCCL only queues: without this the clock would stop before the sum is done.
+            # Wait for the device: NCCL only queues the sum, and the clock would stop before it is done.
             here.synchronize()
             seconds.append(time.perf_counter() - start)
         dist.destroy_process_group()
-        # The median, which one slow sum does not move.
+        # Return the median, which a single slow sum does not change.
         return sorted(seconds)[REPEATS // 2], right
 
 

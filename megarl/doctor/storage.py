@@ -1,4 +1,5 @@
-"""Checks of a run's directory: complete files, seen by other processes and nodes, locks, free space."""
+"""Checks of a run's directory: writes that other processes read completely, a shared file system, locks, and
+free space."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ROOM = Room("storage")
 GIB = 2**30
 LEAST_FREE = 5 * GIB
 CHECKPOINT_BYTES = 14
-"""Bytes of a parameter in a checkpoint: bfloat16 weights, float32 copies, and Adam's two moments."""
+"""Bytes per parameter in a checkpoint: bfloat16 weights, float32 copies, and Adam's two moments."""
 NETWORKED = (
     "nfs",
     "lustre",
@@ -41,18 +42,18 @@ NETWORKED = (
     "virtiofs",
 )
 _SIZE = 1 << 20
-# Run with -I, so that no module of the working directory takes the place of a standard one.
+# This is run with -I, so that no module of the working directory shadows a standard module.
 _READER = "import hashlib, sys; sys.stdout.write(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
 
 
 def check_storage(run_dir: Path) -> Iterator[Check]:
-    """Try ``run_dir``, or the directory that it would be made in; nothing stays behind."""
+    """Check ``run_dir``, or the directory that it would be created in; all files of the check are removed."""
     place = run_dir
     try:
         place = nearest_directory(_without_links(run_dir))
         yield check_file_system(place)
         yield judge_space(shutil.disk_usage(place).free)
-        # a directory of its own: a run may be at work in this one
+        # Use a separate directory, because a run may be using this one.
         trial = place / f".megarl-doctor-{secrets.token_hex(6)}"
         try:
             trial.mkdir()
@@ -66,8 +67,8 @@ def check_storage(run_dir: Path) -> Iterator[Check]:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the path by which the kernel knows it. Raises OSError for links in a circle, and for ``~``
-    without a home directory."""
+    """Return the path with links resolved. Raise OSError for a loop of links, and for ``~`` without a home
+    directory."""
     try:
         return path.expanduser().resolve()
     except RuntimeError as error:
@@ -75,7 +76,7 @@ def _without_links(path: Path) -> Path:
 
 
 def check_durable_write(directory: Path) -> Check:
-    """Write, sync, rename, and let another process read: what every checkpoint goes through."""
+    """Check a durable write as in every checkpoint: write, sync, rename, and read by another process."""
     content = secrets.token_bytes(_SIZE)
     start = time.perf_counter()
     write_bytes_durably(directory / "unfinished", content)
@@ -95,9 +96,10 @@ def check_durable_write(directory: Path) -> Check:
 
 
 def check_lock(directory: Path) -> Check:
-    """Check whether the kernel keeps a second run out of the directory of a first."""
+    """Check whether a lock keeps a second run out of the directory of a first one."""
     with (directory / "lock").open("wb") as first, (directory / "lock").open("rb+") as second:
-        # as a run does; lockf would let the second in, as its locks are those of a process
+        # Use flock, as a run does: locks of lockf belong to the process, so that the second one would
+        # succeed.
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -113,7 +115,7 @@ def check_lock(directory: Path) -> Check:
 
 
 def judge_space(free: int) -> Check:
-    """Check whether checkpoints find room; bytes."""
+    """Check whether the free bytes are enough for checkpoints."""
     found = (
         f"{free / GIB:.1f} GiB free: one checkpoint of {free / CHECKPOINT_BYTES / 1e9:.1f} billion parameters"
     )
@@ -127,10 +129,11 @@ def judge_space(free: int) -> Check:
 
 
 def check_file_system(place: Path) -> Check:
-    """Return which file system it is; ``place`` without links. That other nodes see it too can only be seen
-    from there."""
+    """Report the file system of ``place``, a path without links, and whether hosts share it. Whether other
+    nodes see it can only be checked there."""
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
-    # Of several on one directory the last one counts: an automounter's own lies below what it has mounted.
+    # If several mounts share a directory the last one counts: an automounter's own mount comes before the
+    # file system that it mounted there.
     mount = max(reversed(mounts), key=lambda part: len(part.mountpoint), default=None)
     kind = mount.fstype if mount is not None else "unknown"
     where = f"{place} on {kind}"

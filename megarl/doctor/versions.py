@@ -1,4 +1,4 @@
-"""The doctor's checks of what is installed, against the bounds that megarl's package states, and of
+"""The doctor's checks of installed versions, against the bounds in megarl's package metadata, and of
 processors, memory and open files."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.env import DISTRIBUTION, installed_version
 
 ROOM = Room("versions")
 SHOWN = ("torch", "megatron-core", "transformers", "ray")
-"""Packages that are always shown; the others only where they fall short."""
+"""Packages that are always shown; others are shown only if they are insufficient."""
 DEPRECATES_GPT_MODEL = Version("0.19")
 GPT_MODEL = (
     " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the "
@@ -35,7 +35,7 @@ _SLURM_S = 20.0
 
 
 def check_versions() -> Iterator[Check]:
-    """Python, megarl, the packages it needs, and those that it can use."""
+    """Yield the checks of Python, megarl, required packages, and optional ones."""
     yield ROOM.ok("python", platform.python_version())
     yield ROOM.ok("megarl", __version__)
     required = [requirement for requirement in requirements_of(DISTRIBUTION) if applies(requirement)]
@@ -47,8 +47,8 @@ def check_versions() -> Iterator[Check]:
         if requirement.name in SHOWN or check.verdict is not Verdict.OK:
             yield check
     what_for = "GPU kernels; without it Megatron runs on the portable layers"
-    # its part for torch is compiled on the spot, and in an isolated build against the newest torch instead of
-    # the one that is here
+    # Its part for torch is compiled during the installation. An isolated build would compile it against the
+    # newest torch instead of the installed one.
     yield _optional("Transformer Engine", ("transformer-engine",), "te", what_for, "--no-build-isolation ")
     for kind in map(engine_kind, ENGINES):
         what_for = "a faster engine for generation; without it the policy generates itself"
@@ -57,17 +57,18 @@ def check_versions() -> Iterator[Check]:
 
 
 def constraints_file() -> str:
-    """Return the file of the repository with the versions that are tested for machines like this one."""
+    """Return the repository's constraints file with the versions that are tested for machines like
+    this one."""
     return "constraints-gpu.txt" if nvml.count_devices() else "constraints-cpu.txt"
 
 
 def check_package(requirement: Requirement) -> Check:
-    """Check whether a package is there, in a version that is asked for."""
+    """Check whether a package is installed in a required version."""
     version = installed_version(requirement.name)
     fix = f"pip install -c {constraints_file()} '{requirement.name}{requirement.specifier}'"
     if version is None:
         return ROOM.failed(requirement.name, "not installed", fix)
-    # By default a specifier leaves out pre-releases; one that is installed is meant.
+    # By default a specifier excludes pre-releases, but the installed version may be one.
     if not requirement.specifier.contains(version, prereleases=True):
         return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
     note = (
@@ -77,7 +78,8 @@ def check_package(requirement: Requirement) -> Check:
 
 
 def check_slurm(timeout_s: float = _SLURM_S) -> Check:
-    """Check whether jobs can be submitted from here; ``sbatch`` has ``timeout_s`` to answer."""
+    """Check whether Slurm jobs can be submitted from this machine; ``sbatch`` has to reply within
+    ``timeout_s``."""
     program = shutil.which("sbatch")
     if program is None:
         fix = "run this on a login node of the cluster; to try it on one machine: apt-get install slurm-wlm"
@@ -96,8 +98,8 @@ def check_slurm(timeout_s: float = _SLURM_S) -> Check:
 
 
 def requirements_of(name: str) -> list[Requirement]:
-    """Return what an installed package asks for, with its extras; nothing of one that is absent or cannot be
-    read."""
+    """Return the requirements of an installed package, including those of its extras; empty if it is absent.
+    Unreadable requirements are skipped."""
     found = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for text in importlib.metadata.requires(name) or ():
@@ -107,7 +109,7 @@ def requirements_of(name: str) -> list[Requirement]:
 
 
 def applies(requirement: Requirement, extra: str = "") -> bool:
-    """Return whether a requirement holds on this machine, for an extra or without any."""
+    """Return whether a requirement applies on this machine, for an extra or without any."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -116,7 +118,7 @@ def _optional(title: str, packages: Sequence[str], extra: str, what_for: str, op
         version = installed_version(name)
         if version is not None:
             return ROOM.ok(title, f"{version} ({name})")
-    # Of the extra alone: what applies without it is required anyway.
+    # List only requirements of the extra: those that apply without it are required anyway.
     wanted = " ".join(
         f"'{one.name}{_extras_of(one)}{one.specifier}'"
         for one in requirements_of(DISTRIBUTION)
@@ -137,17 +139,18 @@ SYSTEM = Room("system")
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 2 * GIB
-"""One refit buffer, and a little for Ray's objects."""
+"""Bytes for one refit buffer and some of Ray's objects."""
 LEAST_OPEN_FILES = 4096
-"""Ray holds several sockets for every worker, each data loader and checkpoint shard further files."""
+"""Open files that a driver needs. Ray holds several sockets per worker, and each data loader and checkpoint
+shard needs more files."""
 LEAST_LOCKED_MEMORY = 64 * GIB
-"""NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand device: such memory counts as
-locked."""
+"""Bytes of lockable memory. NCCL registers its buffers, and GPUDirect those of torch, with an InfiniBand
+device, and registered memory counts as locked."""
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_system() -> Iterator[Check]:
-    """Yield all of them."""
+    """Yield the checks of processors, memory and limits."""
     memory = psutil.virtual_memory()
     yield SYSTEM.ok("processors", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} usable")
     yield SYSTEM.ok("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
@@ -158,7 +161,8 @@ def check_system() -> Iterator[Check]:
 
 
 def judge_shared_memory(size: int, free: int) -> Check:
-    """Check whether ``/dev/shm`` holds what workers on one host share; bytes."""
+    """Check whether ``/dev/shm`` is large enough for what workers on one host share; both numbers are
+    bytes."""
     found = f"{size / GIB:.2f} GiB"
     if free >= LEAST_SHARED_MEMORY:
         return SYSTEM.ok(str(SHARED_MEMORY), found)
@@ -179,7 +183,7 @@ def judge_shared_memory(size: int, free: int) -> Check:
 
 
 def judge_open_files(soft: int, hard: int) -> Check:
-    """Check whether a driver of many workers may open enough files."""
+    """Check whether the limit on open files is enough for a driver of many workers."""
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= LEAST_OPEN_FILES:
         return SYSTEM.ok("open files", "no limit" if soft == infinite else f"{soft:,}")
@@ -193,13 +197,13 @@ def judge_open_files(soft: int, hard: int) -> Check:
 
 
 def infiniband_devices() -> list[str]:
-    """Return names of the InfiniBand and RoCE devices of this host."""
+    """Return the names of this host's InfiniBand and RoCE devices."""
     return sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
 
 
 def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
-    """Check whether NCCL may register memory with the InfiniBand devices named; without one, no limit is in
-    the way. Bytes."""
+    """Check whether NCCL may register memory with these InfiniBand devices; without a device, any limit
+    passes. ``soft`` is in bytes."""
     name, infinite = "locked memory", resource.RLIM_INFINITY
     found = "no limit" if soft == infinite else f"{soft / 2**20:,.0f} MiB"
     if not infiniband:

@@ -1,4 +1,5 @@
-"""The process of a call: reads its command from standard input, and stops cleanly when the caller is gone."""
+"""The process of a call: it reads its command from standard input, and stops cleanly when the caller
+is gone."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from megarl.import_path import unpickle_object
 
 
 def main() -> int:
-    """Run the command; returns its exit code."""
-    # The pipe tells of the caller's end; the command itself finds an empty standard input.
+    """Run the command and return its exit code."""
+    # The end of this pipe shows that the caller is gone. The command itself gets an empty standard input.
     told = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     call = json.loads(told.readline())
-    # the caller's process ends in whatever way: a killed notebook too leaves a checkpoint and no orphan
+    # Watch for the end of the caller's process, however it ends: even after a killed notebook the run then
+    # saves a checkpoint and stops.
     threading.Thread(target=_stop_at_end, args=(told,), name="life of the caller", daemon=True).start()
     try:
         for path, pickled in call["given"].items():

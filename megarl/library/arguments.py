@@ -1,5 +1,5 @@
-"""The arguments of ``megarl.train`` as a configuration, and the faults of a configuration in terms of these
-arguments."""
+"""Conversion of the arguments of ``megarl.train`` to a configuration, and of the configuration's faults back
+to these arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.library.rows import columns_of, require_columns, source_of, write_em
 Backend = Literal["megatron", "dtensor", "fsdp1"]
 
 OVER_GRPO = ("cispo", "dapo", "dr-grpo", "gdpo", "gspo", "gspo-token", "reinforce-plus-plus", "rloo")
-"""Algorithms that a file of ``configs/base`` makes of GRPO."""
+"""Algorithms that are defined by a file of ``configs/base`` over GRPO."""
 
 _ALONE = ("grpo", "sft", "dpo", "rm")
 _SOURCE_KEYS = (*FIELD_KEYS, *PAIR_KEYS, "extra_keys")
@@ -39,21 +39,21 @@ _LEARNING_RATE = {
 }
 _STEPS, _PROMPTS, _RESPONSES = 100, 8, 8
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
-# Learning rates that may not be above the one that is asked for.
+# These learning rates must not be above the requested one.
 _SLOWEST_START = ("policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.scheduler.lr_warmup_init")
 
 
 @dataclass
 class Call:
-    """A call of the library, made into a configuration file.
+    """A call of the library, converted to a configuration file.
 
     Attributes:
         written: contents of that file.
-        arguments: name of the argument behind a dotted key; a key belongs to that of the longest prefix.
-        given: pickles of reward functions, by the name under which the configuration has them.
-        functions: names that the caller has for them, likewise.
-        sources: the functions as text, to be read by people.
-        faults: what is wrong so far.
+        arguments: the argument that set each dotted key; the longest matching prefix decides.
+        given: pickles of reward functions, by their names in the configuration.
+        functions: the caller's names of these functions, by the same names.
+        sources: source code of the functions, for people to read.
+        faults: all faults found so far.
     """
 
     written: dict[str, Any]
@@ -64,8 +64,8 @@ class Call:
     faults: list[Violation] = field(default_factory=list)
 
     def put(self, key: str, value: Any, argument: str) -> None:
-        """Write a value into the configuration, which an argument has given; one that YAML cannot hold is a
-        fault."""
+        """Write an argument's value into the configuration. A value that YAML cannot represent is recorded as
+        a fault."""
         value = _plain(value)
         odd = _of_no_yaml(value)
         if odd is not None:
@@ -81,20 +81,20 @@ class Call:
         self.arguments[key] = argument
 
     def default(self, key: str, value: Any) -> None:
-        """Write a value that no argument has given."""
+        """Write a value for a key that no argument has set."""
         if not has(self.written, key):
             self.written = put(self.written, key, value)
 
     def named(self, violation: Violation) -> Violation:
-        """Return a violation that names the argument, with the key behind it."""
+        """Return the violation with the argument's name, followed by the key."""
         argument = self.argument_of(violation.key)
         key = f"{argument} ({violation.key})" if argument and argument != violation.key else violation.key
         value = self.functions.get(str(violation.value), violation.value)
         return Violation(key, value, violation.bound, violation.fix)
 
     def argument_of(self, key: str) -> str | None:
-        """Return the argument that has given the value of a key or of a section above it, or else those that
-        are in its section."""
+        """Return the argument that set a key or a section above it, or else the arguments that set keys of
+        this section; None if there are none."""
         above = [each for each in self.arguments if key == each or key.startswith(f"{each}.")]
         if above:
             return self.arguments[max(above, key=len)]
@@ -104,8 +104,8 @@ class Call:
         )
 
     def in_arguments(self, text: str) -> str:
-        """Return the message of a command with the arguments behind the keys at the beginnings of its
-        lines."""
+        """Return the message of a command with keys at the beginning of its lines replaced by arguments and
+        keys."""
 
         def with_argument(match: re.Match[str]) -> str:
             argument = self.argument_of(match[2])
@@ -116,20 +116,21 @@ class Call:
         return re.sub(r"(?m)^( +\d+\. )([\w.]+) =", with_argument, text)
 
     def require(self) -> None:
-        """Raise ConfigError with every fault found."""
+        """Raise ConfigError with all faults, if there are any."""
         if self.faults:
             raise ConfigError([self.named(fault) for fault in self.faults])
 
 
 def begin(algorithm: str, backend: Backend) -> Call:
-    """Begin a call with what it inherits: the files of an algorithm and a backend, or a recipe.
+    """Return a call with the configuration that it inherits: the files of an algorithm and a backend, or a
+    recipe.
 
     Raises:
-        ConfigError: there is neither such an algorithm nor such a recipe.
+        ConfigError: there is no such algorithm or recipe, or the algorithm needs a second model.
     """
     if algorithm in (*_ALONE, *OVER_GRPO):
         bases = [algorithm] if algorithm in _ALONE else ["grpo", algorithm]
-        # the torch backends are written over the Megatron one
+        # The base files of the torch backends override those of the Megatron backend.
         backends = ["megatron"] if backend == "megatron" else ["megatron", backend]
         return Call(
             {"defaults": [f"base/{name}.yaml" for name in (*bases, *backends, "small")], "recipe": algorithm}
@@ -160,13 +161,14 @@ def begin(algorithm: str, backend: Backend) -> Call:
 
 
 def is_of_base(call: Call) -> bool:
-    """Return whether a call inherits the files of an algorithm, which leave sizes open, and not a recipe."""
+    """Return whether a call inherits the files of an algorithm, which leave sizes open, rather than a
+    recipe."""
     return isinstance(call.written["defaults"], list)
 
 
 def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mapping[str, Any]) -> None:
-    """Write overrides into a call: a section with a dictionary, a whole dotted key, or the last part of a key
-    that is unique."""
+    """Write overrides into a call: a section as a dictionary, a whole dotted key, or the last part of a key
+    if it is unique."""
     known = known_paths(run_type(algorithm))
     for name, value in overrides.items():
         if name in _SOURCE_KEYS:
@@ -201,18 +203,18 @@ def _keys_of(name: str, algorithm: str, backend: Backend, known: Sequence[str]) 
     if f"data.{name}" in known:
         return [f"data.{name}"]
     own = algorithm_class(algorithm).section()
-    # first the algorithm's own keys, then those of the policy and of the cluster: what a person means who
-    # names nothing else
+    # Prefer the algorithm's own keys, then those of the policy and of the cluster: a person who gives no
+    # section means these.
     for section in (f"{own}.", "policy.", "cluster."):
         if f"{section}{name}" in known:
             return [f"{section}{name}"]
-    # keys of data sources are given with the data
+    # Exclude keys of data sources, which are given with the data.
     others = (*ALGORITHMS, "data")
     return [path for path in known if path.endswith(f".{name}") and path.partition(".")[0] not in others]
 
 
 def add_model(call: Call, model: Any) -> None:
-    """Write the model into a call: a directory, a hub id, or what a run has exported."""
+    """Write the model into a call: a directory, a hub id, or the model that a run has exported."""
     model = getattr(model, "model_dir", model)
     if not isinstance(model, str | os.PathLike):
         fix = "save it: model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and give DIR"
@@ -246,11 +248,11 @@ def add_data(
     """Write the data of ``data`` and ``validation`` into a call.
 
     Args:
-        call: that is made.
-        arguments: both, None where nothing is given.
-        directory: that rows are written into.
+        call: the call.
+        arguments: both arguments; None if not given.
+        directory: directory that rows are written into.
         kind: ``megarl.data.columns.Kind``.
-        overrides: of the call, of which the keys of fields are taken.
+        overrides: overrides of the call, of which the field keys of data sources are used.
     """
     keys = {name: overrides[name] for name in _SOURCE_KEYS if name in overrides}
     for argument, key in (("data", "data.train"), ("validation", "data.validation")):
@@ -272,14 +274,14 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
     try:
         require_columns(argument, source, kind)
     except ConfigError as error:
-        # a function of the response alone needs no reference answers, and neither do its rows
+        # If the reward function uses only the response, the rows need no reference answers.
         if not is_written or not call.given or any(_takes_answer(path) for path in call.given):
             raise
         write_empty_answers(source)
         try:
             require_columns(argument, source, kind)
         except ConfigError:
-            # answers were not what it lacks
+            # The rows lacked something else than answers: raise the first error.
             raise error from None
 
 
@@ -292,7 +294,7 @@ def _takes_answer(path: str) -> bool:
 
 
 def add_rewards(call: Call, reward: Any) -> None:
-    """Write rewards into a call: the name of one, a function, a list of these, or a dictionary of sections of
+    """Write rewards into a call: a name, a function, a list of these, or a dictionary of sections of
     ``env.rewards``."""
     if isinstance(reward, str):
         call.put("env.reward", reward, "reward")
@@ -353,7 +355,7 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
     call.functions[path] = getattr(function, "__name__", type(function).__name__)
     try:
         pickled = cloudpickle.dumps(function)
-    # whatever a closure holds may refuse in its own way
+    # An object in a closure may refuse to be pickled with an error of any class.
     except Exception as error:
         fix = (
             "let the function make what it needs (a lock, a client, a model) when it is called, or write "
@@ -366,14 +368,14 @@ def _given(call: Call, function: Callable[..., Any], taken: set[str]) -> str:
     call.given[path] = pickled
     try:
         call.sources[path] = textwrap.dedent(inspect.getsource(function))
-    # of a callable object, or of python -c
+    # Callable objects, and functions of python -c, have no source.
     except (OSError, TypeError):
         call.sources[path] = f"# {function!r}: Python does not know its source\n"
     return path
 
 
 def require_parameters_in_data(call: Call) -> None:
-    """Keep the columns of the data that reward functions ask for by name, so that they get them."""
+    """Keep the data columns that reward functions have parameters for, so that the functions receive them."""
     source = at(call.written, "data.train")
     functions = [load_object(path, "env.reward") for path in call.given]
     if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
@@ -394,12 +396,12 @@ def require_parameters_in_data(call: Call) -> None:
 
 
 def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
-    """Write sizes that fit a first try into a call, where nobody has said others.
+    """Write sizes for a first try into a call, unless the arguments set them.
 
     Args:
-        call: of an algorithm's files.
+        call: a call that inherits an algorithm's files.
         algorithm: its name.
-        num_rows: of the training data; None where that is not known.
+        num_rows: rows of the training data; None if unknown.
     """
     kind = algorithm_class(algorithm)
     own = kind.section()
@@ -418,7 +420,7 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
         call.default("policy.train_global_batch_size", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
     batch = at(call.written, "policy.train_global_batch_size")
     if isinstance(batch, int) and batch > 0:
-        # the largest micro-batch up to 4 that divides the batch
+        # Use the largest micro-batch up to 4 that divides the batch.
         call.default(
             "policy.train_micro_batch_size", next(size for size in (4, 3, 2, 1) if batch % size == 0)
         )
@@ -466,21 +468,21 @@ def _add_precision(call: Call) -> None:
         and "chat_template" not in _json(model / "tokenizer_config.json")
     )
     if is_base:
-        # prompts as they are
+        # A base model gets prompts as they are.
         call.default("policy.tokenizer.chat_template", None)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    # whoever loads the model says what is wrong with it
+    # The code that loads the model will report what is wrong with the file.
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML can hold it."""
+    """Return a value in a form that YAML can represent."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -489,13 +491,13 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Enum):
         return _plain(value.value)
-    # of numpy and torch
+    # Convert arrays and numbers of numpy and torch.
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _of_no_yaml(value: Any) -> Any:
-    """Return the first part of a plain value that YAML cannot hold; None where there is none."""
-    # exactly: of a class of one's own YAML knows nothing
+    """Return the first part of a value that YAML cannot represent; None if there is none."""
+    # Compare types exactly, because YAML does not support subclasses.
     if type(value) in (str, int, float, bool, type(None)):
         return None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None

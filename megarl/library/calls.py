@@ -1,4 +1,4 @@
-"""``megarl.train``, ``megarl.eval`` and ``megarl.convert``."""
+"""The functions ``megarl.train``, ``megarl.eval`` and ``megarl.convert``."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def train(
     """Train a model, as ``megarl train`` does, and return its run.
 
     Args:
-        algorithm: ``grpo``, one that is made of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or
-            ``rm``; or a recipe, or the path of a configuration, whose values the other arguments replace.
-        model: directory or hub id of a Hugging Face model, or a run, whose exported model is taken.
+        algorithm: ``grpo``, a variant of it (``dapo``, ``gspo``, ``rloo``, ...), ``sft``, ``dpo`` or ``rm``;
+            or a recipe, or the path of a configuration, whose values the other arguments replace.
+        model: directory or hub id of a Hugging Face model, or a run, whose exported model is used.
         data: rows (dictionaries with prompt and answer), a ``datasets.Dataset``, a table of pandas or polars,
-            the path of a file, the name of a set, or a data source as a configuration has it. Rows are
-            written into the run's directory.
-        reward: a function of a response, which says by the names of its parameters what it takes (README, "A
-            custom reward"); the name of a built-in reward; a list of these; or a dictionary of sections of
-            ``env.rewards``, with weights. Functions run in other processes: what they change outside of
-            themselves is not seen here.
-        validation: data like ``data``, to measure by during training.
-        run_dir: of a run to begin or to go on with; None makes ``runs/ALGORITHM-MODEL-N``.
+            the path of a file, the name of a set, or a data source as in a configuration. Rows are written
+            into the run's directory.
+        reward: a function of a response, whose parameter names select its inputs (README, "A custom reward");
+            the name of a built-in reward; a list of these; or a dictionary of sections of ``env.rewards``,
+            with weights. Functions run in other processes, so changes that they make outside of themselves
+            are not visible here.
+        validation: data like ``data``, to evaluate on during training.
+        run_dir: directory of a run to start or to resume; None creates ``runs/ALGORITHM-MODEL-N``.
         backend: ``megatron``, ``dtensor`` or ``fsdp1``; a recipe has its own.
         progress: show what the command prints.
         overrides: any key of a configuration by its last part (``max_num_steps=20``, ``learning_rate=1e-5``),
@@ -71,7 +71,7 @@ def train(
     Raises:
         ConfigError: everything that is wrong with the arguments, in one list.
         KeyboardInterrupt: Ctrl-C, after the run has finished its step and written a checkpoint; the same call
-            with its ``run_dir`` goes on.
+            with its ``run_dir`` resumes the run.
         MegarlError: the run failed.
     """
     with _prepared(algorithm, model, data, reward, validation, run_dir, backend, overrides) as (
@@ -103,23 +103,23 @@ def evaluate(
     progress: bool = True,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Sample and score responses of a model, as ``megarl eval`` does, and return what it writes as JSON.
+    """Sample and score responses of a model, as ``megarl eval`` does, and return the JSON result.
 
     Args:
         model: directory or hub id of a Hugging Face model, or a run.
-        data: prompts with reference answers, in any form that ``train`` takes.
-        reward: as of ``train``.
-        algorithm: ``grpo``, or a recipe whose settings of generation are taken.
+        data: prompts with reference answers, in any form that ``train`` accepts.
+        reward: as in ``train``.
+        algorithm: ``grpo``, or a recipe whose generation settings are used.
         adapter: directory of a LoRA adapter (PEFT) that is merged into the model.
-        backend: as of ``train``.
+        backend: as in ``train``.
         progress: show what the command prints.
-        overrides: as of ``train``; ``val_num_generations_per_prompt=8`` samples eight responses a prompt.
+        overrides: as in ``train``; ``val_num_generations_per_prompt=8`` samples eight responses per prompt.
 
     Returns:
         ``metrics`` by the names that a run logs, and ``sets`` with all figures.
 
     Raises:
-        ConfigError, KeyboardInterrupt, MegarlError: as ``train``.
+        ConfigError, KeyboardInterrupt, MegarlError: as in ``train``.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
         prepared = _prepared(algorithm, model, data, reward, data, Path(place) / "eval", backend, overrides)
@@ -137,20 +137,20 @@ def evaluate(
 def convert(
     source: Any, target: str | os.PathLike[str], *, progress: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Convert a checkpoint between Hugging Face and Megatron-Core, whichever it is not, and return what was
-    done.
+    """Convert a Hugging Face checkpoint to Megatron-Core, or a Megatron-Core checkpoint to Hugging Face, and
+    return a summary.
 
     Args:
         source: a Hugging Face directory or hub id, or a Megatron checkpoint; a run stands for the model that
             it has exported.
-        target: directory to make.
-        progress: show what the command prints beside its result.
-        options: of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``,
+        target: directory to create.
+        progress: show what the command prints besides its result.
+        options: options of ``megarl convert import`` or ``export``: ``dtype="bfloat16"``, ``overwrite=True``,
             ``hf_config=DIR``.
 
     Raises:
         ConfigError: an option or the source cannot be used.
-        KeyboardInterrupt, MegarlError: as ``train``.
+        KeyboardInterrupt, MegarlError: as in ``train``.
     """
     from converters.opening import MEGATRON, kind_of
 
@@ -159,7 +159,7 @@ def convert(
     words = ["convert", "export" if is_megatron else "import", str(path), os.fspath(target), "--json"]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        # Several numbers are one value of the command; of other lists each has its flag.
+        # Several numbers form one value of the command. Each element of any other list gets its own flag.
         if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):
             value = ",".join(map(str, value))
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -168,7 +168,7 @@ def convert(
             elif each is not None and each is not False:
                 words += [option, str(each)]
     code, text = run_command(words, {}, shows=False)
-    # standard error comes by the same pipe, before or behind the one object
+    # Standard error uses the same pipe, so that its text may come before or after the one JSON object.
     begins = f"\n{text}".find("\n{")
     if code not in (0, 1) or begins < 0:
         raise error_of(code, text)
@@ -192,8 +192,8 @@ def _prepared(
     backend: Backend,
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Call, Path]]:
-    """Write the configuration of a call into the directory of its run; what is refused leaves nothing of it
-    behind."""
+    """Write the configuration of a call into the directory of its run, and yield both. A call that is refused
+    leaves no files."""
     call = begin(algorithm, backend)
     name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
     is_new = run_dir is None or not Path(run_dir).exists()
@@ -215,14 +215,14 @@ def _prepared(
         is_ready = True
         yield call, directory
     finally:
-        # the command writes its configuration there as soon as nothing more is refused
+        # The command writes its configuration into this directory as soon as it has accepted everything.
         if not is_ready or not (directory / CONFIG_FILE).exists():
             _remove_new(directory, before, whole=is_new)
 
 
 def _remove_new(directory: Path, before: set[Path], *, whole: bool) -> None:
-    """Remove what was not in a directory before, and with ``whole`` the directory too."""
-    # Reversed, so that a directory comes behind what is in it.
+    """Remove everything that was not in a directory before, and with ``whole`` the directory too."""
+    # Reverse the order, so that a directory follows its content.
     made = sorted((path for path in directory.rglob("*") if path not in before), reverse=True)
     for path in [*made, *([directory] if whole else [])]:
         with contextlib.suppress(OSError):
@@ -242,10 +242,10 @@ def _write(
     backend: Backend,
     overrides: Mapping[str, Any],
 ) -> None:
-    """Make the configuration of a call, check it, and write it with the data and the text of its rewards.
+    """Create the configuration of a call, check it, and write it with the data and the source of its rewards.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: the error lists everything that is wrong.
     """
     from megarl.cli import load_and_check
     from megarl.config.load import load_config_with_inheritance
@@ -293,7 +293,7 @@ def _write(
         )
     require_parameters_in_data(call)
     if is_base:
-        # where it was refused, so that the rest can be checked
+        # Fill in a name if the model was refused, so that the rest can be checked.
         call.default("policy.model_name", "absent")
         add_sizes(call, name, _rows_of(data["data"]))
     _dump(call.written, path)
@@ -303,7 +303,7 @@ def _write(
         if not error.violations:
             raise
         faulty = {fault.key.partition("[")[0] for fault in call.faults}
-        # an argument that was refused is not in the configuration, which would be refused for that again
+        # A refused argument is missing in the configuration, which must not be refused again for that.
         lacking = {
             "model": "policy.model_name",
             "data": "data.train",
@@ -313,7 +313,7 @@ def _write(
         refused = tuple(key for argument, key in lacking.items() if argument in faulty)
         call.faults += [each for each in error.violations if not each.key.startswith(refused or ("\0",))]
     call.require()
-    # only now: a call that is refused leaves an earlier one of the same run as it was
+    # Move the file only now, so that a refused call does not change an earlier call of the same run.
     path.replace(directory / _CALL)
     if call.sources:
         text = (
@@ -326,7 +326,7 @@ def _write(
 
 
 def _rewards_itself(call: Call) -> bool:
-    """Return whether the call names an environment of its own, whose steps have rewards."""
+    """Return whether the call names a custom environment, whose steps return rewards."""
     named = at(call.written, "env.environment")
     return isinstance(named, str) and is_import_path(named)
 

@@ -1,4 +1,4 @@
-"""The command of a call in a process of its own, and what the caller sees of it."""
+"""The separate process that runs the command of a call, and what the caller sees of it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _BEGINS_ERROR = re.compile(r"megarl: (?!warning:|SIG)|Traceback \(most recent ca
 
 
 def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool) -> tuple[int, str]:
-    """Run a command of megarl in a process of its own; Ctrl-C asks it to stop, a second one ends it at once.
+    """Run a command of megarl in a separate process. Ctrl-C asks it to stop; a second Ctrl-C ends it at once.
 
     Args:
-        words: of its command line.
+        words: words of its command line.
         given: pickles of objects that its configuration names ``given:NAME``.
         shows: print what it prints, line by line.
 
     Returns:
-        Its exit code, and the last of its lines; an error's text alone where it failed.
+        Its exit code and its last lines; if it failed with an error message, only that message.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after the process has ended.
@@ -42,7 +42,8 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # A terminal and Jupyter send Ctrl-C to the whole group, and so would the first one count twice.
+        # Use a new session: a terminal and Jupyter send Ctrl-C to the whole process group, so that the
+        # process would receive the first one twice.
         start_new_session=True,
         env=_environment(),
     )
@@ -59,7 +60,7 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
     try:
         child.stdin.write(json.dumps(told).encode() + b"\n")
         child.stdin.flush()
-    # it ended at its start; what it printed says why
+    # The process ended when it started, and its output gives the reason.
     except BrokenPipeError:
         pass
     while True:
@@ -77,10 +78,10 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
             interrupted = True
             child.send_signal(signal.SIGINT)
     code = child.wait()
-    # What it did not read any more is still in the buffer, and goes by this too.
+    # Closing the pipe flushes the buffer, which fails if the process did not read all of it.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.close()
-    # What looked like an error was none.
+    # The command succeeded, so that the lines that looked like an error are ordinary output.
     if code == 0 and error:
         last += error
         if shows:
@@ -91,13 +92,13 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
 
 
 def show(text: str) -> None:
-    # a notebook has put a stream of its own there
+    # Use sys.stdout, which a notebook has replaced by its own stream.
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def error_of(code: int, text: str) -> MegarlError:
-    """Return the error that a failed command stands for."""
+    """Return the error that corresponds to a failed command."""
     kind = _ERRORS.get(code, MegarlError)
     return kind(text.removeprefix("megarl: ") or f"the process ended with {code}")
 
@@ -110,20 +111,21 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | N
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the process of a command."""
-    # Jupyter asks for colours, by which rich takes a pipe for a terminal and redraws its lines indefinitely
+    """Return the environment variables of a command's process."""
+    # Remove these: Jupyter requests colours, which make rich treat the pipe as a terminal and redraw its
+    # lines indefinitely.
     kept = {
         name: value
         for name, value in env.snapshot().items()
         if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
     }
-    # Unbuffered: the caller shows each line as it is printed.
+    # Disable buffering, so that the caller shows each line as soon as it is printed.
     return {**kept, "PYTHONPATH": os.pathsep.join(_import_places()), "PYTHONUNBUFFERED": "1"}
 
 
 def _import_places() -> Iterator[str]:
-    """Yield where this process imports from and another Python would not, so that it finds megarl and the
-    modules of the caller."""
+    """Yield the import paths of this process that another Python would not have, so that the other process
+    finds megarl and the caller's modules."""
     prefixes = tuple(str(Path(prefix).resolve()) + os.sep for prefix in {sys.prefix, sys.base_prefix})
     for place in sys.path:
         path = str(Path(place).resolve())

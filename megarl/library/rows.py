@@ -1,4 +1,5 @@
-"""Data that a caller holds in memory, as a file of the run's directory that any later launch can read."""
+"""Storage of data that a caller holds in memory, as a file of the run's directory that any later launch can
+read."""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ from typing import Any
 from megarl.config.data_sources import NAMED_SETS, is_file
 from megarl.errors import ConfigError, DataError, Violation
 
-# Methods by which a table writes itself: of ``datasets.Dataset`` and of pandas, and of polars.
+# Tables write themselves to files by these methods: the first of ``datasets.Dataset`` and of pandas, the
+# second of polars.
 _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
 
 
 def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
-    """Return the data source of a configuration for what a caller gives.
+    """Return the data source of a configuration for a caller's data.
 
     Args:
-        argument: its name, for errors.
-        data: a path, the name or hub id of a set, a source as a configuration has it, a table, or rows.
-        directory: that rows and tables are written into.
+        argument: name of the argument, for errors.
+        data: a path, the name or hub id of a set, a source as in a configuration, a table, or rows.
+        directory: directory that rows and tables are written into.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the data are none of these.
     """
     if isinstance(data, str | os.PathLike):
         return _named(argument, os.fspath(data))
@@ -54,7 +56,8 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
             getattr(data, method)(str(temporary))
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        # named by its content: a later call with other rows replaces nothing that a checkpoint refers to
+        # Name the file by its content, so that a later call with other rows replaces no file that a
+        # checkpoint refers to.
         path = directory / f"{argument}-{digest}{_TABLES[method] if method else '.jsonl'}"
         temporary.replace(path)
     finally:
@@ -63,15 +66,15 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
 
 
 def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
-    """Name the fields of a source by the usual names of its columns, unless it says them itself.
+    """Fill in a source's missing field keys from the common column names; keys that the source sets are kept.
 
     Args:
-        argument: name of the argument that the data came by, for errors.
-        source: gets the keys.
+        argument: name of the argument that the data came from, for errors.
+        source: data source that gets the keys.
         kind: ``megarl.data.columns.Kind``.
 
     Raises:
-        ConfigError: its columns have none of the usual names, or nothing can be read.
+        ConfigError: the source has none of the common column names, or cannot be read.
     """
     from megarl.data.columns import complete_source
     from megarl.data.rows import source_name
@@ -80,13 +83,13 @@ def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
         complete_source(source, kind)  # type: ignore[arg-type]
     except DataError as error:
         what, _, fix = str(error).partition(" Fix: ")
-        # the file of rows is none of the caller's
+        # Omit the name of the file of rows, which the caller does not know.
         what = what.removeprefix(f"{source_name(source)}: ").rstrip(".")  # type: ignore[arg-type]
         raise _refused(argument, ", ".join(columns_of(source)), what, fix) from error
 
 
 def write_empty_answers(source: dict[str, Any]) -> None:
-    """Give each row of a file that ``source_of`` wrote an empty reference answer, in a file beside it."""
+    """Replace a file that ``source_of`` wrote by a new one whose rows have empty reference answers."""
     from megarl.data.rows import rows_of
 
     path = Path(source["path"])
@@ -111,7 +114,7 @@ def _named(argument: str, text: str) -> dict[str, Any]:
         return {"path": text}
     if text in NAMED_SETS:
         return {"name": text}
-    # a hub id is NAME or OWNER/NAME
+    # An id of the hub is NAME or OWNER/NAME.
     if is_file(text) or path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise _refused(
             argument,

@@ -24,10 +24,10 @@ _ROWS = 10
 
 
 class Metrics(dict[str, list[Any]]):
-    """Metrics by name, each a list with a value for each step; None where a step has none.
-    ``pandas.DataFrame(metrics)`` takes it.
+    """Metrics by name, each a list with one value per step; None if a step has no value.
+    ``pandas.DataFrame(metrics)`` accepts it.
 
-    ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the metric of validation.
+    ``metrics["reward"]`` is short for ``metrics["train/reward"]``, or else for the validation metric.
     """
 
     def __missing__(self, name: str) -> list[Any]:
@@ -37,7 +37,7 @@ class Metrics(dict[str, list[Any]]):
         raise KeyError(f"{name!r}; there are {', '.join(self)}")
 
     def _table(self) -> list[list[str]]:
-        """Return the cells of the metrics that people look at first, the newest steps last."""
+        """Return the cells of a table with the most important metrics, newest steps last."""
         names = ["step", *(name for name in _SHOWN if name in self)] if "step" in self else []
         columns = [list(map(_number, self[name])) for name in names]
         rows = [list(row) for row in zip(*columns, strict=True)]
@@ -62,7 +62,7 @@ class Metrics(dict[str, list[Any]]):
 
 
 class Picture(os.PathLike[str]):
-    """A picture in a file, which a notebook shows."""
+    """A picture in a file, which a notebook displays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,13 +78,13 @@ class Picture(os.PathLike[str]):
 
 
 class Run:
-    """A run by its directory, while it trains and afterwards; also one that ``megarl train`` made.
+    """A run in its directory, during training and afterwards; ``megarl train`` may have started it too.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
 
     Raises:
-        DataError: no run has written there.
+        DataError: the directory is not that of a run.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def metrics(self) -> Metrics:
-        """Every metric of every step, see ``Metrics``."""
+        """All metrics of all steps; see ``Metrics``."""
         from megarl.observe.metrics_file import FILE_NAME, stream_metrics
         from megarl.observe.series import collect_series
 
@@ -111,14 +111,14 @@ class Run:
         return Metrics(columns)
 
     def samples(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
-        """Return prompts, responses and rewards of a step, those that ``logger.samples`` keeps.
+        """Return the prompts, responses and rewards of a step that ``logger.samples`` keeps.
 
         Args:
-            step: None for the newest step that has some.
-            validation: those of a validation rather than of training.
+            step: None for the newest step that has samples.
+            validation: return samples of a validation rather than of training.
 
         Raises:
-            DataError: there are none.
+            DataError: there are no samples.
         """
         from megarl.observe.sample_files import DIRECTORY, TRAIN, VALIDATION, list_samples, read_samples
 
@@ -160,11 +160,11 @@ class Run:
         return kept_config(self.directory / CONFIG_FILE)
 
     def plot(self) -> Picture:
-        """Draw the curves into the run's directory, with the page ``report.html``; returns the first picture,
-        which a notebook shows.
+        """Plot the curves into the run's directory, and write the page ``report.html`` there. Return the
+        first picture, which a notebook displays.
 
         Raises:
-            DataError: there is nothing to draw yet.
+            DataError: there is nothing to plot yet.
             MegarlError: matplotlib is not installed.
         """
         from megarl.observe.plots import plot_run
@@ -178,7 +178,7 @@ class Run:
         found = [
             (int(number), path)
             for path in (self.directory / kind).glob("step_*")
-            # What is still being written has another name than step_N.
+            # Checkpoints that are still being written have another name than step_N.
             if (number := path.name[5:]).isdecimal()
         ]
         if not found:
@@ -187,11 +187,11 @@ class Run:
 
 
 def new_directory(name: str) -> Path:
-    """Make and return ``runs/NAME-1``, or the next one that nobody has made."""
+    """Create and return ``runs/NAME-1``, or the first ``runs/NAME-N`` that does not exist yet."""
     for number in itertools.count(1):
         path = Path("runs") / f"{name}-{number}"
         path.parent.mkdir(exist_ok=True)
-        # Made and not looked for, so that two calls at the same time get two directories.
+        # Create the directory instead of testing for it, so that two simultaneous calls get two directories.
         try:
             path.mkdir()
         except FileExistsError:

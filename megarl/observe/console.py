@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_WIDTH = 100
 _ETA_WINDOW = 20
-# The first step also compiles, allocates and connects.
+# Exclude the first step, which also compiles, allocates and connects.
 _STEADY_STEP = 2
 _STYLES = {
     "progress": "bold",
@@ -42,7 +42,7 @@ _STYLES = {
     "eta": "bright_black",
 }
 
-# Ends the name of the metric that every validation set has.
+# Suffix of the metric name that every validation set has.
 _OF_A_SET = "/samples"
 
 
@@ -72,7 +72,7 @@ class TrainingConsole:
         self._total_steps = total_steps
         self._title = title
         self._quiet = quiet
-        # By default rich colours every number in a line.
+        # Switch highlighting off, because rich colours every number in a line by default.
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
@@ -101,10 +101,10 @@ class TrainingConsole:
                 Phase("training", "steps", self._total_steps), is_told=False
             )
             self._phase = self._under_way.enter_context(live)
-            # until a step is done, nobody knows how long one takes
+            # Until a step is complete, the time per step is unknown.
             self._phase.done, self._phase.rest_s = first_step, 0.0
         else:
-            # in a pipe too, something is to be seen before the first step is done
+            # Show something before the first step is complete even if the output is a pipe.
             self._phase = self._under_way.enter_context(phase(f"step {first_step + 1}", is_told=False))
 
     def working_on(self, name: str) -> None:
@@ -126,12 +126,12 @@ class TrainingConsole:
         self._last_step_at, self._last_step = now, step
         self._steps += 1
         self._add_performance(metrics)
-        # From now on the lines of the steps show that the run goes on.
+        # From now on the lines of the steps show that the run continues.
         if not self._console.is_terminal:
             self._under_way.close()
         if self._quiet:
             return
-        # The median: a step with a validation or a save is no measure of the others.
+        # Use the median, because a step with a validation or a save is not typical of the others.
         remaining_s = max(self._total_steps - step, 0) * statistics.median(self._recent_seconds)
         if STEP_SECONDS not in metrics and f"timing/{STEP_SECONDS}" not in metrics:
             metrics = {**metrics, STEP_SECONDS: self._recent_seconds[-1]}
@@ -151,7 +151,7 @@ class TrainingConsole:
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
             bare = name.removeprefix(f"{of_set}/") if of_set else name
-            # Counts of faults only where there are any.
+            # Show counts of faults only if there are any.
             if value or not (bare in REWARD_FAULTS or bare.startswith(EPISODES)):
                 lines[of_set][bare] = _number(value)
         for of_set, numbers in lines.items():
@@ -216,12 +216,12 @@ class TrainingConsole:
             self._print(text)
 
     def _print(self, text: Text) -> None:
-        # Soft wrap: a terminal may fold a long line, a file gets it whole.
+        # Wrap softly: a terminal may fold a long line, but a file receives the whole line.
         try:
             self._console.print(text, soft_wrap=True)
         except (OSError, SystemExit) as error:
-            # rich answers a closed pipe (``megarl train ... | head``) with SystemExit; nobody watching is no
-            # reason to stop.
+            # rich responds to a closed pipe (``megarl train ... | head``) with SystemExit, but the run has to
+            # continue without an observer.
             self._quiet = True
             logger.warning("nothing more is shown, the console cannot be written: %s", error)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Their contrast is at least 3 to both a white and a dark page.
+# These colours have a contrast of at least 3 to both a white and a dark page.
 COLOURS = (
     "#4a6fa5",
     "#2a9d8f",
@@ -55,7 +55,7 @@ def draw_smoothed(axes: Axes, curve: Series, colour: str, label: str) -> None:
             curve.steps, curve.values, color=colour, linewidth=1.5, marker="o", markersize=5, label=label
         )
         return
-    # a dot takes more of a page than all else of its point
+    # Omit dots from long curves, because a dot takes more bytes of a page than the rest of its point.
     dots = "." if len(curve.steps) <= MOST_DOTS else ""
     axes.plot(
         curve.steps,
@@ -131,7 +131,7 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
     if last:
         axes.set_xlabel("training step", fontsize=11)
         low, high = axes.dataLim.intervalx
-        # A single step: matplotlib would divide the axis into fractions of it.
+        # Widen the axis of a single step, which matplotlib would divide into fractions.
         if high - low < 1:
             axes.set_xlim((low + high) / 2 - 2, (low + high) / 2 + 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -201,7 +201,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
         ]
     group = -(-len(steps) // MOST_BARS)
-    # The row of step 0 is a validation before training, which the means do not count.
+    # Skip step 0 in the means, because its row is a validation before training.
     trained = next((index for index, step in enumerate(steps) if step > 0), 0)
     centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
     bottom = [0.0] * len(centres)
@@ -220,7 +220,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         bottom = [low + high for low, high in zip(bottom, bars, strict=True)]
     finish_axes(axes, "seconds a step" + (f" (mean of {group} steps)" if group > 1 else ""))
     handles, names = axes.get_legend_handles_labels()
-    # From above as the bars are stacked: the last one that was plotted is on top.
+    # Reverse the legend to match the stacked bars, of which the last plotted one is on top.
     return {"handles": handles[::-1], "labels": names[::-1], "title": "phase (mean)"}
 
 
@@ -239,7 +239,7 @@ def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         for name in (STEP, f"timing/{ROLLOUT_WAIT}_s", f"timing/{ENGINE_IDLE}_s")
     )
     begins = [sum(whole[:index]) for index in range(len(steps))]
-    # Only runs that train on the groups that are complete first have this metric.
+    # Only runs that train first on the groups that are complete first log this metric.
     waits_first = "train/rollouts_ready" in series
     for row, (who, pauses) in enumerate((("engines", idle), ("trainer", wait))):
         works = [max(total - pause, 0.0) for total, pause in zip(whole, pauses, strict=True)]

@@ -108,9 +108,10 @@ class LaunchOutcome:
             _append(self.path, entry)
 
 
-# Launches of this process that are not written down yet, by their file: unix seconds at which they began.
+# Launches of this process that are not written yet: for each file, the Unix time in seconds at which the
+# launch began.
 _starting: dict[Path, float] = {}
-# Launches of this process that have not ended, by their file.
+# Launches of this process that have not ended, by file.
 _open_launches: dict[Path, LaunchOutcome] = {}
 
 
@@ -153,7 +154,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
     path = run_dir / FILE_NAME
     start = _start(_starting.pop(path, time.time()))
     recorded = _append(path, {**start, "first_step": first_step, "total_steps": total_steps})
-    # Without a line of its own, the end would be taken for that of the launch before.
+    # Without its own line in the file, this launch's end would be read as the end of the previous launch.
     outcome = LaunchOutcome(path=path if recorded else None)
     if recorded:
         _open_launches[path] = outcome
@@ -163,7 +164,7 @@ def recorded_launch(run_dir: Path, first_step: int, total_steps: int) -> Iterato
         outcome.text = _reason(error)
         raise
     finally:
-        # one that has been ended already has its end
+        # Skip a launch that has been ended already: its end is in the file.
         if _open_launches.pop(path, None) is outcome:
             outcome.write(_end(outcome.text))
 
@@ -196,7 +197,7 @@ def read_launches(run_dir: Path) -> list[Launch]:
         if isinstance(entry, dict) and "start" in entry:
             found.append({**entry, "restarts": []})
         elif isinstance(entry, dict) and found and "restart" in entry:
-            # one that is damaged must not take its launch along
+            # Skip a damaged restart, so that it does not invalidate its launch.
             if _valid(_RESTART, entry["restart"]) is not None:
                 found[-1]["restarts"].append(entry["restart"])
         elif isinstance(entry, dict) and found:
@@ -212,7 +213,7 @@ def restarts_within(launches: Iterable[Launch], what: str) -> int:
 def _valid(adapter: TypeAdapter[T], entry: Any) -> T | None:
     """Validate an entry; return None if a field is missing or has a wrong type, as in a damaged file."""
     try:
-        # By way of JSON, whose lists a strict validation takes for tuples; it refuses Python's.
+        # Validate by way of JSON: a strict validation reads its lists as tuples, but refuses lists of Python.
         return adapter.validate_json(json.dumps(entry), strict=True)
     except (ValidationError, RecursionError):
         return None
@@ -244,7 +245,7 @@ def _append(path: Path, entry: Mapping[str, Any]) -> bool:
     """Append a line, and return whether it was written."""
     try:
         with path.open("ab+") as stream:
-            # What a killed launch left of a line must not swallow this one.
+            # Begin a new line if a killed launch left half of one, so that the two do not merge.
             size = stream.seek(0, os.SEEK_END)
             torn = size > 0 and os.pread(stream.fileno(), 1, size - 1) != b"\n"
             stream.write((b"\n" if torn else b"") + json.dumps(entry).encode() + b"\n")

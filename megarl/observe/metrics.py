@@ -22,7 +22,7 @@ MISMATCH_MEAN, MISMATCH_MAX, MISMATCH_SHARE = "mismatch_mean", "mismatch_max", f
 """Metrics of the absolute difference, per token, between the log-probabilities of generation and of the
 policy."""
 
-# The same number is reported by every micro-batch, so adding them would multiply it.
+# Every micro-batch reports the same value of these, so that adding them would multiply it.
 _REPEATED_NAMES = (
     "lr",
     "wd",
@@ -71,7 +71,7 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
     numbers = [float(value) for value in values]
     if not numbers:
         raise ValueError(f"{reduction.name} of no values is undefined; give at least one value")
-    # min and max of Python keep a NaN or lose it, by its position.
+    # Check for NaN first, because Python's min and max keep or lose a NaN depending on its position.
     if any(math.isnan(number) for number in numbers):
         return math.nan
     if reduction is Reduction.MIN:

@@ -35,7 +35,7 @@ class MetricsFile:
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_APPEND: every write goes to the end, also after the file was cut.
+        # O_APPEND makes every write go to the end, even after the file was truncated.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._drop_partial_line()
 
@@ -58,7 +58,7 @@ class MetricsFile:
         try:
             write_all(self._descriptor, line)
         except OSError:
-            # Otherwise the next row would follow on the same line, and both be lost.
+            # Remove the partial row: the next one would continue its line, and both would be lost.
             os.ftruncate(self._descriptor, size_before)
             raise
 
@@ -78,7 +78,8 @@ class MetricsFile:
             for line in stream:
                 row = _parse(line)
                 if row is None or row["step"] > step:
-                    # Kept bytes before the first dropped row: all kept ones, where only the last rows go.
+                    # Remember the number of bytes before the first dropped row. If only the last rows are
+                    # dropped, these are all the kept bytes.
                     bytes_before_dropped = bytes_before_dropped if dropped else bytes_kept
                     dropped += 1
                 else:
@@ -110,7 +111,7 @@ class MetricsFile:
             there = os.stat(self.path)
         except FileNotFoundError:
             size = os.fstat(self._descriptor).st_size
-            # The open descriptor still reads a file that was removed.
+            # The open descriptor can still read a file that was removed.
             self._replace([os.pread(self._descriptor, size, 0)])
             logger.warning(
                 "%s was removed while the run goes on; it was written again, with all its rows", self.path
@@ -124,7 +125,7 @@ class MetricsFile:
             )
 
     def _open_again(self) -> None:
-        # Before the old one is closed, so that an error leaves a descriptor that can be used.
+        # Open the new descriptor before the old one is closed, so that an error leaves a usable one.
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         os.close(self._descriptor)
         self._descriptor = descriptor
@@ -145,7 +146,7 @@ class MetricsFile:
 
 def encoded(row: Mapping[str, Any]) -> bytes:
     """Encode a row as a line of the file."""
-    # allow_nan=False: Python would write NaN, which no other reader of JSON takes.
+    # Set allow_nan=False, because Python would write NaN, which other readers of JSON refuse.
     return (json.dumps(_finite(row), allow_nan=False) + "\n").encode()
 
 
@@ -197,7 +198,7 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         elif line.endswith(b"\n"):
             broken = number, line.rstrip()
         else:
-            return  # the end of the file when it was read, whatever a live run has written behind it since
+            return  # This is the end of the file as it was read; a live run may have written more rows since.
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Line styles of the curves of a panel where the colour tells the run.
+# Line styles that distinguish the curves of a panel in which the colour stands for the run.
 _LINES = ("-", ":", "-.")
 
 Runs = Mapping[str, Mapping[str, Series]]
 """All metrics of each run, by the run's label."""
-# Colours that follow the page, which may be light or dark.
+# Replace these colours by ones that follow the page's theme, light or dark.
 _OF_PAGE = {"#000000": "currentColor", GRID_COLOUR: "var(--line)"}
-# A point of a picture is a pixel on a phone of 390 pixels, which leaves a picture 320 of them; on larger
+# On a phone of 390 pixels, which leaves 320 for a picture, one point of the picture is one pixel. On larger
 # screens it is more.
 _WIDTH, _HEIGHT, _LINE = 320 / 72, 200 / 72, 15 / 72
 _STYLE: dict[str, Any] = {
@@ -63,7 +63,7 @@ _RUN_COLOURS = (
 )
 _IDLE = f"timing/{ENGINE_IDLE}_s"
 _RUN_LUMINANCES = (0.16, 0.27)
-# Of a line of text in a picture.
+# Maximum number of characters in a line of text of a picture.
 _MOST_CHARACTERS = 44
 
 
@@ -267,7 +267,7 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
                 handles = draw_panel(axes, panel, runs)
                 for number, step in enumerate(restarts):
                     line = axes.axvline(step, color="#888888", linewidth=1, linestyle=":", label="restart")
-                    # One entry of the legend for all of them.
+                    # Give all restarts one common entry in the legend.
                     handles += [line] if number == 0 else []
                 finish_axes(axes, panel.unit)
                 _set_legend(figure, handles, [str(handle.get_label()) for handle in handles])
@@ -323,12 +323,13 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:
     """Set the range and the number format of the vertical axis."""
     if panel.fraction and low >= 0 and high <= 1:
-        # A little more, so that lines along 0 and 1 have their whole width.
+        # Extend the range a little, so that lines along 0 and 1 are shown with their full width.
         axes.set_ylim(-0.03, 1.03)
     elif panel.from_zero and low >= 0:
         axes.set_ylim(0, high * 1.08 or 1.0)
     elif high - low <= 1e-6 * max(abs(high), abs(low), 1e-6):
-        # A constant: an axis over its last digit would show rounding as if it were a course.
+        # Widen the range of a constant: an axis that spans its last digit would show rounding as if it were a
+        # trend.
         margin = 0.05 * (abs(high) or 1.0)
         axes.set_ylim(low - margin, high + margin)
     if 0 < high < 1e-3 and low >= 0:
@@ -431,7 +432,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     }
     names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
     positions = range(len(runs))
-    # Means a step, so that runs of different lengths compare.
+    # Use means per step, so that runs of different lengths can be compared.
     counts = list[int]()
     for series in runs.values():
         counted = [STEP] if STEP in series else phase_names(series)
@@ -454,9 +455,9 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
         axes.annotate(
             f"{total:.3g} s", (total, position), xytext=(5, 0), textcoords="offset points", va="center"
         )
-    # Above the bars, as names of any length have room there.
+    # Write the names above the bars, where names of any length fit.
     for position, name in zip(positions, runs, strict=True):
-        # Out of the layout, because a long name would shrink the axes.
+        # Keep the names out of the layout, because a long one would shrink the axes.
         shown = name if len(name) <= _MOST_CHARACTERS else f"\u2026{name[1 - _MOST_CHARACTERS :]}"
         axes.annotate(shown, (0, position - 0.32), xytext=(1, 2), textcoords="offset points").set_in_layout(
             False
@@ -504,10 +505,10 @@ def _svg(figure: Figure, title: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    # Matplotlib's ids come from a random salt; from the title they are the same each time, and of one
-    # picture.
+    # Derive matplotlib's ids from the title: from its random salt they would differ each time, and from a
+    # fixed one they would be equal in two pictures.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        # No date and no version: the same curves give the same bytes.
+        # Write neither date nor version, so that the same curves give the same bytes.
         figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

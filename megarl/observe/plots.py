@@ -27,9 +27,9 @@ from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Names with a prefix, which `compare_runs` cuts off for the axis.
+# Use names with a prefix, which `compare_runs` removes for the axis.
 _REWARDS = tuple(name for name in REWARD_NAMES if "/" in name)
-# Title and panels of the pictures of a run.
+# Title and panels of each of a run's pictures.
 _PICTURES = {"reward.png": ("Reward", ("Reward",)), "loss.png": ("Loss", ("Loss", "Gradient norm"))}
 
 

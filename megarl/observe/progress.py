@@ -85,7 +85,7 @@ class ProgressConsole:
             return
         try:
             self._console.print(Text(text, style=style), soft_wrap=True)
-        # rich answers a closed pipe with SystemExit; nobody watching is no reason to stop
+        # rich responds to a closed pipe with SystemExit, but the run has to continue without an observer.
         except (OSError, SystemExit) as error:
             self._is_closed = True
             logger.warning("nothing more is shown, the console cannot be written: %s", error)
@@ -111,7 +111,7 @@ class ProgressConsole:
     def _live_line(self, phase: Phase) -> Iterator[None]:
         if self._live is None:
             columns = SpinnerColumn(), _PhaseText(), _PhaseBar(), _PhaseTime()
-            # Transient: what stays of a phase is the line that phase() writes in the end.
+            # Make the display transient: what remains of a phase is the line that phase() writes at its end.
             self._live = Progress(*columns, console=self._console, transient=True)
             self._live.start()
         live = self._live
@@ -119,10 +119,10 @@ class ProgressConsole:
         try:
             yield
         finally:
-            # the terminal may be gone
+            # Ignore errors, because the terminal may be gone.
             with contextlib.suppress(OSError):
                 live.remove_task(task)
-                # The outermost phase is the one that began the live display.
+                # The outermost phase started the live display, and therefore ends it.
                 if len(self._open) == 1:
                     self._live = None
                     live.stop()
@@ -138,12 +138,12 @@ class ProgressConsole:
             yield
         finally:
             ended.set()
-            # No line may come after the one that ends the phase.
+            # Wait for the thread, so that no line follows the one that ends the phase.
             teller.join()
 
     def _tell(self, phase: Phase, ended: threading.Event) -> None:
         while not ended.wait(self._every_s):
-            # the inner one of two speaks
+            # If phases are nested, only the innermost one reports.
             if self._open[-1:] == [phase]:
                 self.say(f"{phase.text()} ... {phase.time()}")
 

@@ -77,7 +77,7 @@ class SampleFiles:
                 has failed, for other slow work with the samples.
         """
         with self._changed:
-            # Rows that find no place are lost: a step never waits for a disk.
+            # Rows that find no room in the queue are lost, because a step must never wait for a disk.
             full = len(self._waiting) >= _MOST_WAITING
             if not full and not self._closed:
                 self._waiting.append((kind, step, rows, then))
@@ -87,7 +87,7 @@ class SampleFiles:
                 f"the disk, or who takes them besides, is slower than the steps: {_MOST_WAITING} of them wait"
             )
         elif self._thread is None:
-            # a daemon, so that a disk that does not answer cannot keep the process from ending
+            # Use a daemon thread, so that a disk that does not respond cannot keep the process from ending.
             self._thread = threading.Thread(target=self._write_all, name="samples", daemon=True)
             self._thread.start()
 
@@ -147,7 +147,8 @@ class SampleFiles:
                 kind, step, rows, then = self._waiting[0]
             try:
                 self._directory.mkdir(exist_ok=True)
-                # Durable: flush promises that samples are on the disk before the checkpoint of their step.
+                # Write durably, because flush promises that samples are on the disk before the checkpoint of
+                # their step.
                 with whole_file(self._directory / f"{kind}_step_{step}.jsonl", durable=True) as stream:
                     stream.writelines(map(_line, rows))
                 self._prune(kind)
@@ -158,7 +159,8 @@ class SampleFiles:
                     then(kind, step, rows)
             except Exception as error:
                 self._lose(f"what takes those of step {step} besides fails ({type(error).__name__}: {error})")
-            # removed only now: flush waits for what is being written too
+            # Remove the entry only after it is written, because flush also waits for rows that are being
+            # written.
             with self._changed:
                 self._waiting.popleft()
                 self._stalled = False
@@ -166,7 +168,8 @@ class SampleFiles:
 
     def _prune(self, kind: str) -> None:
         if self._most_files is not None:
-            # Not the first file, which shows how the run began. -0 would be the beginning: None is the end.
+            # Keep the first file, which shows how the run began. A slice up to -0 would be empty, whereas
+            # None means the end.
             for _, path in list_samples(self._directory, kind)[1 : -(self._most_files - 1) or None]:
                 path.unlink(missing_ok=True)
 
@@ -202,7 +205,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     damaged = 0
-    # by line feeds alone: texts may hold other characters that Python takes for an end of line
+    # Split at line feeds only, because texts may hold other characters that Python regards as line ends.
     for line in path.read_bytes().split(b"\n"):
         row = _parse(line) if line.strip() else None
         if row is not None:
@@ -228,7 +231,8 @@ def shorten(text: str, limit: int) -> str:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        # Python reads NaN and Infinity, which are no JSON; in a file that somebody edited they are unknown.
+        # Read NaN and Infinity as None: Python accepts them, but they are not JSON, and a user may have
+        # edited the file.
         row = json.loads(line, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None

@@ -73,7 +73,7 @@ def collect_log(rows: Iterable[Mapping[str, Any]]) -> Log:
             steps.append(step)
             values.append(number)
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
-    # Taken out one by one, so that the points of a long run are never held twice.
+    # Remove the points one by one, so that a long run's points are never in memory twice.
     series = {name: _series(*points.pop(name), same) for name in list(points)}
     return Log(series, not_finite, last_time)
 
@@ -91,7 +91,7 @@ def _series(
     steps: Sequence[int], values: Sequence[float], same: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Series:
     """Build a curve from points in file order. Metrics with equal steps share one tuple of steps."""
-    # A resumed run writes steps again; of these the dict keeps the later row.
+    # A resumed run may write a step again; the dict keeps the later row of it.
     if any(later <= earlier for earlier, later in pairwise(steps)):
         return _sorted_series(dict(zip(steps, values, strict=True)))
     kept = tuple(steps)
@@ -101,7 +101,7 @@ def _series(
 def smoothing_window(count: int) -> int:
     """Return the window, in points, of a running mean over ``count`` points: an odd number of about a tenth
     of them, 3 to 51, or 1 (no smoothing) below 10 points."""
-    # Odd, so that as many points lie on either side.
+    # Make the number odd, so that each side has equally many points.
     return 1 if count < 10 else min(max(count // 10 | 1, 3), 51)
 
 

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 _WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
 _OWN_NAMES = ("step", "time")
-# Parameters, and seconds for which the end of a run waits for a server that does not take its last rows.
+# Maximum number of parameters in a request, and of seconds for which the end of a run waits for a server that
+# does not accept the last rows.
 _MOST_PARAMS = 100
 _LAST_ROWS_S = 60.0
 
@@ -49,12 +50,12 @@ class TensorBoardSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Write every number of the row; texts are left out."""
         if self._writer is None:
-            # Made at the first row, when it is known which steps a resumed run repeats.
+            # Create the writer at the first row, when the steps that a resumed run repeats are known.
             self._writer = self._writer_class(**self._settings, purge_step=self._purge_step)
         for name, value in row.items():
             if name not in _OWN_NAMES and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, global_step=row["step"], walltime=row["time"])
-        # A killed run would lose the rows of the writer's buffer.
+        # Flush every row, because a killed run would lose those in the writer's buffer.
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
@@ -105,7 +106,7 @@ class WandbSink(_RunSink):
         """
         module = _import("wandb", "logger.wandb_enabled", "wandb")
         log_dir.mkdir(parents=True, exist_ok=True)
-        # allow: goes on with the run of that id where W&B knows one, and begins it elsewhere.
+        # "allow" continues the run with this id if W&B knows one, and creates it otherwise.
         identity = {"id": _remembered_id(log_dir / _WANDB_ID_FILE), "resume": "allow"}
         self._module = module
         self._run = module.init(
@@ -121,7 +122,7 @@ class WandbSink(_RunSink):
         rows = [_as_columns(sample) for sample in samples]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         data = [[row.get(name) for name in columns] for row in rows]
-        # a number that is infinite is a text
+        # Allow mixed types, because an infinite number is written as text.
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table}, commit=False)
 
@@ -188,7 +189,7 @@ class MlflowSink:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except Exception as error:
-            # This answer alone: a server that is down must not lead to a second run.
+            # Make a new run only for this reply: an unreachable server must not lead to a second run.
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
             logger.warning("MLflow has no run %s any more; a new one is made", run_id)
@@ -207,7 +208,7 @@ class MlflowSink:
         params = [
             self._entities.Param(key, str(value)) for key, value in flat(redacted(run_config), separator=".")
         ]
-        # MLflow refuses a batch of more parameters.
+        # Send the parameters in parts, because MLflow refuses more of them in one batch.
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
         return run_id
@@ -231,7 +232,8 @@ class TrackioSink(_RunSink):
         """
         module = _import("trackio", "logger.trackio_enabled", "trackio")
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Trackio resumes by name, and another run of the same name is not to be gone on with
+        # Add an id to the name: Trackio resumes by name, and must not continue another run with the same
+        # name.
         name = "-".join([*filter(None, [settings.get("name")]), _remembered_id(log_dir / _TRACKIO_ID_FILE)])
         self._run = module.init(
             **_without_nulls(settings) | {"name": name, "resume": "allow", "config": redacted(run_config)}
@@ -245,7 +247,7 @@ class _InOrder:
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._fault: Exception | None = None
-        # a daemon, so that a server that never answers does not keep the process
+        # Use a daemon thread, so that a server that never answers does not keep the process alive.
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
         self._thread.start()
 

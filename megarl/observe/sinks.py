@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_NAMES = ("step", "time")
 _MOST_BYTES = 64 << 20
-# Sinks by their section of ``logger``.
+# Classes of sinks by their section of ``logger``.
 _SERVICES: dict[str, type[WandbSink] | type[MlflowSink] | type[TrackioSink]] = {
     "wandb": WandbSink,
     "mlflow": MlflowSink,
@@ -66,7 +66,7 @@ class MetricsFileSink:
             OSError: the file cannot be opened.
         """
         self._file, self._most_bytes = MetricsFile(run_dir / FILE_NAME), most_bytes
-        # each with its step
+        # Each waiting row is stored with its step.
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._cut_after: int | None = None
         self._was_full = False
@@ -84,7 +84,7 @@ class MetricsFileSink:
         """Remove the rows of later steps, including queued ones. If this fails, it is done before the next
         row is written."""
         self._waiting = deque(each for each in self._waiting if each[0] <= step)
-        # what an earlier cut was to take away is still in the file
+        # Take the earlier step of the two: rows that a previous call could not remove are still in the file.
         self._cut_after = step if self._cut_after is None else min(self._cut_after, step)
         self._write_waiting()
 
@@ -116,7 +116,7 @@ class MetricsFileSink:
                 self._cut_after = None
             while self._waiting:
                 self._file.append_line(self._waiting[0][1])
-                # Only now that it is written: after an error the row is still the first.
+                # Remove the row only after it is written, so that it stays the first one after an error.
                 self._waiting.popleft()
         except OSError as error:
             self._was_full = True
@@ -168,7 +168,7 @@ class MetricSinks:
                     self._unusable.add(name)
                     logger.warning("metric %s is not logged: %s", name, error)
         for sink in self._sinks:
-            # a copy, which a sink may change
+            # Pass a copy, because a sink may change it.
             self._guard(sink, "write", dict(row))
 
     def log_samples(self, kind: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +205,7 @@ class MetricSinks:
     def _guard(self, sink: Sink, method: str, *arguments: Any) -> None:
         try:
             getattr(sink, method)(*arguments)
-        # a user's code may fail in any way, and end itself
+        # Catch SystemExit too, because a user's code may fail in any way and even exit.
         except (Exception, SystemExit) as error:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
@@ -252,7 +252,7 @@ def open_sinks(
         try:
             sinks.append(build())
         except ConfigError:
-            # Those that are open already would stay so: nobody has them yet.
+            # Close the sinks that are already open, because no caller holds them yet.
             MetricSinks(sinks).close()
             raise
         except (Exception, SystemExit) as error:
@@ -279,7 +279,7 @@ def _scalar(value: Any) -> int | float | bool | str | None:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        # numpy's float64 is a float of Python; this makes a plain one of it.
+        # Convert, because numpy's float64 is a subclass of Python's float.
         return float(value)
     item = getattr(value, "item", None)
     if item is None:

@@ -99,13 +99,13 @@ def format_seconds(seconds: float) -> str:
     """Format a duration compactly: ``0.42s``, ``4.2s``, ``42s``, ``3m07s``, ``42m``, ``2h05m``, ``3d04h``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
-    # The bound of what is rounded to 9.9: from there on there is no decimal.
+    # From 9.95 on a number would round to 10.0, so that it is written without a decimal.
     if seconds < 9.95:
         return f"{seconds:.2f}s" if seconds < 0.995 else f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    # From 59.5 minutes on it would be rounded to 60m.
+    # From 59.5 minutes on it would be rounded to 60m, so that hours are used.
     if whole < 3570:
         return f"{whole // 60}m{whole % 60:02d}s" if whole < 600 else f"{round(whole / 60)}m"
     minutes = round(whole / 60)
@@ -145,7 +145,7 @@ def step_fields(
         optional.append(("throughput", f"{_thousands(throughput):>4} tok/s"))
     step_seconds = first_number(metrics, (_TIMING_PREFIX + STEP_SECONDS, STEP_SECONDS))
     if step_seconds is not None:
-        # In front, because it is the last of these to give way.
+        # Put it first, because it is the last of these fields to be left out.
         optional.insert(0, ("time", f"{format_seconds(step_seconds):>5}"))
     if eta_s is not None:
         optional.append(("eta", f"ETA {format_seconds(eta_s)}"))
@@ -218,7 +218,7 @@ def _thousands(count: float) -> str:
     """Format a count compactly: ``231``, ``2.3k``, ``23k``, ``2.3M``."""
     if not math.isfinite(count):
         return str(count)
-    # From 999.5 on it would be rounded to 1000: the next unit takes over.
+    # From 999.5 on a number would round to 1000, so that the next unit is used.
     for limit, divisor, unit in ((999.5, 1.0, ""), (999.5e3, 1e3, "k"), (math.inf, 1e6, "M")):
         if count < limit:
             scaled = count / divisor

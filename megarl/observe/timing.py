@@ -112,7 +112,7 @@ class PhaseTimer:
         """Add the phases and sequences of another timer, and reset that timer. Also add ``seconds``, the
         durations by phase of concurrent work."""
         collected = other.collect()
-        # The step of the other timer is no phase of this one.
+        # The other timer's step is not a phase of this one.
         del collected[STEP_SECONDS]
         for name, value in {
             **{name.removesuffix("_s"): value for name, value in collected.items()},
@@ -123,7 +123,8 @@ class PhaseTimer:
 
     def count(self, other: PhaseTimer) -> None:
         """Add only the sequences of another timer."""
-        # phases that run at the same time do not add up to the step's seconds
+        # Leave out the durations: those of phases that run at the same time do not add up to the step's
+        # seconds.
         for phase, sequences in other.take_sequences().items():
             self._sequences.setdefault(phase, []).extend(sequences)
 
@@ -143,7 +144,7 @@ class PhaseTimer:
         now = self._clock()
         for path, start in self._open:
             self._add(path, now - start)
-        # An open phase goes on in the next step, from now.
+        # An open phase continues in the next step, from now on.
         self._open = [(path, now) for path, _ in self._open]
         collected = {f"{path}_s": seconds for path, seconds in self._seconds.items()}
         collected[STEP_SECONDS] = now - self._step_start

@@ -1,2 +1,2 @@
-"""The quickstart's own task: arithmetic problems, a small tokenizer, a tiny Qwen2 and a check by plain
+"""The quickstart's task: arithmetic problems, a small tokenizer, a tiny Qwen2 and a check by plain
 transformers."""

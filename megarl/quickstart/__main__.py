@@ -1,12 +1,12 @@
-"""The quickstart: a language model learns by reinforcement on real Megatron-Core, on a machine without a GPU.
+"""Train a tiny language model by reinforcement learning on real Megatron-Core, without a GPU.
 
 ``--task calculator`` teaches a model to call a tool. ``--backend dtensor`` and ``--backend fsdp1`` run the
-same job on the torch backends; ``--generation vllm`` and ``--generation vllm-apart`` let vLLM answer, on the
-policy's places or on one of its own. ``--adapter lora`` reinforces low-rank adapters instead of all weights.
-``--family qwen3_5`` takes a hybrid of a gated delta net and attention.
+same job on the torch backends. ``--generation vllm`` and ``--generation vllm-apart`` let vLLM generate, on
+the policy's devices or on its own. ``--adapter lora`` trains low-rank adapters instead of all weights.
+``--family qwen3_5`` uses a hybrid of a gated delta net and attention.
 
-Makes problems and a tiny model, runs the two configurations under ``configs/quickstart`` as ``megarl train``
-would, draws the reward curve, and lets plain transformers check the exported model.
+The quickstart creates problems and a tiny model, runs the two configurations under ``configs/quickstart`` as
+``megarl train`` would, plots the reward curve, and lets plain transformers evaluate the exported model.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ GENERATION: dict[str, list[str]] = {
 }
 ADAPTERS: dict[str, list[str]] = {"none": [], "lora": ["lora.yaml"]}
 FAMILIES = ("qwen2", "qwen3", "qwen3_5")
-"""Of the tiny model: keys of ``megarl.quickstart.material.FAMILIES``."""
+"""Families of the tiny model: keys of ``megarl.quickstart.material.FAMILIES``."""
 TASKS = {"arithmetic": "", "calculator": "calculator-"}
-"""What is learned, and what the names of its two recipes begin with."""
+"""Tasks, each with the prefix of its two recipes' names."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE, GUESS_SHARE = 0.6, 0.7
 # One for every seed of a run, so that all are measured by the same problems.
@@ -60,9 +60,10 @@ class Summary:
     """Results of one quickstart run. Accuracies are greedy, over the same 256 validation problems.
 
     Attributes:
-        accuracy_transformers: of the exported model by plain transformers.
-        tool_calls: a conversation, of the exported model; None of a task without tools.
-        accuracy_without_tool: of the model before GRPO, where no tool is offered; None likewise.
+        accuracy_transformers: accuracy of the exported model by plain transformers.
+        tool_calls: calls per conversation of the exported model; None for a task without tools.
+        accuracy_without_tool: accuracy of the model before GRPO if no tool is offered; None for a task
+            without tools.
     """
 
     seed: int
@@ -77,8 +78,8 @@ class Summary:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the quickstart for each seed; the exit code is 0 when every run was checked and agrees with plain
-    transformers."""
+    """Run the quickstart for each seed. Return 0 if all runs finished, otherwise the exit code of the
+    error."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)"
@@ -139,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused_with_gated_delta_nets(chosen: argparse.Namespace) -> str | None:
-    """Return the flag that a rule of the configuration refuses, which for the second part would be found only
-    after the first."""
+    """Return the flag that a rule of the configuration refuses, or None. Otherwise the second part would find
+    it only after the first."""
     if chosen.backend != "megatron":
         return f"--backend {chosen.backend}"
     if chosen.adapter != "none":
@@ -149,7 +150,7 @@ def _refused_with_gated_delta_nets(chosen: argparse.Namespace) -> str | None:
 
 
 def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    """Run every seed on one Ray, which both parts of each share; the exit code."""
+    """Run every seed on one Ray cluster, which both parts of each seed share, and return the exit code."""
     from megarl.run.start import start_ray
 
     try:
@@ -171,7 +172,8 @@ def _run_all(chosen: argparse.Namespace, console: Console, stack: ExitStack) -> 
 
 
 def _directory(chosen: argparse.Namespace, seed: int) -> Path:
-    """Return where this run goes: an unfinished one is continued, a finished one is left alone."""
+    """Return the directory of this run: that of an unfinished run, which is continued, or else a new one.
+    Finished runs are left alone."""
     generation = (
         chosen.generation.replace("apart", "asynchronous") if chosen.asynchronous else chosen.generation
     )
@@ -190,7 +192,7 @@ def _directory(chosen: argparse.Namespace, seed: int) -> Path:
 @dataclass(frozen=True, slots=True)
 class _Changes:
     """Differences of a run from the two recipes: names of ``TASKS``, ``FAMILIES``, ``BACKENDS``,
-    ``GENERATION`` and ``ADAPTERS``, whether answers are sampled beside training, and overrides of each
+    ``GENERATION`` and ``ADAPTERS``, whether responses are sampled during training, and overrides of each
     part."""
 
     task: str
@@ -214,7 +216,8 @@ def _changes(chosen: argparse.Namespace) -> _Changes:
 
 
 def run_once(seed: int, directory: Path, changes: _Changes, console: Console) -> Summary:
-    """Problems and model, SFT, GRPO, plot, check; everything is in ``directory``."""
+    """Create problems and model, run SFT and GRPO, plot, check the export, and return the summary; all files
+    are in ``directory``."""
     from transformers.utils import logging as hugging_face_logging
 
     from megarl.observe.plots import plot_run
@@ -278,7 +281,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
 
 
 def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
-    """Write the files of single-digit problems, and a model."""
+    """Write the files of arithmetic problems, and a model."""
     from megarl.quickstart.material import make_model, write_pairs, write_problems
 
     make_model(model, seed, family)
@@ -291,7 +294,7 @@ def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
 
 
 def _make_calculator(data: Path, model: Path, seed: int, family: str) -> None:
-    """Write the files of products, and a model whose template has calls."""
+    """Write the files of products, and a model whose chat template has tool calls."""
     from megarl.quickstart.calculator import make_calculator_model, write_conversations, write_products
 
     make_calculator_model(model, seed, family)
@@ -301,8 +304,8 @@ def _make_calculator(data: Path, model: Path, seed: int, family: str) -> None:
 
 
 def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[str, float]:
-    """Score the exported model, and the one before GRPO, by plain transformers; returns fields of
-    ``Summary``."""
+    """Evaluate the exported model and, for the calculator, the model before GRPO, by plain transformers.
+    Return fields of ``Summary``."""
     from megarl.quickstart.material import evaluate_checkpoint
 
     if task == "arithmetic":
@@ -316,7 +319,7 @@ def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[st
 
 
 def _train(config: Mapping[str, Any]) -> None:
-    """Run one part; the next one needs what it leaves, so that a part that was stopped ends the whole."""
+    """Run one part. Exit if it was stopped, because the next part needs its results."""
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.run import run
 
@@ -327,13 +330,13 @@ def _train(config: Mapping[str, Any]) -> None:
 
 
 def _export(run_dir: Path) -> Path:
-    """Return the Hugging Face model that a run left."""
+    """Return the newest Hugging Face model that a run exported."""
     # By number: as text, step_60 would come behind step_100.
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _validation_accuracies(metrics: Path) -> list[float]:
-    """Validation accuracies of a run, in order of steps."""
+    """Return the validation accuracies of a run, in order of steps."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [row["validation/accuracy"] for row in rows if row.get("validation/accuracy") is not None]
 
@@ -342,9 +345,9 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
     """Print a table of the runs.
 
     Args:
-        summaries: a line each.
-        console: that prints.
-        shaped: the reward was not that of the quickstart, by which plain transformers count.
+        summaries: one row each.
+        console: console that prints.
+        shaped: whether the reward was not that of the quickstart, which plain transformers measure.
     """
     caption = "plain transformers: the share of exact matches, whatever env.reward says" if shaped else None
     table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)

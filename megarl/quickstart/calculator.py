@@ -1,8 +1,8 @@
-"""Material of the quickstart's task with a tool: products that a tiny model cannot work out, and a calculator
-that can.
+"""Material of the quickstart's task with a tool: products that are too hard for a tiny model, and a
+calculator that computes them.
 
-The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. Imitation
-learns how to call it, and a verifiable reward that calling pays.
+The pupil of the demonstrations guesses in most problems, and calls the calculator in the others. From
+imitation a model learns how to call it; from a verifiable reward it learns that calling pays off.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TEMPLATE = """\
 {%- endfor -%}{{ eos_token }}
 {%- else %}{{ message.content }}{% endif -%}
 {%- endfor -%}"""
-"""The form of conversations: calls are Hermes's."""
+"""Chat template of the conversations, with tool calls in the format of Hermes."""
 
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
@@ -58,7 +58,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
 
 
 def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
-    """Prompt, expression, answer, and what a pupil without a calculator guesses."""
+    """Yield prompt, expression, answer, and the guess of a pupil without a calculator."""
     # A text as the seed: another kind of random number of the same seed is another sequence.
     draw = random.Random(f"products {seed}")
     while True:
@@ -85,14 +85,14 @@ def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
 
 
 def write_products(path: Path, count: int, seed: int, split: Split = "train") -> None:
-    """Write problems and their answers, ``{"prompt", "answer"}`` a line."""
+    """Write problems and their answers, one ``{"prompt", "answer"}`` per line."""
     problems = itertools.islice(_problems(seed, split), count)
     write_lines(path, ({"prompt": prompt, "answer": answer} for prompt, _, answer, _ in problems))
 
 
 def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
-    """Write conversations of a pupil who guesses in a share of the problems, ``{"messages", "tools"}`` a
-    line."""
+    """Write conversations of a pupil who guesses in a share of the problems, one ``{"messages", "tools"}``
+    per line."""
     # Two generators, so that the problems do not depend on the share.
     problems, guesses = _problems(seed, "train"), random.Random(f"guesses {seed}")
     write_lines(path, (_conversation(*next(problems), guesses.random() < guess_share) for _ in range(count)))
@@ -117,7 +117,7 @@ def _conversation(prompt: str, expression: str, answer: str, guess: str, guesses
 
 
 def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> None:
-    """Save a model with weights drawn from ``seed``, and its tokenizer, which has ``TEMPLATE``."""
+    """Save a model with weights sampled from ``seed``, and its tokenizer, which has ``TEMPLATE``."""
     save_new_model(out_dir, seed, _tokenizer(), family)
 
 
@@ -138,13 +138,13 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def evaluate_conversations(
     model_dir: Path, problems_path: Path, *, with_tool: bool = True
 ) -> tuple[float, float]:
-    """Accuracy and calls a problem by plain transformers, in greedy conversations of two turns: an
-    independent check.
+    """Return accuracy and calls per problem by plain transformers, in greedy conversations of two turns, as
+    an independent check.
 
     Args:
         model_dir: Hugging Face model.
-        problems_path: as ``write_products`` writes them.
-        with_tool: the calculator is offered and answers; otherwise the first response counts.
+        problems_path: file that ``write_products`` wrote.
+        with_tool: offer the calculator and let it reply; otherwise the first response counts.
     """
     # Padded on the left, so that all responses begin in one column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)

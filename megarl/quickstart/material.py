@@ -2,13 +2,13 @@
 its accuracy.
 
 Every problem is about single digits or short numbers, in short English, and has an answer of one or two
-digits, so that a model of a hundred thousand weights can learn the task within minutes on a CPU, and exact
-match is a fair reward. They are written as JSONL records of a prompt and its answer. The tokenizer has
+digits. So a model of a hundred thousand weights can learn the task within minutes on a CPU, and exact match
+is a fair reward. Problems are written as JSONL records of a prompt and its answer. The tokenizer has
 byte-level pieces over the words of the problems.
 
-Files for supervised training may come from a careless pupil, who in a given share of the problems copies a
-number out of the question instead of working out the answer. Imitation then stops at the pupil's level, and a
-verifiable reward has something left to improve.
+Files for supervised training may contain mistakes of a careless pupil, who in a given share of the problems
+copies a number from the question instead of computing the answer. Imitation then stops at the pupil's level,
+and a verifiable reward has something left to improve.
 
 Accuracy is that of a saved model by plain transformers, an independent check of what training exported:
 ``python -m megarl.quickstart.material MODEL_DIR PROBLEMS_JSONL`` prints it.
@@ -50,8 +50,7 @@ _VALIDATION_SHARE = 5  # one prompt in this many belongs to validation
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. ``prompt`` ends right where the answer starts; ``answer`` is a whole number of one or two
-    digits."""
+    """One problem. ``prompt`` ends where the answer begins; ``answer`` is an integer of one or two digits."""
 
     prompt: str
     answer: str
@@ -59,8 +58,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Exercise:
-    """A problem with both its true answer and the number that a careless pupil copies instead (by chance they
-    may be equal)."""
+    """A problem with its true answer and the number that a careless pupil copies instead (by chance they may
+    be equal)."""
 
     prompt: str
     answer: str
@@ -147,8 +146,8 @@ _KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split that owns ``prompt``. It depends on the text alone: files made with different seeds
-    share no prompt across splits."""
+    """Return the split that contains ``prompt``. It depends on the text alone, so files created with
+    different seeds share no prompt across splits."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") % _VALIDATION_SHARE == 0 else "train"
 
@@ -156,18 +155,17 @@ def split_of(prompt: str) -> Split:
 def generate_problems(
     count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
 ) -> list[Problem]:
-    """``count`` problems of one split, every kind equally likely; the same ones for the same arguments. A
-    prompt may come up twice.
+    """Return ``count`` problems of one split, all kinds equally likely. The same arguments give the same
+    problems, and a prompt may occur twice.
 
     Args:
         count: number of problems, at least one.
-        seed: seed of the draw. The prompts do not depend on ``mistake_share``.
-        split: the split the prompts are taken from.
-        mistake_share: probability, per problem, that the answer is the careless pupil's instead of the true
-            one.
+        seed: seed of the random problems. The prompts do not depend on ``mistake_share``.
+        split: split that the prompts belong to.
+        mistake_share: probability, per problem, that the careless pupil's answer replaces the true one.
 
     Raises:
-        DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is no probability.
+        DataError: ``count`` is not positive, ``split`` is unknown, or ``mistake_share`` is not a probability.
     """
     if not 0.0 <= mistake_share <= 1.0:
         raise DataError(
@@ -183,7 +181,8 @@ def generate_problems(
 
 
 def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = False) -> Iterator[_Exercise]:
-    """That many exercises of a split; if asked for, those alone whose answer and mistake differ."""
+    """Yield ``count`` exercises of a split; with ``only_with_mistake``, only those whose answer and mistake
+    differ."""
     if count < 1:
         raise DataError(f"count = {count!r}: at least one problem must be asked for. Fix: count >= 1")
     if split not in get_args(Split):
@@ -203,8 +202,8 @@ def _exercises(count: int, seed: int, split: str, only_with_mistake: bool = Fals
 def write_problems(
     path: str | Path, count: int, seed: int, split: Split = "train", mistake_share: float = 0.0
 ) -> Path:
-    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` a
-    line; missing folders are made.
+    """Write ``generate_problems(...)`` to ``path``, one JSON object ``{"prompt": str, "answer": str}`` per
+    line; missing folders are created.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -214,8 +213,8 @@ def write_problems(
 
 def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train") -> Path:
     """Write pairs of answers to ``path``, one JSON object ``{"prompt": str, "chosen": str, "rejected": str}``
-    a line: the true answer and the careless pupil's, of problems where they differ. They are those problems
-    of ``generate_problems`` with the same arguments.
+    per line. The chosen answer is the true one, the rejected answer is the careless pupil's. Problems are
+    those of ``generate_problems`` with the same seed and split, without those where both answers are equal.
 
     Raises:
         DataError: see ``generate_problems``.
@@ -227,7 +226,7 @@ def write_pairs(path: str | Path, count: int, seed: int, split: Split = "train")
 
 
 def write_lines(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Write one JSON object a line; missing folders are made."""
+    """Write one JSON object per line; missing folders are created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -256,7 +255,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     """Return the problems of a JSONL file, in file order; blank lines are skipped.
 
     Raises:
-        DataError: the file is missing or holds no record, or a line is broken (its number is named).
+        DataError: the file is missing or has no record, or a line is invalid (its number is named).
     """
     source = Path(path)
     if not source.is_file():
@@ -296,7 +295,7 @@ def greedy_answers(
     max_new_tokens: int,
 ) -> Iterator[str]:
     """Yield the decoded greedy continuation of each prompt, in order, without special tokens and surrounding
-    blanks.
+    whitespace.
 
     Prompts are padded on the left, so ``tokenizer.padding_side`` must be ``"left"``.
     """
@@ -319,11 +318,11 @@ def greedy_answers(
 def evaluate_checkpoint(
     model_dir: str | Path, problems_path: str | Path, batch_size: int = 64, max_new_tokens: int = 4
 ) -> float:
-    """Return the share, between 0 and 1, of the file's problems that the checkpoint answers exactly (up to
-    surrounding blanks).
+    """Return the share, between 0 and 1, of the file's problems that the checkpoint answers exactly (ignoring
+    surrounding whitespace).
 
     Raises:
-        ModelError: ``model_dir`` holds no model.
+        ModelError: ``model_dir`` does not contain a model.
         DataError: the problems cannot be read, or ``batch_size`` or ``max_new_tokens`` is not positive.
     """
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
@@ -340,8 +339,7 @@ def evaluate_checkpoint(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit code (0, or the error's own code with the reason on standard
-    error)."""
+    """Run the command line. Return 0, or an error's exit code after printing the reason to standard error."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.quickstart.material", description="Exact-match accuracy of a checkpoint."
     )
@@ -376,8 +374,8 @@ _SAMPLE_SEED = 1
 def _qwen2(
     vocabulary: dict[str, int] | None = None, merges: list[tuple[str, str]] | None = None
 ) -> Qwen2Tokenizer:
-    """Transformers loads a Qwen2 folder's tokenizer with this class whatever class saved it, and it would add
-    its own unknown token."""
+    """Return a tokenizer of the class that transformers loads from a Qwen2 folder, whatever class saved it.
+    Its unknown token is set, because the class would otherwise add one."""
     return Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -392,9 +390,9 @@ def _qwen2(
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, always the same one.
 
-    The words of the problems are single tokens, every decimal digit is a token of its own, and other text
-    falls back to bytes, so that decoding an encoded text (in Unicode's NFC form) gives that text back. No
-    token is added to an encoded text; it pads on the right.
+    The words of the problems are single tokens, every decimal digit is a token, and other text falls back to
+    bytes, so decoding an encoded text (in Unicode's NFC form) gives the same text. No token is added to an
+    encoded text; padding is on the right.
     """
     return new_tokenizer(
         [problem.prompt + problem.answer for problem in generate_problems(_SAMPLE_COUNT, _SAMPLE_SEED)]
@@ -405,8 +403,8 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
     """Return a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` tokens, trained on texts.
 
     Args:
-        texts: whose words become tokens.
-        marks: texts that are a token each, in addition; no special ones, so that decoding shows them.
+        texts: texts whose words become tokens.
+        marks: additional texts that are one token each. They are not special tokens, so decoding shows them.
     """
     # Its parts before the model are those with which transformers will read the saved files.
     backend = _qwen2().backend_tokenizer
@@ -442,18 +440,19 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_5": ("qwen3_5_text", {"head_dim": 32, **_HYBRID}),
 }
-"""``model_type`` of the tiny model of each family, and what its config has of its own: of Qwen3.5 a gated
-delta net before a layer of attention."""
+"""``model_type`` of each family's tiny model, and the specific part of its config. For Qwen3.5 this is a
+gated delta net followed by an attention layer."""
 
 
 def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: str = "qwen2") -> Any:
-    """About 150,000 weights; heads, key-value heads and widths divide by two for tensor parallelism.
+    """Return the config of a model with about 150,000 weights; heads, key-value heads and widths are
+    divisible by two for tensor parallelism.
 
-    The heads are 32 wide because vLLM's attention on a CPU has no kernel for less.
+    The heads are 32 wide because vLLM's attention on a CPU has no kernel for smaller ones.
 
     Args:
         vocab_size: rows of embedding and output layer.
-        pad_token_id, eos_token_id: of the tokenizer.
+        pad_token_id, eos_token_id: ids of the tokenizer.
         family: one of ``FAMILIES``.
     """
     model_type, own = FAMILIES[family]
@@ -478,17 +477,17 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: s
 
 
 def make_model(out_dir: str | Path, seed: int, family: str = "qwen2") -> Path:
-    """Save a model with weights drawn from ``seed`` and its tokenizer to ``out_dir``, as float32 safetensors;
-    folders are made.
+    """Save a model with weights sampled from ``seed`` and its tokenizer to ``out_dir``, as float32
+    safetensors; missing folders are created.
 
-    The caller's random state is left as it was.
+    The caller's random state does not change.
     """
     tokenizer = make_tokenizer()
     return save_new_model(out_dir, seed, tokenizer, family)
 
 
 def save_new_model(out_dir: str | Path, seed: int, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
-    """Save a model of ``family`` that has the tokens of ``tokenizer``, as ``make_model`` does."""
+    """Save a model of ``family`` with the vocabulary of ``tokenizer``, as ``make_model`` does."""
     config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, family)
     # devices=[]: by default fork_rng keeps the state of every GPU, and starts CUDA for that.
     with torch.random.fork_rng(devices=[]):

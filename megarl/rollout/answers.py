@@ -14,7 +14,7 @@ _MARKED_NUMBER = re.compile(rf"####[ \t]*\**({_NUMBER})(\S*)")
 _GOES_ON = re.compile(r"[.,]?[0-9]|[/^:]|[-*][0-9]")
 _ANY_NUMBER = re.compile(rf"(?<![0-9.]){_NUMBER}")
 _GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s+)?"
-# units may stand between the number and its alternative
+# Units may stand between the number and its alternative.
 _ALTERNATIVE = re.compile(
     rf"[*)}}]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*[(,;]*[ \t]*"
     r"(?:(?:or|and|to|versus|vs\.?)[ "
@@ -23,7 +23,7 @@ _ALTERNATIVE = re.compile(
 _OR_BEFORE = re.compile(rf"[0-9][*)}}$]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*,?[ \t]+or[ \t]+{_GUESS}[*($]*\Z")
 
 _WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*"
-# A and I are words too
+# Restrict what may follow A and I, because both are also English words.
 _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
 _CHOICE = re.compile(
     rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option"
@@ -50,7 +50,7 @@ _NAMES_SEVERAL = re.compile(
     r"|\$\s*(?:and\b|[,;/&]|\\text\s*\{\s*and\s*\}|\\(?:lor|quad)\b|\s)+\s*(?:[a-z]\s*=\s*)?\$"
 )
 _NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
-# The original's list with its slips (childrentickets): a corrected list would be another rule.
+# Keep the original's list with its errors (childrentickets): a corrected list would be a different rule.
 _UNITS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents "
     "degrees cm gm pounds meters meals "
@@ -94,7 +94,7 @@ def gsm8k_answer(response: str, method: str = "strict") -> str | None:
     found = _last_number(response, method)
     if found is None:
         return None
-    # ``or``: minus zero is falsy, and is written as zero.
+    # Use `or` because Decimal("-0") is falsy, so that minus zero is written as zero.
     text = f"{found or Decimal(0):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -102,7 +102,7 @@ def gsm8k_answer(response: str, method: str = "strict") -> str | None:
 def _last_number(response: str, method: str) -> Decimal | None:
     if method == "flexible":
         found = list(_ANY_NUMBER.finditer(response))
-        # of 71 or 72 neither is the answer
+        # In "71 or 72", neither number is the answer.
         return (
             _number(found[-1][0]) if found and not _OR_BEFORE.search(response, 0, found[-1].start()) else None
         )
@@ -163,7 +163,7 @@ def chosen_letter(response: str) -> str | None:
     chosen, hedged = None, -1
     for choice in _CHOICE.finditer(response):
         second = _SECOND_LETTER.match(response, choice.end(1))
-        # the letter that an earlier choice names as its alternative is none either
+        # The letter that an earlier choice names as its alternative is not a choice either.
         chosen = None if second is not None or choice.start(1) == hedged else choice[1]
         if second is not None:
             hedged = max(second.start(group) for group in range(1, len(second.groups()) + 1))
@@ -218,7 +218,7 @@ def simplified(text: str) -> str:
     names_several = _NAMES_SEVERAL.search(text) is not None
     if not names_several:
         text = text.split("=")[-1]
-    # In the original's order: what one replacement leaves, a later one looks for.
+    # Keep the original's order: a later replacement matches what an earlier one leaves.
     for before, after in (
         *_ARTICLES_AND_SPACES,
         *_NAMES_OF_TEXT,
@@ -229,7 +229,7 @@ def simplified(text: str) -> str:
         text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
     for wrapping in _UNWRAPPED:
         text = wrapping.sub(r"\1", text)
-    # \frac12 and \sqrt2 are written with braces
+    # Write \frac12 and \sqrt2 with braces.
     text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
     text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
     digits = text.replace(",", "")

@@ -233,7 +233,8 @@ class Collector:
         )
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
-        # Before the columns below, which count a response's segments together.
+        # Take the earlier segments before the columns below are added: those count all segments of a response
+        # together.
         earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
@@ -241,7 +242,7 @@ class Collector:
                 weight_version if episode.version is None else episode.version for episode in episodes
             ]
             samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
-        # By a product: batch_of has masked rows without a response already.
+        # Multiply instead of assigning, because batch_of has already masked the rows without a response.
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
         if self.scorer is not None:
             logprobs = self.scorer.take(samples["input_ids"].shape[1])
@@ -282,7 +283,7 @@ class Collector:
 
 def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
     longest = [policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")]
-    # The engine's own bound may be the smaller one; beyond it vLLM refuses the request.
+    # Include the engine's own bound, which may be smaller: vLLM refuses a request that exceeds it.
     length = min(each for each in longest if each is not None)
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
@@ -323,13 +324,13 @@ class _Engines:
                 self.collector.policy.prepare_for_generation()
         else:
             with timer.phase("refit"):
-                # In a phase of its own, so that metrics tell a slow refit from slow generation.
+                # Give the refit its own phase, so that metrics distinguish a slow refit from slow generation.
                 engine.bring_up_to_date()
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
         one_turn = self.collector.limits.turns == 1
-        # conversations of one turn wait for the environment together, but for rewards and log-probabilities
-        # that begin with what is complete
+        # Conversations of one turn wait for the environment together. Only rewards and log-probabilities that
+        # are computed ahead begin with the complete ones.
         gathers = (
             one_turn
             and getattr(generation, "takes_requests", False)
@@ -356,7 +357,8 @@ class _Engines:
         if self.collector.engine is None or self.collector.shared is not None:
             raise error
         if self.collector.scorer is not None:
-            # new engines get weights of the policy, which may be at work
+            # Wait for the scorer, because new engines receive the policy's weights and the policy may still
+            # be computing for it.
             self.collector.scorer.wait()
         with self.collector.timer.phase("engine_restart"):
             self.collector.engine.replace_lost_engines(error)
@@ -429,7 +431,7 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
             found["accuracy"] = said.accuracies[row]
         for name, value in found.items():
             if name not in columns:
-                # where some environments say how right a response is, the reward says it for the others
+                # If only some environments report an accuracy, use the reward as the accuracy of the others.
                 columns[name] = (
                     [sum(each.rewards) for each in episodes]
                     if name == "accuracy"

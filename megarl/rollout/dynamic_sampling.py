@@ -119,7 +119,7 @@ class DynamicSampling:
         Raises:
             RewardError: the step is not full after ``most_batches``.
         """
-        # Kept to go back to: more prompts may be taken than are trained on.
+        # Store the sampler's state, because more prompts may be taken than are trained on.
         begin, ordinal = sampler.state(), sampler.taken
         found: list[Signal] = []
         batches: list[Rollouts] = []
@@ -132,10 +132,12 @@ class DynamicSampling:
             kept = [place for place, signal in enumerate(found) if signal is Signal.SOME][: self.prompts]
         used = kept[-1] + 1
         if used < len(found):
-            # To the beginning and forward by what was used: a sampler has no way to give some prompts back.
+            # Reset the sampler and advance it by the number of used prompts, because it cannot take single
+            # prompts back.
             sampler.load_state(begin)
             sampler.take(used)
-        # Of dropped groups only numbers are kept; their tokens and texts would be most of the memory.
+        # Keep only the numbers of dropped groups, because their tokens and texts would take most of the
+        # memory.
         judged = joined(
             batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True
         ).samples
@@ -197,7 +199,7 @@ def joined(
     parts: list[BatchedDataDict[Any]] = []
     records: list[Example] = []
     of_segments: list[BatchedDataDict[Any]] = []
-    # Of all batches, because the environment may leave a column out where it has nothing to say.
+    # Look at all batches for columns, because an environment may omit a column that it has no values for.
     columns = _column_types(batches, only_numbers)
     for rollouts in batches:
         count = len(rollouts.records)
@@ -234,7 +236,7 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
     """Return an example of each column that any batch has, by name."""
-    # Reversed, so that the type of a column is that of the first batch that has it.
+    # Iterate in reverse, so that a column has the type of the first batch that holds it.
     columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
     return {
         name: values
@@ -252,7 +254,7 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
     if name == "opening":
         return torch.zeros_like(samples["input_lengths"])
     if name == TOKEN_VERSIONS:
-        # a batch that waited in a checkpoint from before there was one
+        # The batch comes from a checkpoint that was written before this column existed.
         return samples["weight_version"].unsqueeze(1) * (samples["token_mask"] != 0)
     assert name == "accuracy" or name.startswith(PART), f"a batch of samples lacks {name}"
     return (

@@ -45,7 +45,8 @@ CUT = frozenset({StopReason.LENGTH, StopReason.TOKENS})
 """Reasons that count as truncation."""
 
 
-# Not frozen, as one of each is made a turn: a frozen dataclass takes four times as long to make.
+# This is not frozen, because an instance is made at every turn and a frozen dataclass takes four times as
+# long to make.
 @dataclass(slots=True)
 class Turn:
     """The latest turn of a batch of B conversations.
@@ -141,7 +142,7 @@ def number_of(value: Any) -> float | None:
     if type(value) is float:
         return value
     try:
-        # an array or a tensor of one element
+        # The value may be an array or a tensor of one element.
         plain = value.item() if hasattr(value, "item") else value
         return float(plain) if isinstance(plain, Real | Decimal) else None
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# How long the final answer of one response may be looked for.
+# Maximum time to search one response for its final answer.
 _ANSWER_SECONDS = 5.0
 
 
@@ -115,7 +115,7 @@ class NamedEnvironments:
 
     def close(self) -> None:
         """Close all environments."""
-        # Closes the others, too, where one of them fails.
+        # An ExitStack closes the other environments even if one of them fails to close.
         with contextlib.ExitStack() as stack:
             for environment in self.environments.values():
                 stack.callback(environment.close)
@@ -162,7 +162,7 @@ class _Merged:
             given: Sequence[Any] = getattr(said, column)
             _put(kept, rows, given if len(given) else [None] * len(rows))
         self.says_accuracy |= bool(said.accuracies)
-        # An environment that says no accuracy means that its reward is one.
+        # If an environment reports no accuracy, its reward is the accuracy.
         _put(self.accuracies, rows, said.accuracies or said.rewards)
         for part, values in {
             name: said.rewards,
@@ -258,7 +258,7 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
                 return environment.fault_of_reference(answer)
         except OutOfTimeError:
             return f"fault_of_reference did not come back within {timeout_s:g} s"
-        # A user's code may end itself with sys.exit.
+        # Catch SystemExit too, because a user's code may call sys.exit.
         except (Exception, SystemExit) as error:
             return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
 
@@ -291,7 +291,8 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
     try:
         with time_limit(_ANSWER_SECONDS):
             found = find(response)
-    # Both: OutOfTimeError is no Exception, so that libraries which catch those let it through.
+    # Name both: OutOfTimeError is not an Exception, so that libraries which catch Exception do not swallow
+    # it.
     except (OutOfTimeError, Exception) as error:
         logger.debug("no final answer was found: %s", error)
         return None
@@ -321,7 +322,8 @@ def make_environment(section: EnvConfig) -> Environment:
         for name, inner in named.items():
             environments[name] = _made(inner, f"env.{name}.environment")
     except BaseException:
-        # Those that are made have processes and threads, and nobody else knows of them yet.
+        # Close the environments made so far: they have processes and threads, and no other object refers to
+        # them yet.
         NamedEnvironments(environments).close()
         raise
     return NamedEnvironments(environments)
@@ -337,7 +339,7 @@ def _made(section: EnvConfig, key: str) -> Environment:
     if is_nemo_rl(kind):
         from megarl.rollout.nemo_rl import (
             NemoRLEnvironment,
-        )  # brings torch, which the check of a configuration does without
+        )  # This imports torch, which the check of a configuration does not need.
 
         return NemoRLEnvironment(kind, section)
     if isinstance(kind, type) and issubclass(kind, MessageEnv):

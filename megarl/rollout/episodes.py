@@ -42,21 +42,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Between looks at the engines while the environment is at work.
+# Interval at which engines are polled while the environment is working.
 _POLL_SECONDS = 0.005
 
-# That a conversation may take to end.
+# Maximum time for an environment to end one conversation.
 _END_SECONDS = 10.0
 
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 """Bounds on an observation's characters: per token that is left, and in addition. A longer observation cannot
 fit, and is not tokenized."""
 
-# Conversations that nobody can judge, and those that score 0.
+# Ends of conversations that are not passed to the environment's judge: either nobody can judge them, or they
+# score 0.
 _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
 
 _NEEDED = ("rewards", "terminated", "masked")
-# What an environment says of each conversation; what is not needed may be missing as a whole.
+# Columns that an environment returns for each conversation. Those that are not in _NEEDED may be missing as a
+# whole.
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
 
 _columns_of = operator.attrgetter(*_COLUMNS)
@@ -192,19 +194,19 @@ class EpisodeRunner:
     ) -> None:
         self._on_sampled = on_sampled
         self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
-        # what begins ahead is taken by the next call, which is another group's where groups have threads of
-        # their own
+        # Scores that begin ahead are taken by the environment's next call. Where groups have their own
+        # threads, that call could belong to another group.
         self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
         self._begun: set[int] = set()
         self._decode = functools.partial(decode_rows, tokenizer)
         self._decode_fully = functools.partial(decode_with_special_tokens, tokenizer)
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
-        # Of one turn the engines know the length that the model allows; where they are told, they get one
-        # more column.
+        # For a single turn the engines already know the maximum length of the model, and passing it would
+        # cost them one more column.
         self._asked = limits if limits.turns > 1 else EpisodeLimits(tokens=limits.tokens)
         self._episodes: Sequence[Episode] = ()
-        # Environments of the episodes, one each, and the same ones once each.
+        # The environment of each episode, and the distinct environments among them.
         self._owners: Sequence[Any] = ()
         self._kinds: Sequence[Any] = ()
         self._requests: dict[int, Request] = {}
@@ -234,7 +236,7 @@ class EpisodeRunner:
             metrics = self._lead()
         except BaseException:
             self._threads.forget()
-            # engines that are still at work on them would refuse their next weights
+            # Abort the requests, because engines that still work on them would refuse the next weights.
             with contextlib.suppress(MegarlError):
                 if self._open is not None:
                     self._open.abort(self._requests)
@@ -259,8 +261,8 @@ class EpisodeRunner:
                             self._engines.finish(episodes)
                             finished = True
                 except MegarlError as error:
-                    # what engines answer depends on weights, prompts and seeds alone: new ones are asked
-                    # again for what is missing
+                    # Responses depend only on weights, prompts and seeds, so that new engines can be asked
+                    # again for the missing ones.
                     self._engines.replace_lost(error)
                     stream = self._stream(self._requests)
             with self._timer.phase("reward"):
@@ -290,8 +292,8 @@ class EpisodeRunner:
         """Store the responses that have been sampled."""
         found = stream.poll(_POLL_SECONDS if self._threads.busy else None)
         for number in found:
-            # Only what has come is taken out: after a lost engine the rest is asked again, with the same
-            # seeds.
+            # Remove only the requests that have completed: if an engine is lost, the others are sent again
+            # with the same seeds.
             del self._requests[number]
         texts = response_texts(
             self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()])
@@ -308,8 +310,8 @@ class EpisodeRunner:
         episode.response, episode.truncated = text, truncated
         episode.turns += 1
         if versions is not None and len(versions):
-            # The oldest weights of any turn: bounds on age and corrections have to hold for all of its
-            # tokens.
+            # Keep the oldest weight version of any turn, because bounds on age and corrections have to hold
+            # for all tokens of the conversation.
             oldest = int(versions.min())
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
@@ -323,8 +325,8 @@ class EpisodeRunner:
     def _answered(self, in_waves: bool) -> dict[int, Request]:
         """Have the environment process all responses that it can process now, and return the next
         requests."""
-        # Sorted, because completions come in any order, and the environment is to be asked in the same one
-        # each time.
+        # Sort the numbers: completions arrive in any order, but the environment has to be called in the same
+        # order in every run.
         together = sorted(self._unanswered)
         if self._have("threads"):
             threaded = [number for number in together if getattr(self._owners[number], "threads", 0)]
@@ -336,7 +338,8 @@ class EpisodeRunner:
         if self._threads.busy:
             for ended in self._threads.take(wait=in_waves or not self._requests, all_of_them=in_waves):
                 answers[ended.number] = self._result_of(ended), 0
-        # All at once: an environment without threads judges a batch, whose metrics are of the batch.
+        # Pass all conversations at once: an environment without threads judges a batch, and its metrics
+        # describe that batch.
         if together and not self._requests and not self._threads.busy:
             said = self._step(together)
             answers |= {number: (said, row) for row, number in enumerate(together)}
@@ -407,7 +410,7 @@ class EpisodeRunner:
     def _end(self) -> None:
         """End all conversations in threads, because any of them may hang or fail."""
         for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
-            # Not those that never began: their environment holds nothing for them.
+            # Skip conversations that never began: their environment holds nothing for them.
             if (
                 episode.metadata is not None
                 and hasattr(owner, "end")
@@ -493,9 +496,11 @@ class EpisodeRunner:
     def _reward(self, episode: Episode, said: EnvironmentReturn, row: int) -> None:
         masked = bool(said.masked[row])
         episode.masked |= masked
-        # Added: a judge of whole conversations comes after the rewards of the turns.
+        # Add to the last reward instead of replacing it, because a judge of whole conversations runs after
+        # the turns have their rewards.
         episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
-        # Summed over turns as the rewards are: metrics, samples and gdpo's advantages read them.
+        # Sum the parts over turns, as rewards are summed: metrics, logged samples and gdpo's advantages read
+        # the sums.
         for name, values in said.parts.items():
             value = None if values[row] is None else number_of(values[row])
             if value is not None:
@@ -514,8 +519,8 @@ class EpisodeRunner:
         if left is not None and size > _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left:
             episode.reason = StopReason.TOKENS
             return
-        # From the last token on, because a template closes a turn otherwise where the stop token was not
-        # sampled.
+        # Encode from the last token on, because a template closes a turn differently if the stop token was
+        # not sampled.
         tokens = self._encoder.encode(messages, episode.segment.last_token)
         following = self._other_segment(episode, messages, len(tokens))
         if following is not None:
@@ -545,8 +550,8 @@ class EpisodeRunner:
     def _request(self, episode: Episode) -> Request:
         left = self._asked.left(episode)
         most = None if left is None else max(left, 0)
-        # The first turn has the record's own seed, so that conversations of one turn are what they were
-        # without turns.
+        # Use the record's own seed for the first turn, so that conversations of one turn are the same as in a
+        # run without turns.
         seed = (
             episode.seed
             if episode.seed is None or not episode.turns
@@ -580,7 +585,7 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
 
 def _whole_characters(value: Any) -> Any:
     if isinstance(value, str):
-        # both halves of a pair are one character
+        # Join the two surrogates of a pair, because together they are one character.
         return (
             value
             if _is_encodable(value)
@@ -679,7 +684,7 @@ def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(metrics) == 1:
         return dict(metrics[0])
     names = dict.fromkeys(name for each in metrics for name in each)
-    # fsum is exact, and so independent of the order in which environments answered.
+    # fsum is exact, so that the sum does not depend on the order in which environments returned.
     return {name: math.fsum(each[name] for each in metrics if name in each) for name in sorted(names)}
 
 

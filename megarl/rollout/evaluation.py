@@ -65,7 +65,7 @@ class ValidatedSet:
     def accuracies(self) -> Tensor:
         """Accuracy of each response, [P * k] float32; NaN if the response could not be scored."""
         known = torch.cat([accuracies_of(rollouts.samples) for rollouts in self.batches])
-        # NaN and not 0: a scorer that was down must not lower the accuracy.
+        # Use NaN and not 0, so that a scorer that was unreachable does not lower the accuracy.
         return known.masked_fill(self.column("masked"), torch.nan)
 
 
@@ -95,7 +95,8 @@ def answer_set(
         batch_size: prompts that are sampled together; None for all of them in one call.
     """
     plan, records = validation_set.plan, validation_set.records
-    # By the name of the set and the prompt's place in it, so that a further set changes nothing.
+    # Derive seeds from the set's name and the prompt's index in it, so that adding another set does not
+    # change them.
     seeds = None if plan.sampling is None else validation_seeds(plan.name, len(records), plan.generations)
     size, batches = batch_size or len(records), []
     for start in range(0, len(records), size):
@@ -219,7 +220,8 @@ def estimates_of(
         found[f"mean@{k}_ci95"] = half_interval(means)
     if k == 1:
         return found
-    # pass@j of fewer than k answers would be another quantity under the same name.
+    # Leave out prompts with fewer than k scored responses: their pass@j would be a different quantity under
+    # the same name.
     whole = [prompt for prompt in scored if len(prompt) == k]
     right = [[accuracy >= 1 for accuracy, _ in prompt] for prompt in whole]
     for j in _powers_of_two(k) if whole else ():
@@ -268,7 +270,7 @@ def pass_at(k: int, answered: int, right: int) -> float:
             f"k = {k}: must be at least 1 and at most the {answered} answers. Fix: sample at least k "
             "answers a prompt"
         )
-    # Fewer wrong answers than k: the product below would have a factor of 0 or less.
+    # There are fewer incorrect responses than k: the product below would have a factor of 0 or less.
     if answered - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / size for size in range(answered - right + 1, answered + 1))

@@ -21,22 +21,22 @@ from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 CHECK_SECONDS = 5.0
 """Time limit in seconds for checking one answer, if the caller has set no time limit."""
 
-# Characters of a reference that is kept with what was read from it.
+# Maximum length in characters of a reference whose parsed form is cached.
 _LONGEST_KEPT = 1000
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-# The result below worked steps, as GSM8K has it.
+# The result below worked steps, in the form that GSM8K uses.
 _MARKED_RESULT = re.compile(r"(?:^|\n)\s*####[ \t]*(\S[^\n]*)\s*\Z")
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
-# A statement that is a number and its words, with no mathematics that the library would find better.
+# A statement that consists of a number and words. It has no mathematics that the library would read better.
 _PLAIN = re.compile(
     r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z"
 )
-# Characters at the end of a response without a box in which the library looks for an expression.
+# If a response has no box, the library searches only this many characters at its end for an expression.
 _LONGEST_ENDING = 20_000
 
-# What NuminaMath and its like have in place of an answer.
+# NuminaMath and similar data sets have these words in place of an answer.
 _NO_ANSWERS = frozenset({"proof", "notfound"})
 
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
@@ -67,7 +67,8 @@ def math_verify(response: str, answer: str) -> float:
         if boxed is not None:
             return _score(wanted, boxed)
         stated = stated_answer(response)
-        # A plain statement is final; one with mathematics in it the library below may read better.
+        # A plain statement decides. If a statement contains mathematics, the library below may read it
+        # better.
         if stated is not None and (_score(wanted, stated) or _PLAIN.match(stated)):
             return _score(wanted, stated)
         ending = _ending(outside_thoughts(response))
@@ -75,8 +76,8 @@ def math_verify(response: str, answer: str) -> float:
 
 
 def _score(reference: str, answer: str) -> float:
-    # sympy may raise on text that only looks like mathematics, and a response that makes it raise is not
-    # excused
+    # sympy may raise an error on text that only resembles mathematics. A response that causes this is
+    # incorrect.
     return float(or_none(lambda: agree(reference, answer)) or False)
 
 
@@ -143,7 +144,7 @@ def _parsed_now(answer: str) -> tuple[Any, ...]:
     return tuple(_parse(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"))
 
 
-# References come again with every answer to their prompt.
+# Cache references, because each comes again with every response to its prompt.
 _parsed_before = lru_cache(maxsize=1024)(_parsed_now)
 
 
@@ -151,7 +152,7 @@ def _parse(text: str) -> list[Any]:
     import math_verify as library
 
     silence_library()
-    # Without the library's own time limit, whose signal would replace that of the caller.
+    # Switch off the library's own time limit, whose signal would replace the caller's.
     return or_none(lambda: library.parse(unify(text), parsing_timeout=None)) or []
 
 
@@ -172,7 +173,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     A ``time_limit`` of the caller takes precedence.
     """
-    from math_verify.errors import TimeoutException  # no Exception either
+    from math_verify.errors import TimeoutException  # not an Exception either
 
     try:
         with nullcontext() if is_limited() else time_limit(seconds):

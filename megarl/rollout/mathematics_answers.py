@@ -18,7 +18,7 @@ _STATED = re.compile(
 )
 _END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
 
-# math delimiters and spaces may stand between a box and its unit
+# Math delimiters and spaces may stand between a box and its unit.
 _OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s,(])*"
 _UNIT_AFTER_BOX = re.compile(
     r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+"
@@ -64,7 +64,7 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
     if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(_BRACKETED.sub("", joined[0])):
         joined = [box.content for box in boxes[-values:]]
     joined[-1] += _after_box(outside, boxes[-1].end)
-    # The same value in two boxes is one value.
+    # Remove duplicates: two boxes with the same value are one value.
     return ", ".join(dict.fromkeys(joined))
 
 

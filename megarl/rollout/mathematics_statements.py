@@ -50,13 +50,13 @@ _BASES = {
     "twelve": 12,
     "sixteen": 16,
 }
-# 112_3, 112_{three}, (112)_{base 3}.
+# A number in a base: 112_3, 112_{three}, (112)_{base 3}.
 _BASE = re.compile(
     rf"\(?\s*([0-9a-zA-Z]+)\s*\)?\s*_\s*\{{?\s*\(?\s*(?:base\s*)?([0-9]+|{'|'.join(_BASES)})\s*\)?\s*\}}?"
 )
-# 112 base 3, 112 (in base 3).
+# A number in a base, in words: 112 base 3, 112 (in base 3).
 _IN_BASE = re.compile(rf"([0-9a-zA-Z]+)\s*\(?{OPEN}(?:in )?base{CLOSE}\s*([0-9]+)\)?")
-# 3 \pmod 7, 3 (mod 7), 3 modulo 7.
+# A residue: 3 \pmod 7, 3 (mod 7), 3 modulo 7.
 _RESIDUE = re.compile(
     rf"(.+?)\s*[,(]?\s*(?:{OPEN}(?:mod|modulo){CLOSE}|\\pmod"
     rf"|\bmod\b)\s*\{{?\s*\(?\s*([^)}}]+?)\s*\)?\s*\}}?\s*\)?"
@@ -64,19 +64,20 @@ _RESIDUE = re.compile(
 # A variable: a letter or a command, with indices or primes, and with an argument as in f(x).
 _NAME = r"(?:[A-Za-z]|\\[a-zA-Z]+)(?:_\{?[0-9A-Za-z]+\}?|')*(?:\s*\(\s*\w+\s*\))?"
 _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
-# x = 5, AB = 5, \angle ABC = 60; the group is the value.
+# An assignment: x = 5, AB = 5, \angle ABC = 60. The group is the value.
 _ASSIGNED = re.compile(
     rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)"
 )
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
-# \{x \mid x > 2\}; the groups are the variable and the condition.
+# A set with a condition: \{x \mid x > 2\}. The groups are the variable and the condition.
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
 _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
-# 10 00, but not the digits behind a power, an index or a point.
+# Several numbers, such as 10 00, but not digits that follow a power, an index or a decimal point.
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
 _GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
-# (B) 12 or B. 12, also within \text{}; what goes on with an operator is mathematics.
+# A letter with its choice: (B) 12 or B. 12, also within \text{}. If an operator follows, the letter is a
+# variable.
 _CHOICE = re.compile(
     rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup"
     rf"|cap|pm)).+)",
@@ -115,7 +116,7 @@ def _choices_agree(reference: str, response: str) -> bool | None:
     must agree.
     """
     given = _choice(response)
-    # only a response may hedge: B or C
+    # Check only the response for a hedge, such as "B or C": a reference has none.
     choices = [_choice(reference), given if given and not _OTHER_CHOICE.search(given[1]) else None]
     if not any(choices):
         return None
@@ -137,7 +138,7 @@ def _choice(text: str) -> tuple[str, str] | None:
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
-    # the command around the letter may end behind the text
+    # The command around the letter may end after the text, so that the text holds its closing brace.
     rest = (
         found[3][:-1]
         if found[3].count("}") == found[3].count("{") + 1 and found[3].endswith("}")
@@ -174,7 +175,7 @@ def _squeezed(text: str) -> str:
     return re.sub(r"\{([^{}\\])\}", r"\1", re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text))
 
 
-# ---- kinds that decide by themselves: True, False, or None where neither side is of that kind
+# ---- Kinds that decide by themselves: True, False, or None if neither side is of that kind.
 
 
 def _approximations_agree(reference: str, response: str) -> bool | None:
@@ -207,7 +208,7 @@ def _approximation(text: str) -> tuple[str, str] | None:
     ``about``; None for any other text."""
     before, sign, after = text.rpartition("\\approx")
     if sign:
-        # the name of what is approximated says nothing of its value
+        # The name of the approximated quantity does not matter for its value.
         return ("" if re.fullmatch(rf"\s*(?:{_NAME})?\s*", before) else before.strip(), after.strip())
     found = [without_about(run[1])[1] for run in _WORDS.finditer(text)]
     if not any(found):
@@ -271,7 +272,7 @@ def _residues_agree(reference: str, response: str) -> bool | None:
     if not given:
         return False
     if not wanted:
-        # the remainder that was asked for, with its modulus
+        # The reference is the remainder alone, and the response adds the modulus.
         return len(given) == 1 and _spelled_agree(reference, given[0][0])
     numbers = [[(number(residue), number(modulus)) for residue, modulus in side] for side in (wanted, given)]
     classes = [
@@ -296,7 +297,7 @@ def _residues(text: str) -> list[tuple[str, str]]:
     """
     found: list[tuple[str, str]] = []
     modulus = ""
-    # From the end: a modulus holds for the residues before it.
+    # Iterate from the end, because a modulus applies to the residues before it.
     for part in reversed(_split(text)):
         residue = _RESIDUE.fullmatch(part)
         modulus = residue[2] if residue else modulus
@@ -323,7 +324,7 @@ def _bases_agree(reference: str, response: str) -> bool | None:
 def _in_base(text: str) -> tuple[str, int] | None:
     unmarked = _WORDS.sub(r"\1", text).replace("\\", "") if "_" in text else text
     found = _BASE.fullmatch(unmarked.strip()) or _IN_BASE.fullmatch(text)
-    # Capitals are digits above 9; small letters are a variable.
+    # Capital letters are digits above 9, whereas a lower-case letter is a variable.
     if found is None or (not found[1][0].isdigit() and not found[1].isupper()):
         return None
     if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
@@ -343,14 +344,14 @@ def _ratios_agree(reference: str, response: str) -> bool | None:
     if re.search(r":0[0-9]", reference + response):
         return reference.lstrip("0 ") == response.lstrip("0 ")
     if len(wanted) != len(given):
-        # 1:2 is one half
+        # Leave a ratio of two terms to the other kinds if the other side is one number: 1:2 is one half.
         return None if min(len(wanted), len(given)) == 1 and max(len(wanted), len(given)) == 2 else False
-    # By products, since a term may be 0.
+    # Compare cross products instead of quotients, because a term may be 0.
     crossed = ((one, other) for one in range(len(wanted)) for other in range(one))
     return all((wanted[i] or 0) * (given[j] or 0) == (wanted[j] or 0) * (given[i] or 0) for i, j in crossed)
 
 
-# ---- lists, and their elements
+# ---- Lists and their elements.
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +415,7 @@ def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) ->
 
 
 def _is_condition(element: str, text: str) -> bool:
-    # (1,2), (3,4) are two points, unless the other side has a union
+    # (1,2), (3,4) are two points, unless the text has a union: then they are intervals.
     return _COMPARED.search(element) is not None or "\\cup" in text
 
 
@@ -429,7 +430,7 @@ def _elements(text: str) -> list[str]:
     seen = set[Any]()
     for each in expanded:
         value = number(each)
-        # 0.5 and \frac{1}{2} are one element.
+        # Compare by value, because 0.5 and \frac{1}{2} are the same element.
         key = _squeezed(each) if value is None else value
         distinct += [] if key in seen else [each]
         seen.add(key)
@@ -446,7 +447,7 @@ def _without_name_of_list(text: str) -> str:
 
 
 def _both_signs(text: str) -> list[str]:
-    # \pmod begins with \pm.
+    # Remove \pmod before the search, because it begins with \pm.
     if "\\pm" not in re.sub(r"\\pmod", "", text):
         return [text]
     upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", text))
@@ -584,7 +585,7 @@ def _values_agree(
     reference, response = _same_side(reference, response)
     exact = [number(text) for text in (reference, response)]
     if any(_SEVERAL_NUMBERS.search(text) for text in (reference, response)):
-        # the library would read 10 00 as 1000
+        # Compare the texts, because the library would read 10 00 as 1000.
         return _squeezed(reference) == _squeezed(response)
     if exact[0] is not None and exact[1] is not None:
         return fractions_agree(exact[0] * factor, exact[1] * other_factor)
@@ -592,7 +593,7 @@ def _values_agree(
         if _squeezed(reference) == _squeezed(response):
             return True
         tuples = _coordinates(reference), _coordinates(response)
-        # On one side alone a pair may be an open interval, which is read below.
+        # If only one side is a pair, it may be an open interval, which is read below.
         if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
     values = [value_of(_condition(text)) for text in (reference, response)]
@@ -600,7 +601,8 @@ def _values_agree(
         str(value) == "EmptySet" and "\\emptyset" not in text
         for value, text in zip(values, (reference, response), strict=True)
     ):
-        # [2,1) is no interval, and no other such one either
+        # An impossible interval such as [2,1) is read as the empty set. It must not equal another impossible
+        # interval.
         return False
     if values[0] is None or values[1] is None:
         return False

@@ -92,17 +92,18 @@ _ROOT = re.compile("([\u221a\u221b])\\s*(?:([0-9]+(?:\\.[0-9]+)?|[a-zA-Z])|(?=[(
 def unify(text: str) -> str:
     """Return a text in which characters with the same meaning are unified: NFKC, and LaTeX for ½, x², √, π, ≤
     and other symbols."""
-    # None of the characters below is ASCII.
+    # An ASCII text contains none of the characters below.
     if text.isascii():
         return text
-    # Before NFKC, which takes a raised 2 for 2.
+    # Replace raised digits before NFKC, which would turn a raised 2 into a plain 2.
     text = _RAISED.sub(lambda run: f"^{{{run[0]}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{run[0]}}}", text)
     text = _OVERLINED.sub(lambda run: "\\overline{" + run[0].replace("\u0305", "") + "}", text)
-    # twice: NFKC makes some characters into those of the table, and would itself change others of it
+    # Translate twice: NFKC turns some characters into ones of the table, and would change other ones of the
+    # table itself.
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     text = _ROOT.sub(_latex_of_root, text)
-    # Without invisible characters, and without private ones, which mark words here.
+    # Remove invisible characters, and private ones, because these mark words here.
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Co"))
 
 
@@ -114,7 +115,7 @@ def _latex_of_root(root: re.Match[str]) -> str:
 _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # looks, not meaning
+        # Remove commands that change the look but not the meaning.
         (
             r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it"
             r"|mathstrut|strut)(?![a-zA-Z])",
@@ -128,12 +129,13 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             " ",
         ),
         (r"(?<!\\)(?:\$|\\[()\[\]])|(?<![0-9a-zA-Z)}])\*\*|\*\*(?![-0-9a-zA-Z({\\])|`", " "),
-        # spaces: of one letter's width or less, then wider ones, which may separate values
+        # Replace spaces: first those of at most one letter's width, then wider ones, which may separate
+        # values.
         (r"(?<=[0-9])\{\s*,\s*\}|,\s*\\!", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|\\(?:thinspace|enspace|enskip|thickspace|medspace)(?![a-zA-Z])|(?<!\\)~", " "),
         (r"\\(?:quad|qquad)(?![a-zA-Z])|\\\\\s*$", "  "),
-        # several names of one command
+        # Replace the several names of one command by a single one.
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
@@ -218,17 +220,17 @@ def spell(text: str) -> str:
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
-    # As one word: single letters with points are none.
+    # Turn a.m. and p.m. into one word first: single letters with points are not recognized as words.
     text = _OF_DAY.sub(r"\1m", text)
     text = _IN_TEXT.sub(_words_of_command, text)
     text = _ORDINAL.sub(" ", text)
     text = _BARE.sub(lambda run: _bare_word(text, run), text)
     text = _UNIT_FRACTION.sub(rf"{OPEN}\1 / \2{CLOSE}", text)
-    # In radians, which is how the library reads a bare number.
+    # Convert degrees to radians, because the library reads a bare number as radians.
     text = _ANGLE.sub(r"\1\2(\\frac{\3\\pi}{180})", text)
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_QUOTIENT.sub(lambda quotient: f" / {quotient[1]}{CLOSE}" if quotient[1] else " / ", text)
-    # Once more, for the units that quotients have closed.
+    # Apply powers again, because quotients have closed further units.
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_PRODUCT.sub(" ", text)
     text = _JOINING.sub(rf"{CLOSE} {OPEN}\1{CLOSE} ", text)
@@ -251,7 +253,8 @@ def _words_of_command(command: re.Match[str]) -> str:
     unchanged."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
-    # Mathematics: no letters at all, or commands or digits that are not the power of a unit.
+    # The content is mathematics if it has no letters, or if it has commands or digits other than the power of
+    # a unit.
     if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
     if re.search(r",| and | or ", content) and not re.search(
@@ -265,7 +268,8 @@ def _words_of_command(command: re.Match[str]) -> str:
     if content in FUNCTIONS and not after_value:
         return f"\\{content} "
     if len(name) == 1 and name.isalpha():
-        # a unit after a number, 5\text{ m}; elsewhere the letter of a choice or a variable
+        # After a number the letter is a unit, as in 5\text{ m}. Elsewhere it is the letter of a choice or a
+        # variable.
         is_single_unit = after_value and name in "mgshlLNJWVAKCFtc" and "(" not in content
         return f" {OPEN}{name}{CLOSE} " if is_single_unit else f" {content} "
     return f" {OPEN}{content}{CLOSE} "
@@ -277,7 +281,7 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
     word = run[0].rstrip(".")
     if run[0][0] in f"\\{OPEN}":
         return run[0]
-    # Behind a value min is minutes.
+    # After a value, min means minutes.
     if word.lower() in FUNCTIONS and not (word == "min" and _ends_in_value(text[: run.start()])):
         return f"\\{word.lower()} " if word.islower() else run[0]
     if is_word(word) or (is_unit(word) and _ends_in_value(text[: run.start()])):
@@ -287,7 +291,7 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
 
 def _ends_in_value(text: str) -> bool:
     """Return whether a text ends in a number, a bracket or a unit, so that letters after it may be a unit."""
-    # the unit before this one in a product or a quotient of units
+    # Remove an operator that joins this unit to the one before it in a product or quotient of units.
     before = re.sub(rf"(?<=[{CLOSE}}}])\s*(?:\\cdot|\\times|/)\s*$", "", text.rstrip())
     return bool(before) and before[-1] in f"0123456789}}){{{CLOSE}"
 
@@ -354,7 +358,8 @@ def _continued_decimal(decimal: re.Match[str]) -> str:
     digits = decimal[2]
     for period in range(1, len(digits) // 2 + 1):
         repeated = digits[-period:]
-        # A single digit comes three times where there are others: two alike may be chance.
+        # Require a single digit three times if other digits precede it, because two equal digits may be
+        # chance.
         times = 3 if period == 1 and len(set(digits)) > 1 else 2
         if digits.endswith(repeated * times):
             return _as_fraction(decimal[1], digits[:-period], repeated)

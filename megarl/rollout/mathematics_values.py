@@ -17,15 +17,14 @@ from typing import Any
 
 from megarl.patched import patched
 
-# Characters of a text that is kept with the value that was read from it.
+# Maximum length in characters of a text whose parsed value is cached.
 _LONGEST_KEPT = 1000
 
-# Precisions, in decimal digits, at which irrational numbers are compared.
-#
-# The second is for those that agree at the first.
+# Precisions, in decimal digits, at which irrational numbers are compared. The second one is used for numbers
+# that agree at the first.
 _DIGITS = 60, 400
 
-# Last digits of a precision that may differ by rounding and cancellation.
+# Number of last digits of a precision that may differ by rounding and cancellation.
 _ROOM = 20
 
 _LARGEST_EXPONENT = 10_000
@@ -78,7 +77,7 @@ def value_of(text: str) -> Any:
 def _value_now(text: str) -> Any:
     from math_verify.parser import LatexExtractionConfig, NormalizationConfig, parse
 
-    # units are taken off before; the library would take 3m for 3
+    # Leave units alone, because they are removed before this: the library would read 3m as 3.
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
@@ -126,7 +125,7 @@ def _exact(value: Any) -> Any:
         return value.applyfunc(_exact)
     if not isinstance(value, sympy.Basic):
         return value
-    # By its text: the float of 0.1 is not one tenth.
+    # Convert from the text of the float, because the float 0.1 itself is not one tenth.
     replaced: dict[Any, Any] = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
     replaced |= {each: sympy.I for each in value.atoms(sympy.Symbol) if each.name == "i"}
     return value.xreplace(replaced) if replaced else value
@@ -178,9 +177,9 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
         "sympy_deep_compare_set_and_tuple": _collections_equal,
     }
     for name in exact:
-        # a version of the library without one of them would round again, and nobody would know
+        # Fail if a version of the library lacks one of these functions: it would round again unnoticed.
         getattr(grader, name)
-    # math_verify takes no functions to compare by: its grader calls these by their names in the module.
+    # Patch the module, because math_verify accepts no comparison functions: its grader calls these by name.
     with patched(*((grader, name, function) for name, function in exact.items())):
         return library.verify(
             [_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None
@@ -205,7 +204,7 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
     """Return whether two tuples are equal in order, or two finite sets in any order."""
     import sympy
 
-    # The library's parser keeps the order that sympy's sets lose.
+    # The library's parser keeps the order of elements, which sympy's sets lose.
     first, second = list(one.args), list(getattr(other, "_unsorted_args", other.args))
     if len(first) != len(second):
         return False
@@ -245,7 +244,8 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
     verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
     if False in verdicts:
         return False
-    # At two points at least where both have a value, or at the only one, of constants.
+    # Require agreement at two or more points where both have a value, or at the only point if both are
+    # constants.
     return True if verdicts.count(True) >= min(2, len(verdicts)) else None
 
 
@@ -266,7 +266,7 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
             {symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)}
             for first in (2, 5, 8)
         ]
-    # Of its own: what was compared before must not move the points.
+    # Use a separate generator, so that earlier comparisons do not change the points.
     chooser = random.Random(len(symbols))
 
     def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
@@ -289,7 +289,7 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
     if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
         return bool(first == second)
     if point and first.is_real is not second.is_real:
-        # ln(ab) and ln a + ln b, of negative a and b: one of the two is not defined here
+        # One of the two is not defined here, as with ln(ab) and ln a + ln b for negative a and b.
         return None
     verdicts = (_equal_to(digits, first, second) for digits in _DIGITS)
     return next((verdict for verdict in verdicts if verdict is not True), True)
@@ -309,7 +309,7 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
     tolerance = sympy.Float(10, digits) ** (_ROOM - digits)
     if size > tolerance:
         return bool(abs(numbers[0] - numbers[1]) <= size * tolerance)
-    # zero, or too small to tell from it at this precision
+    # Both numbers are zero, or too small to distinguish from zero at this precision.
     return or_none(lambda: (first - second).equals(0))
 
 

@@ -99,7 +99,7 @@ _BOUNDS = (
     (r"more than|greater than|over|above|exceeding", ">"),
     (r"less than|fewer than|under|below", "<"),
 )
-# Words without which a value says something else; no other side may lack them.
+# Words that change what a value means. If one side has such a word, the other must have it too.
 _CHANGES = _set_of(
     "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod "
     "modulo if where except without minus plus negative odd even bc ad maybe perhaps possibly probably "
@@ -160,7 +160,7 @@ def read_words(text: str) -> Words:
         if token in ("per", "/"):
             sign = -1
             continue
-        # square stands before its unit, squared behind it.
+        # "square" precedes its unit, whereas "squared" follows it.
         if token in _POWERS and not token.endswith("ed"):
             power = _POWERS[token]
             continue
@@ -178,7 +178,7 @@ def read_words(text: str) -> Words:
             last = unit
         elif singular(token) not in _FILLERS:
             nouns.add(singular(token))
-        # They hold for one unit.
+        # Reset sign and power, because they apply to one unit.
         sign = power = 1
     return Words(
         tuple(sorted((unit, count) for unit, count in units.items() if unit and count)),
@@ -194,7 +194,7 @@ def words_agree(reference: Words, response: Words) -> bool:
     words that change the meaning.
     """
     if reference.changes != response.changes:
-        # a time of the day may be said more exactly than the reference does
+        # A response may state a time of day more exactly than the reference does.
         return not reference and response.changes <= {"am", "pm"}
     if not reference or not response:
         return True
@@ -235,7 +235,7 @@ def without_factors(text: str) -> tuple[str, int]:
 
 def is_word(run: str) -> bool:
     """Return whether separate letters are a word, and not a product of variables such as ``abc``."""
-    # Longer runs of capitals are names of points, such as ABCD.
+    # A longer run of capitals names points, such as ABCD.
     return run.lower() in _SHORT_WORDS or (len(run) > 3 and not run.isupper())
 
 
@@ -268,7 +268,7 @@ def _tokens(text: str) -> list[str]:
 def _unit(token: str, last: str) -> str | None:
     if last == "degree" and token in ("c", "f"):
         return {"c": "celsius", "f": "fahrenheit"}[token]
-    # An article, more often than amperes.
+    # "a" is more often an article than the unit ampere.
     if token == "a":
         return None
     return _UNITS.get(token) or _UNITS.get(singular(token))

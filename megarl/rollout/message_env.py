@@ -34,9 +34,9 @@ Message = Mapping[str, Any]
 """Message with ``role`` and ``content``; one of the assistant also has ``tool_calls``, one of a tool ``name``
 and ``tool_call_id``."""
 
-# Failures of an environment that are reported one by one.
+# Number of an environment's failures that are reported one by one.
 _TOLD = 3
-# Characters of an exception that are logged.
+# Maximum number of an exception's characters that are logged.
 _LONGEST_TOLD = 1000
 
 
@@ -137,13 +137,13 @@ class MessageEnvironment:
         self.threads, self.step_timeout_s = int(section["threads"]), float(section["step_timeout_s"])
         self.fault_of_reference = fault_of_reference
         self._parse = parser_of(section["tool_parser"])
-        # what a class inherits need not be called in a thread for every conversation
+        # Methods that a class only inherits need not be called in a thread for every conversation.
         self.begins_at_once = all(
             getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset")
         )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = 0
-        # An attribute only then: whoever runs episodes asks whether there is one.
+        # Set the attribute only if there is a judge, because the runner of episodes tests whether it exists.
         if judge is not None:
             self.judge = judge
 
@@ -209,7 +209,7 @@ class MessageEnvironment:
     def _tell(self, record: Example, what: str, error: BaseException) -> None:
         self._told += 1
         if self._told <= _TOLD:
-            # Half of a surrogate pair could not be written into a log.
+            # Escape lone surrogates, which could not be written into a log.
             text = _text_of(error)[:_LONGEST_TOLD].encode("utf-8", "backslashreplace").decode()
             logger.warning(
                 "record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, text
@@ -219,7 +219,7 @@ class MessageEnvironment:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    # An exception of a user's own may fail in its own __str__, which would end the run.
+    # A user's exception may fail in its own __str__, which would end the run.
     except Exception as another:
         return f"(its text fails: {type(another).__name__})"
 

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 MetadataT = TypeVar("MetadataT")
 
-# Failures that are reported one by one.
+# Number of failures that are reported one by one.
 _TOLD = 3
 
-# Roles that chat templates know; what an environment says under another one, as ``environment``, the user
-# says.
+# Roles that chat templates know. A message of an environment with any other role, such as ``environment``,
+# gets the role ``user``.
 _ROLES = frozenset({"user", "assistant", "system", "tool"})
 
 
@@ -92,7 +92,7 @@ class NemoRLEnvironment:
     """
 
     def __init__(self, kind: Any, section: EnvConfig) -> None:
-        # The class itself and no actor of Ray's, as it is called in this process.
+        # Use the class itself and not the Ray actor, because it is called in this process.
         self._environment = class_of_actor(kind)(dict(section["options"]))
         self._timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
         self._told = 0
@@ -109,7 +109,8 @@ class NemoRLEnvironment:
         except BatchError:
             raise
         except Exception as error:
-            # Alone, so that the failure is that of this conversation.
+            # Retry each conversation alone, so that the failure is attributed to the conversation that causes
+            # it.
             if len(conversations) == 1:
                 return self._failed(conversations, error)
         return _joined([self.step(_row_of(turn, row)) for row in range(len(conversations))])
@@ -135,7 +136,7 @@ class NemoRLEnvironment:
         )
 
     def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
-        # messages of its own: an environment may change what it is given
+        # Pass copies of the messages, because an environment may change what it receives.
         logs = [[dict(message) for message in each.messages] for each in conversations]
         metadata = [each.metadata for each in conversations]
         found = _within(lambda: self._environment.step(logs, metadata), self._timeout_s)
@@ -182,14 +183,15 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             done.put((None, error))
 
-    # A daemon: one that never comes back must not keep the program from ending.
+    # Use a daemon thread, so that a call that never returns does not keep the program from ending.
     threading.Thread(target=work, name="environment", daemon=True).start()
     try:
         found, error = done.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(f"step did not come back within {seconds:g} s (env.step_timeout_s)") from None
     if isinstance(error, TimeoutError):
-        # its own, as of a server: not that of this call
+        # The environment raised this TimeoutError itself, for example because of a server: it is not the time
+        # limit of this call.
         raise OSError(str(error)) from error
     if error is not None:
         raise error

@@ -65,30 +65,30 @@ process, such as the kernel for lack of memory."""
 GRACE_SECONDS = 1.0
 """Seconds between the alarm and the kill."""
 
-# Between looks at whether each process is still there. One whose forked child holds the pipe open does not
-# end it.
+# Interval at which each process is checked for having ended. If a forked child holds the pipe open, the end
+# of the process does not close it.
 _POLL_SECONDS = 0.5
 
-# Work that lies before a process. So long a driver may be busy elsewhere, or wait for a core, without keeping
-# a process idle.
+# Amount of work that is queued for a process, in seconds. The driver may be busy elsewhere, or wait for a
+# core, for this long without leaving the process idle.
 _AHEAD_SECONDS = 0.05
 
-# That a pipe to a process holds, where Linux grants it, so that a driver need not come back for the rest of
+# Capacity of a pipe to a process, if Linux grants it, so that the driver need not come back for the rest of
 # an answer.
 _PIPE_BYTES = 1 << 18
 
 _STANDARD_ERROR = 2
 
-# Largest number of float32, which rewards are.
+# Largest number of float32, the type of rewards.
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 
 _READY, _VALUE, _UNUSABLE = "ready", "value", "unusable"
-# Kind of a line that says whether the function of the present task is importing a module, which does not
-# count against its time.
+# Kind of a line that reports whether the present task's function is importing a module, because an import
+# does not count against the task's time.
 _IMPORTS = "imports"
 
 
-# Errors of the system that no response causes: nobody answers there, or the machine is full.
+# Errors of the system that no response can cause: a server does not answer, or the machine is full.
 _OF_THE_MACHINE = frozenset(
     {
         *(
@@ -103,10 +103,10 @@ _OF_THE_MACHINE = frozenset(
     }
 )
 
-# Signals by which others end a process, such as the kernel for want of memory.
+# Signals by which others end a process, such as the kernel if memory runs out.
 _SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
-# Characters of a traceback that are kept, from its end.
+# Number of characters that are kept from the end of a traceback.
 _LONGEST_TRACE = 4000
 
 
@@ -148,7 +148,8 @@ class RewardPool:
         if processes < 1:
             raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
         self.specs = tuple(specs)
-        # the processes have this environment, and what they print may hold of it
+        # Learn the secrets of the environment for redaction: the processes inherit it, and may print parts of
+        # it.
         learn(env.snapshot())
         self._sent = 0
         self._looked = -math.inf
@@ -156,7 +157,8 @@ class RewardPool:
         self._failed_starts = [0] * processes
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
-            # a built-in function is there; its processes may start while the workers do
+            # Wait only for imported functions. A built-in function always exists, so that its processes may
+            # start while the workers do.
             if any(is_import_path(spec.name) for spec in self.specs):
                 self._wait_until_ready(self._processes[0])
 
@@ -177,8 +179,8 @@ class RewardPool:
             places: Iterable[int] = range(len(self._processes))
             while True:
                 for place in places:
-                    # Heard before more is given: an answer makes room, and a process that died must not be
-                    # given more.
+                    # Receive answers before more tasks are given: an answer makes room, and a process that
+                    # died must not receive more.
                     self._hear(place, waiting, scores, given_twice)
                 for process in self._processes:
                     self._give(process, tasks, waiting)
@@ -204,7 +206,8 @@ class RewardPool:
         self._check_start(place)
         for given, score, seconds in process.finished:
             scores[given.row] = score
-            # A mean that forgets: responses grow longer in a run, and with them the time of a verdict.
+            # Keep a mean that weighs recent calls most, because responses, and with them the time to score
+            # one, grow longer in a run.
             self._seconds[given.which] = (self._seconds.get(given.which, seconds) + seconds) / 2
         process.finished.clear()
         if process.given and process.has_ended:
@@ -213,15 +216,15 @@ class RewardPool:
                 how = process.exit_code()
                 kind: Literal["error", "outage"] = "outage" if process.was_killed else "error"
                 scores[process.given.popleft().row] = Score(None, kind, f"its process died ({how})")
-            # it may have been dying of what an earlier response left behind
+            # Retry once, because the process may have died of what an earlier response left behind.
             given_twice.add(row)
         elif process.given and time.monotonic() > process.deadline:
             late = process.given.popleft()
             scores[late.row] = _late(self.specs[late.which])
             process.has_ended = True
         if process.has_ended:
-            # To the front and in their order: the tasks of a process that died do not wait behind the
-            # whole batch again.
+            # Put the tasks of a process that died at the front, in their order, so that they do not wait
+            # behind the whole batch again.
             waiting.extendleft(given.row for given in reversed(process.given))
             process.kill()
             self._processes[place] = process = self._started()
@@ -261,7 +264,7 @@ class RewardPool:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
             return False
-        # A reward whose time is not known yet counts as slow: one task at a time.
+        # A reward whose time is not known yet counts as slow: its process gets one task at a time.
         return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
 
     def _wait_for_news(self) -> Iterable[int]:
@@ -272,7 +275,7 @@ class RewardPool:
         """
         files, places = select.poll(), dict[int, int]()
         for place, process in enumerate(self._processes):
-            # poll and not select, which takes no descriptor above 1,023.
+            # Use poll instead of select, which accepts no descriptor above 1,023.
             files.register(process.output, select.POLLIN)
             places[process.output] = place
             if process.unsent:
@@ -283,7 +286,8 @@ class RewardPool:
         now = time.monotonic()
         if now > self._looked + _POLL_SECONDS:
             self._looked = now
-            # A look at all now and then: the death of a process whose pipe a child holds open is no event.
+            # Check all processes from time to time: if a child holds its pipe open, the death of a process
+            # causes no event.
             news = set(range(len(self._processes)))
         for place, process in enumerate(self._processes):
             if process.unsent and place in news:
@@ -384,7 +388,8 @@ class _Process:
 
     @classmethod
     def started(cls, specs: Sequence[RewardSpec]) -> _Process:
-        # Linux counts as the parent the thread that starts it
+        # Request this only in the main thread, because Linux counts the thread that starts the process as the
+        # parent.
         dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
         command = [sys.executable, "-m", "megarl.rollout.reward_pool", *dies_with]
         child = subprocess.Popen(
@@ -392,7 +397,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A buffered read of standard error would wait for 64 KiB before a line is shown.
+            # Do not buffer: a buffered read of standard error would wait for 64 KiB before a line is shown.
             bufsize=0,
             start_new_session=True,
         )
@@ -401,14 +406,16 @@ class _Process:
             target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True
         )
         teller.start()
-        # not on its command line, which everybody on the machine may read: an address may hold a password
+        # Send this through the pipe and not on the command line, which everybody on the machine may read: an
+        # address may hold a password.
         told = json.dumps([_as_told(spec) for spec in specs]).encode() + b"\n"
         process = cls(child, specs, teller, unsent=told)
-        # A process that does not read must never hold up the driver, nor one that writes half a line.
+        # Do not block: neither a process that does not read nor one that writes half a line may stop the
+        # driver.
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
         if sys.platform == "linux":
-            # a user has a limit for all pipes together
+            # This may fail, because a user has a limit for all pipes together.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(process.input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         process.send_more()
@@ -453,7 +460,7 @@ class _Process:
         self.given.append(given)
         if len(self.given) == 1:
             self._begin()
-        # a field of a record may be a date, or an array
+        # Convert other types, because a field of a record may be a date or an array.
         line = [
             given.number,
             given.which,
@@ -491,7 +498,7 @@ class _Process:
             self.unsent = self.unsent[os.write(self.input, self.unsent) :]
         except BlockingIOError:
             pass
-        # a process that has died is found where its answer is waited for
+        # A process that has died is detected where its answer is awaited.
         except BrokenPipeError:
             self.unsent = b""
 
@@ -501,9 +508,10 @@ class _Process:
         Raises:
             ConfigError: the process cannot import the function.
         """
-        # before its output is read: what it said before it went is then all there
+        # Check this before the output is read: if the process has ended, everything that it wrote can then be
+        # read.
         is_gone = self.child.poll() is not None
-        # An empty read is the end of the file; a pipe that has nothing at the moment raises.
+        # An empty read means the end of the file; an empty pipe raises an error instead.
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.output, 1 << 16):
                 self._received += data
@@ -513,7 +521,7 @@ class _Process:
         for line in lines:
             try:
                 number, kind, what, seconds = json.loads(line)
-            # what a function writes to a file descriptor that is not its own
+            # The function has written to a file descriptor that is not its own.
             except (ValueError, TypeError):
                 self.has_ended = True
             else:
@@ -526,7 +534,8 @@ class _Process:
             raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
-        # A function that found the pipe may answer for other tasks: a wrong number ends its process.
+        # A function that found the pipe might answer for other tasks, so that an incorrect number ends its
+        # process.
         elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
         elif kind == _IMPORTS:
@@ -547,7 +556,7 @@ class _Process:
         try:
             code = self.child.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            # it is still there
+            # The process is still running.
             return "its output was closed, or said what is no answer"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -560,14 +569,15 @@ class _Process:
     def kill(self) -> None:
         """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
-            # The whole group, which start_new_session made: what the function has started ends with it.
+            # Kill the whole group, which start_new_session made, so that everything that the function has
+            # started ends too.
             os.killpg(self.child.pid, 9)
         self.child.wait()
         for stream in (self.child.stdin, self.child.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        # a child of the function that left its group may hold on to what it was given
+        # Limit the wait: a child of the function that left the group may keep the stream open.
         self.teller.join(GRACE_SECONDS)
 
 
@@ -585,7 +595,7 @@ def _show(text: str) -> None:
     """Write to standard error without Python's own stream, whose lock a thread must not hold when the program
     ends."""
     said = text.encode(errors="backslashreplace")
-    # nobody may read any more, and the processes go on
+    # Ignore errors: the reader of standard error may be gone, but the processes have to continue.
     with contextlib.suppress(OSError):
         while said:
             said = said[os.write(_STANDARD_ERROR, said) :]
@@ -612,7 +622,7 @@ def _is_outage(error: BaseException | None) -> bool:
     remote service does not answer, the machine is full, or an import of the function failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        # Chains of causes may be circles.
+        # Remember the errors, because a chain of causes may be circular.
         seen.add(id(error))
         if isinstance(error, RewardOutageError | socket.gaierror) or (
             isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
@@ -631,7 +641,7 @@ def _is_of_a_file(error: ImportError) -> bool:
     """Return whether the failed import is in a file. A response's program that a function runs has no
     file."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # what imports for others: Python, and ``_imports_told``
+    # Skip the frames that import on behalf of others: those of Python and of ``_imports_told``.
     importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
     return bool(importing) and os.path.exists(importing[-1])
 
@@ -656,16 +666,16 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         raise
     except VerdictError as error:
         return Score(None, "error", str(error))
-    # a user's function may raise anything, SystemExit too
+    # Catch every exception, including SystemExit, because a user's function may raise any.
     except BaseException as error:
         fault: Literal["error", "outage"] = "outage" if _is_outage(error) else "error"
-        # a scorer that is down comes back; a module that is missing does not
+        # A scorer that is unreachable may come back, whereas a missing module does not.
         is_of_code = isinstance(error, ImportError) or (
             fault == "error" and not isinstance(error, RewardError)
         )
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:] if is_of_code else ""
         return Score(None, fault, f"{type(error).__name__}: {error}{_place_of(error)}", trace=trace)
-    # "not <=" and no ">", so that NaN is refused too.
+    # Write "not <=" instead of ">", so that NaN is refused too.
     if not abs(value) <= _LARGEST:
         return Score(None, "error", f"it returned {value}, and a finite number is wanted")
     if accuracy is None:
@@ -681,17 +691,18 @@ def main() -> None:
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    # A descriptor of its own: what the function prints goes to standard error, and can be no answer.
+    # Duplicate the descriptor for answers: what the function prints then goes to standard error, and cannot
+    # be taken for an answer.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # what a model says need not be text that can be encoded
+        # Escape what cannot be encoded, because a model's text may contain lone surrogates.
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
 
     def tell(number: int, kind: str, what: Any, seconds: float = 0.0) -> None:
-        # a function may fork, and the child come back from it
+        # A function may fork, and its child may return to this loop.
         if os.getpid() != own:
             os._exit(0)
         line = json.dumps([number, kind, what, seconds]).encode() + b"\n"
@@ -710,7 +721,8 @@ def main() -> None:
             fix = "install the version that megarl's package asks for"
             tell(-1, _UNUSABLE, [spec.name, "the installed math-verify says that 1 is not 1", fix])
             return
-    # what was imported stays: the collector need not look through it after every few answers
+    # Freeze the imported objects, which stay, so that the garbage collector does not search them after every
+    # few answers.
     gc.freeze()
     tell(-1, _READY, None)
     for line in tasks:
@@ -743,7 +755,7 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
             return original(name, *arguments, **named)
         importing = True
         try:
-            # The alarm of the time limit must not fire while the clock is stopped.
+            # Suspend the time limit, so that its alarm does not fire while the clock is stopped.
             with unlimited():
                 tell(True)
                 try:

@@ -48,17 +48,18 @@ from megarl.rollout import answers, mathematics, programs
 if TYPE_CHECKING:
     from megarl.data.records import Doubt
 
-# Bytes of a scorer's reply that are read.
+# Maximum number of bytes that are read of a scorer's reply.
 _LARGEST_REPLY = 1 << 20
 
-# Seconds before the second request at most.
+# Maximum number of seconds before the second request.
 _LONGEST_PAUSE = 0.5
 
-# Statuses that what is asked may cause, as a response that breaks the scorer does; the others tell of the
-# scorer and the way there.
+# Statuses that the content of a request may cause, such as a response that breaks the scorer. Other statuses
+# point to the scorer itself or the network.
 _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
 
-# Of the time for a response that its tests may take where each counts; the rest is for what is around them.
+# Share of a response's time that its tests may take if each test counts; the rest is for the work around
+# them.
 _SHARE_OF_TESTS = 0.9
 
 
@@ -197,7 +198,7 @@ def _multichoice() -> Reward:
 
 def _format(pattern: str | None = None) -> Reward:
     if pattern is None:
-        # chat templates of reasoning models end the prompt in <think>
+        # Look at the prompt too, because chat templates of reasoning models end it in <think>.
         return Reward(
             lambda task: answers.thinks_first(task.response, task.prompt),
             wants_record=True,
@@ -326,13 +327,13 @@ def _of_function(function: Callable[..., Any]) -> Reward:
     arguments = arguments_of(function)
 
     def judge(task: Task) -> Any:
-        # Functions for verifiers and TRL index messages of a chat, and take a text otherwise.
+        # Functions for verifiers and TRL expect the messages of a chat, and otherwise a text.
         said: Any = (
             [{"role": "assistant", "content": task.response}]
             if task.is_chat and arguments.takes_messages
             else task.response
         )
-        # A copy: a function may change its arguments.
+        # Pass a copy, because a function may change its arguments.
         record = dict(task.record)
         values = {
             "prompt": task.prompt,
@@ -345,7 +346,7 @@ def _of_function(function: Callable[..., Any]) -> Reward:
         positional, named = values_for(arguments, values, record)
         found = function(*positional, **named)
         if inspect.isawaitable(found):
-            # A loop of its own in each call: nothing of an earlier response is left in it.
+            # Run a new event loop in each call, so that nothing of an earlier response remains in it.
             found = asyncio.run(_awaited(found))
         return _only(found) if arguments.is_of_several else found
 
@@ -374,7 +375,7 @@ def verdict(value: Any) -> tuple[float, float | None]:
     Raises:
         VerdictError: the value is neither a number nor a mapping with a number under ``score``.
     """
-    # Asked of each response: a float need not be asked whether it is a mapping, which takes longer.
+    # Test for float first: this runs for every response, and the test for a Mapping takes longer.
     if type(value) is float:
         return value, None
     if not isinstance(value, Mapping):
@@ -450,8 +451,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         try:
             with _opener().open(request, timeout=each_s) as reply:
                 said = reply.read(_LARGEST_REPLY)
-                # of a read of so many bytes, http.client does not say that the reply ended before its
-                # Content-Length
+                # If http.client reads a given number of bytes, it does not report that the reply ended before
+                # its Content-Length.
                 if reply.length and len(said) < _LARGEST_REPLY:
                     raise http.client.IncompleteRead(said, reply.length)
                 return json.loads(said)
@@ -460,14 +461,13 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
                 f"status {error.code}",
                 RewardError if error.code in _OF_THE_QUESTION else RewardOutageError,
             )
-            # Request Timeout and Too Many Requests pass; other 4xx stay what they are however often they are
-            # asked.
+            # Request Timeout and Too Many Requests are temporary; a retry does not change other 4xx statuses.
             if error.code not in (408, 429) and error.code < 500:
                 break
         except (urllib.error.URLError, TimeoutError) as error:
             fault, kind = f"{type(error).__name__}: {error}", RewardOutageError
         except (OSError, http.client.HTTPException) as error:
-            # it was reached: that it breaks off each time may be what this response does to it
+            # The scorer was reached. If it closes the connection each time, this response may be the cause.
             fault, kind = f"{type(error).__name__}: {error}", RewardError
         except (ValueError, RecursionError) as error:
             raise RewardError(

@@ -158,10 +158,10 @@ class SampleLog:
         ids = samples["input_ids"][row, start - opening : end].numpy()
         sampled = samples["token_mask"][row, start:end].numpy() != 0
         rewards = samples["token_rewards"][row, start:end]
-        # where an observation has no tokens, two responses are one piece here, with both rewards
+        # If an observation has no tokens, the two responses around it are one piece here, with both rewards.
         changes = (np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist()
         pieces = [(first, last) for first, last in pairwise([0, *changes, len(sampled)]) if first < last]
-        # All of them in one call, which takes longer than what it decodes.
+        # Decode all pieces in one call, because a call takes longer than the decoding itself.
         parts = [ids[:opening], *(ids[opening + first : opening + last] for first, last in pieces)]
         opened, *texts = decode_with_special_tokens(self.tokenizer, TokenRows.of_arrays(parts))
         turns: list[dict[str, Any]] = (
@@ -193,7 +193,7 @@ class SampleLog:
             samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
         )
         newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
-        # A masked sample has 0 in these columns, which is no reward: it is unknown.
+        # A masked sample holds 0 in these columns, but its reward is unknown.
         judged = {
             name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
             for name in _JUDGED
@@ -211,7 +211,7 @@ class SampleLog:
         for row, record in enumerate(islice(rollouts.records, number)):
             generation += 1
             if record is not before:
-                # a record that a step has twice is two objects
+                # Compare objects: if a step has a record twice, it is two objects.
                 before, group, generation = record, group + 1, 0
                 prompt = self.tokenizer.decode(list(record.prompt_ids), skip_special_tokens=False)
             rows.append(

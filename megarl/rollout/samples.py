@@ -115,7 +115,7 @@ def effective_share(log_weights: Tensor, mask: Tensor) -> float:
     counted = log_weights[mask != 0].double()
     if not len(counted):
         return 1.0
-    # the largest is 1, so that none overflows
+    # Subtract the largest value, so that every weight is at most 1 and none overflows.
     weights = (counted - counted.max()).exp()
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
@@ -196,7 +196,7 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, se
         MismatchError: ``token_mult_prob_error`` is above the bound.
     """
     error = metrics[TOKEN_MULT_PROB_ERROR]
-    # ``not <=`` and no ``>``, so that NaN is refused too.
+    # Write ``not <=`` instead of ``>``, so that NaN is refused too.
     if bound is not None and not error <= bound:
         raise MismatchError(
             f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above "

@@ -39,16 +39,16 @@ def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
         return rollouts
     last = rollouts.samples
     count = last.size
-    # a response's own figures stand in each of its rows
+    # Copy the values that describe a whole response into each of its rows.
     of_earlier = last.select_indices(earlier[RESPONSE]) | {
         name: earlier[name] for name in earlier if name != RESPONSE
     }
-    # An earlier segment counts only where its response does.
+    # An earlier segment only counts if its response does.
     of_earlier["sample_mask"] = of_earlier["sample_mask"] * (~of_earlier["masked"]).float()
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
     both = type(last).from_batches([last, of_earlier], padding)
     response = torch.cat([torch.arange(count), earlier[RESPONSE]])
-    # the last segment, which stands in front here, comes behind the others of its response
+    # Move each last segment, which comes first here, behind the other segments of its response.
     is_last = torch.arange(len(response)) < count
     order = sorted(range(len(response)), key=lambda row: (int(response[row]), bool(is_last[row])))
     samples = both.select_indices(order)
@@ -103,7 +103,7 @@ class SegmentRows:
         found["input_lengths"] = found["input_lengths"] + places[last] * width
         counted = torch.zeros_like(found["sample_mask"]).index_add(0, self.response, batch["sample_mask"])
         found["sample_mask"] = (counted > 0).to(counted.dtype)
-        # a row that does not count beside others of its response that do
+        # Mask the tokens of a row that does not count, because other rows of its response may count.
         found["token_mask"] = self._joined(batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
         del found[RESPONSE]
         return found
@@ -164,7 +164,7 @@ def global_batches(
     filled["sample_mask"] = filled["sample_mask"].masked_fill(filling, 0)
     filled["token_mask"] = filled["token_mask"].masked_fill(filling.unsqueeze(1), 0)
     numbers = filled.pop(RESPONSE)
-    # The first token of a row is given and not predicted, so that it has no loss.
+    # Leave out a row's first token, which is given and not predicted, and therefore has no loss.
     counts = ((filled["token_mask"] != 0) & (filled["sample_mask"] != 0).unsqueeze(1))[:, 1:].sum(dim=1)
     totals = torch.zeros(int(numbers.max()) + 1, dtype=counts.dtype).index_add(0, numbers, counts)
     filled[RESPONSE_TOKENS] = totals[numbers]

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Rewards of a run that are missing and reported one by one; of later batches each has one line for all.
+# Number of a run's missing rewards that are reported one by one; each later batch has one line for all.
 _TOLD = 3
 
-# Batches in a row that may be left without any score.
+# Maximum number of consecutive batches without any score.
 _BATCHES = 3
 
 
@@ -79,7 +79,7 @@ class ScoresAhead(Generic[_Task, _Score]):
         while True:
             with self._lock:
                 tasks, self._waiting = self._waiting, []
-                # under the lock: what comes from now on finds no thread, and starts another
+                # Clear the thread under the lock, so that a task that arrives from now on starts another one.
                 if not tasks or self._error is not None:
                     self._thread = None
                     return
@@ -127,7 +127,7 @@ class SingleTurn:
 
     def __init__(self, section: EnvConfig) -> None:
         on_error = section["on_error"]
-        # what no response can cause is held against none
+        # Mask an outage, because no response can cause it.
         self._on_fault = {
             "error": on_error,
             "timeout": section["on_timeout"],
@@ -253,7 +253,8 @@ class SingleTurn:
         found: list[Score | None] = []
         missing: list[tuple[int, Task]] = []
         for key, task in self._pooled_tasks(turn):
-            # two responses to a prompt may be the same text: each has a score of its own
+            # Keep a queue per key: two responses to a prompt may have the same text, and each has its own
+            # score.
             found.append(ahead[key].popleft() if ahead.get(key) else None)
             if found[-1] is None:
                 missing.append(task)
@@ -264,7 +265,7 @@ class SingleTurn:
         """Return the tasks for the pool, each with a key. They are ordered by reward, so that the slow
         responses of different rewards are spread out."""
         full = self._tasks(turn)
-        # What a reward does not read need not go through the pipe to its process.
+        # Do not send what a reward does not read through the pipe to its process.
         short = (
             [task._replace(prompt="", record={}) for task in full]
             if any(part.reward.wants_record for part in self._parts)
@@ -276,7 +277,7 @@ class SingleTurn:
                 for record, task in zip(
                     turn.records, full if part.reward.wants_record else short, strict=True
                 ):
-                    # a record is the same object as long as its episode lasts
+                    # Identify the record by its object, which stays the same as long as its episode exists.
                     found.append(((part.place, id(record), task.response, task.length), (part.place, task)))
         return found
 
@@ -340,7 +341,7 @@ class SingleTurn:
                 responses.
         """
         for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
-            # An import that failed is an outage with a trace, and does not come back (``score_of``).
+            # A failed import is an outage with a trace, and is permanent (``score_of``).
             fails = len(column) > 1 and all(score.fault == "error" or score.trace for score in column)
             self._failing[part.name] = self._failing.get(part.name, 0) + len(column) if fails else 0
             if fails:

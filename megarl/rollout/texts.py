@@ -22,7 +22,7 @@ from megarl.distributed.token_rows import TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens that are joined at once, which bounds the memory that it takes.
+# Number of tokens that are joined at once, which bounds the memory needed.
 _AT_ONCE = 1 << 20
 
 
@@ -123,7 +123,7 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
         return False
     if not tokenizer.clean_up_tokenization_spaces:
         return True
-    # newer versions of transformers take the setting back for BPE, whose texts it would damage
+    # Newer versions of transformers ignore the setting for BPE, whose texts it would damage.
     kept = not getattr(
         tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True
     )
@@ -163,19 +163,19 @@ class ByteTable:
         lengths = self.lengths[ids]
         ends = np.cumsum(lengths)
         size = int(ends[-1]) if len(ends) else 0
-        # For each byte of the text its index in ``data``: that of the first byte of its token, and on from
-        # there.
+        # For each byte of the text, compute its index in ``data``: it increases from the first byte of its
+        # token.
         places = np.repeat(self.first[ids] - (ends - lengths), lengths)
         places += np.arange(size)
         joined = self.data[places].tobytes()
         begun = 0
-        # where the last byte of each row is
+        # Iterate over the ends of the rows in bytes.
         for end in np.concatenate([[0], ends])[np.cumsum(rows.lengths)].tolist():
             yield joined[begun:end].decode("utf-8", "replace")
             begun = end
 
 
-# A table lives as long as its tokenizer.
+# A table exists as long as its tokenizer.
 _tables: weakref.WeakKeyDictionary[Any, tuple[Any, ByteTable | None]] = weakref.WeakKeyDictionary()
 
 
@@ -186,7 +186,7 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
     if (json.loads(state) or {}).get("type") != "ByteLevel":
         return None
     added = backend.get_added_tokens_decoder()
-    # A tokenizer may be given further tokens after its table was made.
+    # Include the vocabulary, because a tokenizer may receive further tokens after its table was made.
     now = (
         state,
         backend.get_vocab_size(),
@@ -205,7 +205,7 @@ def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     tokens |= {
         number: token.content for number, token in added.items()
-    }  # where both have a number, the library takes the added one
+    }  # If both have a number, the library uses the added token.
     table = ByteTable.of(
         {number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()}
     )

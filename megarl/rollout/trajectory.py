@@ -91,7 +91,7 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
         ``token_versions`` [B, S] int64 (weight versions; 0 except on sampled tokens).
     """
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
-    # what is observed and what is sampled, by turns, of all segments one after another
+    # Alternate observed and sampled pieces of all segments, one segment after another.
     pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
     tokens = [tokens for tokens, *_ in pieces]
     rows = TokenRows(np.concatenate(tokens), np.fromiter(map(len, segments), np.int64, len(segments)))
@@ -99,7 +99,7 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], list(map(len, tokens)))
     of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
     versions = [each for _, _, each in pieces if each is not None]
-    # A piece without versions would shift those of all that follow.
+    # Use versions only if every piece has them: a piece without them would shift those of all later pieces.
     tells = len(versions) == len(of_sampled) > 0
     token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
     token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled

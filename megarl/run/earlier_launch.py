@@ -24,7 +24,7 @@ def kept_config(path: Path) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(read_again(lambda: path.read_text(encoding="utf-8"), str(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, StorageError):
-        # Whoever needs what is in it says what is wrong with it.
+        # The code that needs the content of the file will report what is wrong with it.
         return {}
     return found if isinstance(found, Mapping) else {}
 
@@ -55,7 +55,7 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
 
 def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
-    # An empty file is no training: a launch that fails in its first step leaves one.
+    # An empty file does not count: a launch that fails in its first step leaves one.
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
 

@@ -105,13 +105,14 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
         return ResumePoint()
     try:
         step = int(read_info(checkpoint)["step"])
-    # A CheckpointError too; but what cannot be read now may well be a checkpoint.
+    # Re-raise it: a StorageError is a CheckpointError, but the path that cannot be read now may well be a
+    # checkpoint.
     except StorageError:
         raise
     except (CheckpointError, KeyError, TypeError, ValueError):
         near = sorted(
             (*checkpoint.glob("step_*"), *checkpoint.glob("checkpoints/step_*")),
-            # Shorter names first, so that step_9 comes before step_10.
+            # Sort shorter names first, so that step_9 comes before step_10.
             key=lambda path: (len(path.name), path.name),
         )
         fix = (
@@ -154,11 +155,11 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
     with ExitStack() as stack:
         if make_policy is None:
             start_ray(stack, config["deadlines"]["init_s"], config["deadlines"]["least_s"])
-        # The prompts have the day of the run, as in its own validations.
+        # Give the prompts the date of the run, as in its own validations.
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
         tokenizer, environment, dataset = read_validation(config, stack)
-        # check_evaluation has refused algorithms that generate nothing.
+        # The algorithm generates responses, because check_evaluation has refused all others.
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)
         policy = make(config, tokenizer, weights, stack, ACTOR)
@@ -213,7 +214,7 @@ def _weights_of(config: RunConfig, weights: ResumePoint) -> dict[str, Any]:
     """Return the evaluated weights by name; a model's directory as an absolute path."""
     model = config["policy"]["model_name"]
     return {
-        # ``result_path`` compares it with earlier results, from whatever working directory.
+        # ``result_path`` compares this path with earlier results, from any working directory.
         "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
         "adapter": config["policy"]["merged_adapter"],
         "checkpoint": None if weights.checkpoint is None else str(weights.checkpoint),
@@ -258,7 +259,7 @@ def _is_result_of(path: Path, of_this: Mapping[str, Any]) -> bool:
         sets = dict[str, Any]()
         for name, figures in found["sets"].items():
             sets[name] = {key: figures[key] for key in of_this["sets"][name]}
-    # A file of another form or version is no result of these weights, and is left alone.
+    # A file of another form or version is not a result of these weights, and is left alone.
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False
     return bool(same_weights and sets == of_this["sets"])
@@ -309,7 +310,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     check_evaluation(config)
     weights = weights_to_evaluate(checkpoint, config["checkpointing"]["signing_key_file"])
     path = out or result_path(config, weights)
-    # Where there is no terminal, rich takes 80 columns and would fold the table.
+    # Set the width: without a terminal rich uses 80 columns and would wrap the table.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
     if dry_run:
         _describe(config, weights, path, console)

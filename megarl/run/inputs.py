@@ -129,7 +129,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     template_kwargs = policy["tokenizer"].get("chat_template_kwargs")
     stops = tuple(at(policy, "generation.stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
     sections = at(config, "env") or {}
-    # Named environments are sections within the section; options belong to a single one.
+    # Named environments are sections within this section. Options belong to a single environment.
     names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
     pairs = algorithm_class(config["algorithm"]).PAIRS
     told = tools_told(environment)
@@ -200,7 +200,8 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
             raise ConfigError([Violation(key, given, bound, "remove it")])
         return None
     if given is None:
-        # Into the configuration, which is saved: a resumed run renders the same prompts on a later day.
+        # Store the date in the configuration, which is saved, so that a run resumed on a later day renders
+        # the same prompts.
         section["template_date"] = given = datetime.date.today().isoformat()
         logger.info("the chat template writes the date; this run keeps the day of its first start, %s", given)
     try:
@@ -225,14 +226,14 @@ def _judge(config: RunConfig) -> list[Any]:
     and the user's own code."""
     section = config.get("env") or {}
     places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
-    # the environment has been made, so that the modules that it names have been imported
+    # The environment has been built, so that the modules that it names have been imported.
     files = [
         Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places
     ]
     texts = [file.read_bytes() for file in files if file.is_file()]
     texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
     code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
-    # Another version of either may decide otherwise of the same answer.
+    # Include both versions, because another version of either package may score the same answer differently.
     return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 
 

@@ -73,7 +73,7 @@ class Reporting:
 
     def row(self, step: int, train: Mapping[str, float]) -> dict[str, float]:
         """Return the row of a step, with the timer's phases but without its validation."""
-        # Nothing was trained before the validation in front of the first step.
+        # Before the first validation nothing was trained, so there are no figures of memory.
         memory = {**self.memory(), **self.restarts()} if train else {}
         seconds, sequences = self.timer.collect(), self.timer.take_sequences()
         row = {
@@ -142,7 +142,7 @@ class _HeldStep:
         # No step has followed, so that the weights are still those of the held step.
         if validation is None:
             validation = _validate(self._algorithm, self._reporting)
-        # Only now: where the validation fails, the row is still written on leaving.
+        # Clear the row only now: if the validation fails, ``__exit__`` still logs the row.
         self._row = None
         self._reporting.write(step, row, validation)
         if self._checkpoints is not None:
@@ -159,7 +159,7 @@ class _HeldStep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The run fails, and is resumed from an earlier step: the row helps to find the reason.
+        # The run fails, and will be resumed from an earlier step. The row helps to find the reason.
         if self._row is not None:
             self._reporting.write(*self._row, {})
 
@@ -197,7 +197,7 @@ def _run_steps(
     profiler: StepProfiler | None,
     held: _HeldStep,
 ) -> int:
-    # Drops the seconds of the start, which belong to no step.
+    # Discard the seconds of the start, which belong to no step.
     reporting.timer.collect()
     if schedule.val_at_start and first_step == 0:
         if algorithm.validate_beside():
@@ -206,13 +206,13 @@ def _run_steps(
             validation = _validate(algorithm, reporting)
             reporting.write(0, reporting.row(0, {}), validation)
     for step in range(first_step + 1, schedule.total_steps + 1):
-        # Nothing to save, or nothing new since the checkpoint at hand; otherwise one more step is trained and
-        # saved.
+        # Stop at once if there is nothing to save, or nothing new since the last checkpoint. Otherwise train
+        # and save one more step.
         if stop.reason is not None and (checkpoints is None or step == first_step + 1):
             held.finish()
             return step - 1
         if checkpoints is not None:
-            # Without waiting: what has been written meanwhile becomes visible.
+            # Do not wait: only a checkpoint whose write has ended becomes visible.
             checkpoints.settle()
         begun = time.monotonic()
         if profiler is not None:
@@ -222,7 +222,8 @@ def _run_steps(
             if profiler is not None:
                 profiler.end(step)
             held.finish()
-            # Behind the last step, or a stop, nothing follows that a validation could go on with.
+            # A validation can run next to the following step, and there is none after the last step or a
+            # stop.
             is_due, goes_on = schedule.validates_after(step), step < schedule.total_steps
             is_beside = is_due and goes_on and stop.reason is None and algorithm.validate_beside()
             validation = _validate(algorithm, reporting) if is_due and not is_beside else {}
@@ -230,23 +231,24 @@ def _run_steps(
         reporting.look_around()
         stop.step_took(done - begun)
         metrics = {**_prefixed("train", train), **_prefixed("validation", validation)}
-        # a step that was skipped has not all of them, nor has a warm-up
+        # A skipped step does not have all metrics, nor does a warm-up step.
         if checkpoints is not None and not train.get("skipped_steps") and not algorithm.is_warming_up(step):
             checkpoints.require_metric(metrics)
-        # A stop is looked for again, because it may have come during the step.
+        # Check for a stop again, because it may have been requested during the step.
         saves = checkpoints is not None and (
             checkpoints.due(step, schedule.total_steps) or stop.reason is not None
         )
         with at_step(step), ExitStack() as around_report:
             if checkpoints is not None and saves:
-                # Open while the row is made: the seconds until then are in it, and the rest in the next one.
+                # Keep this phase open while the row is made: its seconds so far are in this row, and the rest
+                # in the next one.
                 around_report.enter_context(reporting.timer.phase("checkpoint"))
                 around_report.enter_context(
                     checkpoints.saving(
                         step,
                         algorithm.sampler.state(),
                         metrics,
-                        # Asked later, when the variable of the loop has moved on: the step is bound now.
+                        # Bind the step now: the function is called later, when the loop variable has changed.
                         lambda step=step: step == schedule.total_steps or stop.reason is not None,  # type: ignore[misc]
                         is_validated=not is_beside,
                     )
@@ -258,22 +260,24 @@ def _run_steps(
             else:
                 reporting.write(step, row, validation)
         if beside_s := row.get(f"timing/{VALIDATION_BESIDE}_s"):
-            # a stop would have to wait for as long
+            # A stop would have to wait for the validation as well.
             stop.step_took(done - begun + beside_s)
         if saves:
             assert checkpoints is not None
-            # A stop also waits for a write in the background, of which the last one is known.
+            # A stop also waits for a write in the background; the duration of the previous write is the
+            # estimate.
             held.save_took = done - begun, max(time.monotonic() - done, checkpoints.seconds[0])
             stop.save_took(*held.save_took)
             if stop.reason is not None:
                 held.finish()
                 checkpoints.settle(wait=True, is_last=lambda: True)
-                # asked right after a save that failed: one more step is saved
+                # If the save before this stop failed, train and save one more step.
                 if not checkpoints.failed:
                     return step
     if checkpoints is not None:
         checkpoints.settle(wait=True, is_last=lambda: True)
-    # A run that goes on from a checkpoint behind its last step trains none, and is there already.
+    # A run that resumes from a checkpoint after its last step trains no step, and has reached that
+    # checkpoint.
     return max(schedule.total_steps, first_step)
 
 

@@ -29,7 +29,7 @@ from megarl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# That a node may take to begin, and for all that is not writing.
+# A node may take this time to start, and for every call but ``write``.
 _ANSWER_S = 60.0
 
 
@@ -50,7 +50,7 @@ class MemoryOfNodes:
         self._may_hold = False
         self._written: dict[str, int] = {}
         self._actors = {node: _actor_on(node, checkpoint_dir) for node in self._ranks}
-        # beside the first step: these are processes that have to start
+        # Start this now, next to the first step, because the processes of the actors have to start.
         self._tidied = self._begin("tidy")
 
     def take(self, needed: int) -> bool:
@@ -66,7 +66,7 @@ class MemoryOfNodes:
         for node, reason in {**refused, **failed}.items():
             logger.warning("a checkpoint cannot wait in the memory of node %s: %s", self._names[node], reason)
         self._places = {node: Path(path) for node, path in paths.items() if path is not None}
-        # All or none: where one node has no room, every rank writes to the disk at once.
+        # Use all nodes or none: if one node has no room, every rank writes to disk at once.
         if self._places.keys() == self._actors.keys():
             return True
         self.free()
@@ -101,14 +101,15 @@ class MemoryOfNodes:
         failed = self._answers(calls)[1]
         for node, reason in failed.items():
             logger.warning("node %s does not free its memory of a checkpoint: %s", self._names[node], reason)
-        # Of the other nodes the call has failed: their actors serve the next checkpoint, or have died.
+        # Kill only actors that have not replied. On the other nodes the call has failed, and their actors
+        # serve the next checkpoint or have died.
         for node in [node for node in failed if not _has_answered(calls[node])]:
-            # Ray starts it again, so that the next checkpoint may wait there.
+            # Ray restarts the actor, so that the next checkpoint may wait there.
             _kill(self._actors[node], no_restart=False)
 
     def close(self) -> None:
         """Free everything, and end the actors."""
-        # The actors have ended with Ray, and their processes with them.
+        # Without Ray the actors have ended, and their processes with them.
         if not ray.is_initialized():
             return
         self.free()
@@ -171,7 +172,7 @@ class WriteOfNodes:
         end = time.monotonic() + longest_s
         pending = dict(self._calls)
         while pending:
-            # One at a time: the first node that fails ends the others.
+            # Wait for one node at a time, because the first one that fails ends the others.
             ready, _ = ray_calls.wait(
                 list(pending.values()), num_returns=1, timeout=max(end - time.monotonic(), 0.0)
             )
@@ -210,7 +211,8 @@ class WriteOfNodes:
             files |= entries
         write_manifest(self._target, files)
         fsync_directory(self._target)
-        # Each node has only seen its own files: here it shows whether all wrote to one directory.
+        # Verify the files here, because each node has seen only its own: this shows whether all wrote to one
+        # directory.
         problems = verify(self._target, hashes=False)
         if problems:
             where = f"{self._target} is not seen here as the nodes have written it"
@@ -236,8 +238,8 @@ def reason_of(error: RayError, node: str) -> str:
 
 def _actor_on(node: str, checkpoint_dir: Path) -> Any:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    # one that dies comes again, for the next checkpoint; ``free`` has
-    # to get through while ``write`` is under way, also one that hangs
+    # Restart an actor that dies, for the next checkpoint. Allow concurrent calls, so that ``free`` also works
+    # during a ``write``, even one that hangs.
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,

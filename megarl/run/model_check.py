@@ -129,7 +129,7 @@ def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
         section = at(config, path)
         with _named(path):
             vocab_size = check_model(section)
-        # a model that had to be fetched is known only now
+        # Check these facts now, because those of a model that had to be fetched were not known before.
         facts = [facts_of_policy(each) for each in (config[POLICY], section)]
         for fault in backbone_is_that_of_the_policy(path, kind, section["model_name"], *facts):
             raise ConfigError([fault])
@@ -184,7 +184,8 @@ def _check_vocabulary(
             "the policy's tokenizer has "
             f"{max(known.values())}. Fix: {fix}"
         )
-    # A section has the policy's tokenizer by default, which says nothing of the tokens that its model knows.
+    # By default a section has the policy's tokenizer, which does not show the tokens that the section's model
+    # knows.
     own = (
         section["tokenizer"]
         if section["tokenizer"] != policy["tokenizer"]
@@ -227,8 +228,8 @@ def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any
     try:
         return read_hf_config(place, trust_remote_code=policy["trust_remote_code"], **options)
     except Exception as error:
-        # Model code, the checks of a config's fields and the
-        # file system raise errors of many unrelated classes.
+        # Model code, the checks of a config's fields and the file system raise errors of many unrelated
+        # classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: "
             f"{type(error).__name__}: {error}. "
@@ -261,10 +262,10 @@ def _check(
         _check_for_torch(policy, config, source)
         return int(config.get_text_config().vocab_size)
     architecture = plain or _architecture_of(policy, read())
-    # For its refusals alone; the workers make their own settings.
+    # Call it only for its refusals, because the workers make their own settings.
     megatron_settings(architecture)
     if source is not None:
-        # Whether tied weights are equal takes reading them; the worker that holds them compares.
+        # Do not compare tied weights, which would have to be read. The worker that holds them compares them.
         check_headers(source, as_stored(architecture, source.names()))
     return architecture.vocab_size
 
@@ -300,7 +301,7 @@ def _check_scoring(policy: PolicyConfig, config: Any, source: HuggingFaceSource 
     from megarl.models.engine.scoring import scoring_config, scoring_source
 
     config = scoring_config(config)
-    # Names and shapes alone are read, for which any seed of a new head does.
+    # Only names and shapes are read, for which any seed of a new head suffices.
     weights = None if source is None else scoring_source(HuggingFaceSource(source.directory), config, seed=0)
     if enabled_backend(policy) != "megatron":
         _check_for_torch(policy, config, weights)
@@ -368,7 +369,7 @@ def check_tokens(
             f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, "
             f"{vocab_size}). Fix: {fix}"
         )
-    # Known without a look at the examples, which are gone through only to name one.
+    # The largest token is known without reading the examples, which are read only to name one.
     if dataset.examples.largest_token(with_answers) < vocab_size:
         return
     for example in dataset.examples:

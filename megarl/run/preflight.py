@@ -51,26 +51,26 @@ from megarl.run.start import engine_of
 
 Config = Mapping[str, Any]
 
-# Seconds for one look at a host of the network, which may be behind slow proxies.
+# These are the seconds for one check of a network host, which may be behind slow proxies.
 _LOOK_S = 10.0
 
-# Bytes that the smallest run writes, with room to spare.
+# The smallest run writes at most this number of bytes, with a margin.
 _LEAST_FREE = 64 << 20
 
-# Open files of one process: a worker of a small run on the CPU was seen to have 136.
+# One process needs this number of open files. A worker of a small run on the CPU had 136.
 _LEAST_FILES = 256
 
 _THREADS_OF_RAY, _THREADS_OF_RANK = 200, 80
 """Threads of the driver and a local Ray (185), and of one worker (79), as counted in a run of two ranks on
 two cores."""
 
-# Packages that switches of the configuration need, which are also the names of megarl's extras.
+# Switches of the configuration need these packages, which are also the names of megarl's extras.
 _PACKAGES = {f"logger.{name}_enabled": name for name in ("wandb", "tensorboard", "mlflow", "trackio")}
 
 
 _DOCTOR = "megarl doctor says how to install it"
-# Values of keys of ``megatron_cfg``, the package that each needs, how to install it, and what to write
-# instead.
+# Each entry gives a key of ``megatron_cfg`` and its value, the package that the value needs, how to install
+# it, and the value to use instead.
 _PACKAGES_OF_MEGATRON = (
     ("transformer_engine", True, "transformer-engine", _DOCTOR, "auto"),
     ("moe_permute_fusion", True, "transformer-engine", _DOCTOR, "false"),
@@ -179,7 +179,7 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     needed = nodes * ranks + (math.prod(apart) if apart is not None else 0)
     said = env.text("MEGARL_DEVICE", "auto")
     wanted, present = {config["cluster"]["device"], said} - {"auto"}, _visible_gpus()
-    # auto without a GPU is the CPU; ``start.uses_gpus`` refuses it where GPUs are to be expected.
+    # Without a GPU, auto means the CPU. ``start.uses_gpus`` refuses it if GPUs are to be expected.
     if "cpu" in wanted or not (wanted or present):
         workers, slots = needed * len(model_roles(config)), local_slots()
         if workers > slots:
@@ -241,7 +241,7 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for the run's
     files."""
-    # what cannot be made, and what is on one file system, is reported once
+    # Report once what cannot be created, and once each file system without room.
     unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
     for key, (place, size) in _places_of_run(config).items():
         try:
@@ -265,7 +265,7 @@ def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
     """Return the directories of a run by their keys, each with the bytes that it holds at the end of
     the run."""
     facts, section = facts_of_policy(config[POLICY]), config["checkpointing"]
-    # What is left of the run's disk without checkpoints is the export.
+    # The bytes that the run needs without checkpoints are those of the export.
     exported = 0 if facts is None else disk_bytes(put(config, "checkpointing.enabled", False), facts)
     places = {"run_dir": (Path(config["run_dir"]).absolute(), exported)}
     if section["enabled"]:
@@ -277,14 +277,14 @@ def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:
 def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> Iterator[Violation]:
     key, place, _ = max(together, key=lambda each: each[2])
     usage = shutil.disk_usage(nearest_directory(place))
-    # a run that is resumed has written part of it
+    # Subtract what is there already, because a run that is resumed has written a part of it.
     roots = [
         path
         for _, path, _ in together
         if not any(path.is_relative_to(other) for _, other, _ in together if other != path)
     ]
     needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
-    # some file systems of objects say that they have no bytes at all
+    # Some file systems on object storage report a total size of 0 bytes.
     if usage.total and usage.free < needed:
         bound = (
             f"{size_text(usage.free)} are free there, and the run writes {size_text(needed)} of "
@@ -311,7 +311,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
     address = _ray_address()
     if address is None or address == "auto":
         return
-    # urlsplit takes HOST:PORT without a scheme for a scheme and a path, and finds no host.
+    # Add a scheme, because urlsplit parses HOST:PORT as a scheme and a path, and finds no host.
     place = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         socket.create_connection((place.hostname or "", place.port or 6379), timeout=_LOOK_S).close()
@@ -324,7 +324,7 @@ def dead_cluster(config: RunConfig) -> Iterator[Violation]:
 
 def low_limits(config: RunConfig) -> Iterator[Violation]:
     """Yield limits on processes and open files that are too low for a local Ray with the run's workers."""
-    # The hard limit, to which Ray raises the soft one when it starts.
+    # Read the hard limit, to which Ray raises the soft limit when it starts.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         yield Violation(
@@ -343,16 +343,16 @@ def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
     """Yield name, value and use of each limit on processes and threads that applies to this user or
     container."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    # root is not held to it
+    # This limit does not apply to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        # The kernel counts threads against this limit, not processes.
+        # For this limit the kernel counts threads rather than processes.
         used = sum(
             process.info["num_threads"] or 0
             for process in psutil.process_iter(["uids", "num_threads"])
             if _is_ours(process)
         )
         yield "ulimit -u", soft, used
-    # A container sees its own group here. The root group of a host has no pids.max, which is no limit.
+    # A container sees its own group here. The root group of a host has no pids.max, and thus no limit.
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "pids.max").read_text().strip()
@@ -367,7 +367,7 @@ def _is_ours(process: psutil.Process) -> bool:
     return uids is not None and uids.real == os.getuid()
 
 
-# Each file that a tokenizer of transformers is read from has one of these in its name.
+# The name of every file that a tokenizer of transformers is read from contains one of these.
 _TOKENIZER_WORDS = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "bpe", "dict.txt")
 
 
@@ -381,7 +381,7 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
             name = at(section, key)
             if isinstance(name, str):
                 names.setdefault(name, f"{path}.{key}")
-    # All started before the first is waited for: the network is waited for once.
+    # Start all checks before waiting for the first one, so that their waiting times overlap.
     looks = [_HubLook(key, name) for name, key in names.items() if _is_of_hub(name)]
     end = time.monotonic() + _LOOK_S
     for look in looks:
@@ -410,12 +410,12 @@ def _is_of_hub(name: str) -> bool:
     config are not in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    # A model of the hub is MODEL or OWNER/MODEL.
+    # The name of a model on the hub is MODEL or OWNER/MODEL.
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return False
     try:
         return not isinstance(try_to_load_from_cache(name, "config.json"), str)
-    # a name that no model of the hub can have
+    # No model on the hub can have this name.
     except ValueError:
         return True
 
@@ -441,7 +441,7 @@ class _HubLook(threading.Thread):
         )
 
         try:
-            # A HEAD request, which the hub refuses for the same reasons as a download.
+            # Send a HEAD request, which the hub refuses for the same reasons as a download.
             get_hf_file_metadata(hf_hub_url(self.model, "config.json"), timeout=_LOOK_S)
             self.fault = None
         except GatedRepoError:
@@ -457,7 +457,7 @@ class _HubLook(threading.Thread):
             self.fault = "the hub has it without a config.json"
         except OfflineModeIsEnabled:
             self.fault = "it is not on this disk, and HF_HUB_OFFLINE forbids asking the hub"
-        # the client raises the errors of its HTTP library, which all mean the same here
+        # The client raises errors of its HTTP library, all of which mean the same here.
         except Exception as error:
             self.fault = (
                 f"it is not on this disk, and the hub cannot be reached ({type(error).__name__}: {error})"

@@ -30,7 +30,7 @@ class StepProfiler:
     """
 
     def __init__(self, policy: Policy, section: ProfilerConfig, directory: Path) -> None:
-        # range(0) is empty: without steps nothing is recorded.
+        # range(0) is empty, so that nothing is recorded if no steps are given.
         self._steps = range(*(section["steps"] or (0,)))
         self._policy, self._directory = policy, directory
         self._ranks: Sequence[int] = section["torch_ranks"]

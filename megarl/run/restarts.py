@@ -31,8 +31,8 @@ SLURM_RESTARTS = 3
 """Default of ``cluster.max_restarts`` in a Slurm job, which nobody watches."""
 
 _LOOK_S = 5.0
-# That places of a lost node are waited for in a job of Slurm: they do not come back there, and a requeued job
-# has others.
+# In a Slurm job, bundles of a lost node are waited for only this long: they do not come back there, while a
+# requeued job gets other nodes.
 _IN_A_JOB_S = 60.0
 
 
@@ -78,8 +78,8 @@ class Restarts:
             MegarlError: ``error`` itself, if no worker was lost or hangs, a stop of the run is requested, or
                 there were ``most`` restarts.
         """
-        # places that the run has had, and that were there before
-        # it was rebuilt, are gone by the loss of a node
+        # The run had these bundles, and they existed before it was rebuilt: the loss of a node has removed
+        # them.
         lost_places = isinstance(error, ResourceInsufficientError) and self.workers > 0
         lost = (
             isinstance(error, WorkerLostError)
@@ -88,7 +88,7 @@ class Restarts:
         )
         if not lost or self.stop.reason is not None or self.workers >= self.most:
             raise error
-        # Not built: a deadline that passes from now on may mean that places are missing.
+        # Reset ``built``: a deadline that passes from now on may mean that bundles are missing.
         self.workers, self.built = self.workers + 1, False
         logger.warning(
             "workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error

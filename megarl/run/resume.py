@@ -89,7 +89,7 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
             raise UnusableCheckpointError(_none_can_be_used(damaged))
         return ResumePoint()
     if resume == "never":
-        # Left there, it would be what the next automatic resume of this run goes on from.
+        # Refuse this: the next automatic resume of this run would continue from that checkpoint.
         raise CheckpointError(
             f"checkpointing.resume = 'never', but {path} exists, and a later launch would resume from it. "
             "Fix: choose another run_dir, remove the old checkpoints, or resume with 'auto'"
@@ -134,7 +134,8 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
             f"{path} cannot be read: {error}. Fix: resume from another one"
         ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
-    # Redacted both: the stored one has its secrets hidden, and each would look changed.
+    # Redact both configurations: the stored one has its secrets hidden, and each secret would appear to have
+    # changed.
     for key, (old, new) in check_changes(
         redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
     ).items():
@@ -310,7 +311,7 @@ class CheckpointWriter:
             CheckpointError: it could not be written, and is the last one, or ``most_failed`` in a row could
                 not.
         """
-        # One at a time: the memory that the earlier one waits in is needed again.
+        # Write one checkpoint at a time, because the memory that the previous one waits in is needed again.
         self.settle(wait=True)
         info = {"step": step, "sampler": dict(sampler_state), "metrics": _ranking_metrics(metrics)}
         failure: CheckpointError | OSError | None = None
@@ -319,17 +320,19 @@ class CheckpointWriter:
         try:
             path = begun = Path(self.manager.init_tmp_checkpoint(step, info, self.run_config))
             self.beside(begun)
-            # The last checkpoint is waited for in any case, and memory would be a detour.
+            # Write the last checkpoint to disk directly: the run waits for it in any case, and memory would
+            # be a detour.
             memory = None if self.memory is None or is_last() else self._left_in(self.memory)
             if memory is None:
                 self._write_models(lambda role: begun)
         except DeadlineError:
-            # an OSError as well, but of workers that stand still, and are of no use to the next step either
+            # Re-raise it: a DeadlineError is an OSError, but comes from workers that hang and could not run
+            # the next step either.
             raise
         except (CheckpointError, OSError) as error:
             failure = error
             self._discard(path)
-        # Outside of the try: what fails in the block is no failed checkpoint.
+        # Yield outside of the try statement: an error in the caller's block is not a failed checkpoint.
         yield
         if failure is not None or path is None:
             self._settled(step, failure, is_last)
@@ -350,7 +353,7 @@ class CheckpointWriter:
         if not self.uncommitted:
             return
         current, failure = self.uncommitted.pop(), None
-        # The samples of its steps have to be on the disk before anybody can resume from it.
+        # The samples of its steps have to be on disk before anybody can resume from this checkpoint.
         self.before_commit()
         try:
             if figures:
@@ -381,7 +384,8 @@ class CheckpointWriter:
         current, failure = self.in_flight.pop(), None
         try:
             self.seconds[0] = current.write.wait(self.longest_s)
-            # The process that wrote it has flushed its files and made its manifest (``Write.wait``).
+            # The process that wrote the checkpoint has flushed its files and made its manifest
+            # (``Write.wait``).
             self.manager.finalize_checkpoint(current.path, is_sealed=True)
         except (CheckpointError, OSError) as error:
             failure = error
@@ -396,7 +400,7 @@ class CheckpointWriter:
         waits for metrics is removed: a run resumed from it would never log them."""
         if self.uncommitted:
             self._discard(self.uncommitted.pop().path)
-        # An interrupt ends the run at once; after an error there is time to finish the write.
+        # An interrupt ends the run at once, while after an error there is time to finish the write.
         if self.in_flight and not (error is None or isinstance(error, Exception)):
             current = self.in_flight.pop()
             current.write.abort()
@@ -407,7 +411,7 @@ class CheckpointWriter:
         except CheckpointError as lost:
             logger.error("the checkpoint that was being written is lost: %s", lost)
         if self.memory is not None:
-            # of a save that was interrupted before it was in flight
+            # A save that was interrupted before its write began may have left memory.
             self.memory.free()
 
     def _settled(
@@ -439,7 +443,7 @@ class CheckpointWriter:
             self._write_models(lambda role: memory.directories(role.name))
             memory.hold()
         except DeadlineError:
-            # as in ``saving``: they do not write to the disk either
+            # Re-raise it, as in ``saving``: workers that hang cannot write to disk either.
             raise
         except (CheckpointError, OSError) as error:
             logger.warning("a checkpoint cannot wait in memory and is written to the disk at once: %s", error)
@@ -474,7 +478,7 @@ class CheckpointWriter:
             kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
         except StorageError as error:
             kept = f"which one is the newest is not known ({error})"
-        # where in a worker the disk was full tells nobody anything
+        # Omit the worker's traceback if the disk is full, because it does not help.
         told = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
         what = f"the checkpoint of step {step} could not be written: {told}"
         if not is_last and len(self.failed) < self.most_failed:

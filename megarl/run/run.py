@@ -95,7 +95,8 @@ NOT_SAVED = 1
 _FROZEN_BY_PYTHON = 10_000
 """Maximum number of objects that Python itself freezes: 3.12 freezes some hundred at its start, and the
 imports of a run create some hundred thousand."""
-# By Python's own threshold a step of 1,024 responses had 450 looks: 3 to 11 ms of the driver's 100.
+# With Python's own threshold, a step of 1,024 responses had 450 collections, which took 3 to 11 ms of the
+# driver's 100 ms.
 _OBJECTS_A_COLLECTION = 50_000
 """New container objects between two runs of the garbage collector."""
 
@@ -131,15 +132,17 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         with phase("machine checked"):
             require_this_machine(config)
     with ExitStack() as stack:
-        # Before the lock, and so undone after it: the directory that it removes has the lock's file in it.
+        # Enter this before the lock, so that it is undone after it: the directory that it removes contains
+        # the lock's file.
         stack.enter_context(_left_as_it_was(run_dir))
-        # Before anything is written there: another launch may be running.
+        # Lock the directory before anything is written there, because another launch may be running.
         lock = _lock(run_dir, "run_dir", stack)
         attempt = this_attempt()
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
-        # Before the inputs are read: they give a template that reads a clock today's date where none is kept.
+        # Do this before the inputs are read: a template that reads a clock gets today's date if none is
+        # stored.
         keep_template_date(config, kept_configs(config, run_dir))
         stack.enter_context(recorded_start(run_dir))
         if make_policy is None:
@@ -152,17 +155,18 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 if manager is not None
                 else ResumePoint()
             )
-        # Before the file of the earlier launch is overwritten: a refused launch leaves it as it is.
+        # Do this before the file of the earlier launch is overwritten, so that a refused launch leaves that
+        # file alone.
         report_changes(start, config)
         with _written("run_dir", run_dir):
             _write_config(run_dir, config)
         schedule = _schedule(config, len(inputs.train))
         sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
-        # Within the record of the launch, which so gets the exit code that is meant.
+        # Enter this inside the record of the launch, which then gets the intended exit code.
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
-        # Decided once: after a node is lost, auto could mean another device.
+        # Decide the device once: after the loss of a node, auto could select another device.
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
@@ -189,11 +193,11 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 await_places(
                     lambda: check_places(placed), patience_for_places(config["deadlines"]["init_s"]), error
                 )
-                # what the lost workers left unfinished goes
+                # A new manager removes what the lost workers left unfinished.
                 manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
                 restarts.workers_lost(error, start.step)
-            # A new one, at the checkpoint's position: the old one is ahead of it by the steps that were lost.
+            # Make a new sampler at the checkpoint's position: the old one is ahead of it by the lost steps.
             sampler = _sampler(config, inputs.train, start)
 
 
@@ -208,7 +212,7 @@ def _left_as_it_was(run_dir: Path) -> Iterator[None]:
         if made and not (run_dir / CONFIG_FILE).exists():
             with contextlib.suppress(OSError):
                 (run_dir / LOCK_NAME).unlink()
-            # one in which somebody else has put something stays
+            # A directory that contains somebody else's files stays.
             with contextlib.suppress(OSError):
                 for place in made:
                     place.rmdir()
@@ -258,7 +262,8 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
     )
     with ExitStack() as stack:
         reporting = _open_reporting(launch, start, stack)
-        # Before the workers are built: their runtime environment follows from these variables.
+        # Set these variables before the workers are built, because their runtime environment follows from
+        # them.
         tell_worker_groups(config["profiler"])
         models = start_models(launch.placed, inputs.tokenizer, start, stack, launch.make_policy)
         policy, turns = models[ACTOR], Turns(models)
@@ -290,14 +295,15 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
             schedule.total_steps,
         )
         algorithm = cast("type[Algorithm]", algorithm_class(config["algorithm"]))(parts)
-        # Closed before the models and engines, which its threads may still call.
+        # Close the algorithm before the models and engines, which its threads may still call.
         stack.callback(algorithm.close)
         if start.checkpoint is not None:
             algorithm.load(start.checkpoint)
         memory = None if manager is None else _checkpoint_memory(launch, manager, models, stack)
         writer = _writer(manager, models, turns, config, launch.attempt, samples, memory, algorithm.save)
         if writer is not None:
-            # Runs before the models and their memory are taken down, which are on the stack already.
+            # This callback runs before the models and their memory are removed, whose callbacks are on the
+            # stack already.
             stack.push(writer.leave)
 
         stack.enter_context(_seldom_collected())
@@ -311,13 +317,14 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
         if reached < schedule.total_steps:
             restarts.outcome.text = f"stopped after step {reached}: {stop.reason}"
             return _stopped(reached, stop, reporting.console, writer is not None)
-        # A request that came with the last step: a launcher's file, left there, would stop the next start.
+        # Discard a request that came with the last step: the file of a launcher would stop the next start.
         stop.forget_files()
         reporting.console.stop_bar()
         if config["checkpointing"]["export_hf"]:
-            # max_num_steps may be lower by now than the step of the checkpoint that the run goes on from.
+            # Take the larger number: max_num_steps may now be lower than the step of the checkpoint that the
+            # run resumed from.
             path = run_dir / EXPORT_DIRECTORY / f"step_{max(schedule.total_steps, start.step)}"
-            # Where models share the devices, the last step may have left another model's parameters there.
+            # If models share the devices, the last step may have left another model's parameters there.
             turns.bring(ACTOR)
             _export(policy, path, reporting.console, has_trained=reached > start.step)
         reporting.console.finish()
@@ -328,13 +335,12 @@ def _train(launch: _Launch, start: ResumePoint, sampler: Sampler, manager: Check
 @contextlib.contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Make the garbage collector run rarely inside the block, and ignore the objects that exist already."""
-    # A step makes some hundred thousand objects, most of which are gone at its end without the collector;
-    # by Python's own threshold it looks for cycles among them hundreds of times.
+    # A step creates some hundred thousand objects, most of which are freed by its end without the collector.
+    # With Python's own threshold the collector would search them for cycles hundreds of times.
     thresholds = gc.get_threshold()
     gc.set_threshold(max(_OBJECTS_A_COLLECTION, thresholds[0]), *thresholds[1:])
-    # What there is by now stays to the end: a collection that looks through all of torch and transformers
-    # takes longer than a step of the driver. Who has frozen more than Python itself does, as a caller may,
-    # keeps that.
+    # Freeze the existing objects, which stay until the end: a collection over all of torch and transformers
+    # takes longer than a step of the driver. If a caller has frozen more than Python itself does, keep that.
     freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if freezes:
         gc.freeze()
@@ -353,7 +359,7 @@ def _checkpoint_memory(
     if not launch.config["checkpointing"]["async_save"]:
         return None
     if launch.make_policy is not start_policy:
-        # Policies of somebody else's need no Ray, whose actors would hold the memory of other nodes.
+        # Custom policies need no Ray actors to hold the memory of other nodes.
         return OwnMemory(manager.checkpoint_dir)
     return checkpoint_memory(manager.checkpoint_dir, models, stack)
 
@@ -378,7 +384,7 @@ def _open_checkpoints(
     if not section["enabled"]:
         return None
     directory = Path(section["checkpoint_dir"])
-    # Locked already where it is run_dir: a second lock would refuse this very process.
+    # If it is run_dir it is locked already, and a second lock would refuse this very process.
     if not (directory.is_dir() and directory.samefile(run_dir)):
         _lock(directory, "checkpointing.checkpoint_dir", stack)
     return CheckpointManager(section, lock=lock)
@@ -407,7 +413,7 @@ def _written(key: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Some of megarl's errors are OSErrors as well, and say more than their number.
+        # Some of megarl's errors are OSErrors as well, and have a better message than their number gives.
         if isinstance(error, MegarlError):
             raise
         why = os.strerror(error.errno) if error.errno else str(error)
@@ -491,7 +497,7 @@ def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpo
 
 def _schedule(config: RunConfig, num_records: int) -> Schedule:
     section = own_section(config)
-    # an algorithm of a user's own may neither count epochs nor validate
+    # A custom algorithm need not count epochs or validate.
     return Schedule(
         total_steps(
             section["max_num_steps"], section.get("max_num_epochs"), num_records, step_size(config)[0]
@@ -510,7 +516,8 @@ def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
         sampler = MixtureSampler([source.end - source.start for source in train.sources], weights, *order)
     if start.sampler_state is not None:
         if not (config["checkpointing"]["accept_changes"] and sampler.differs_in(start.sampler_state)):
-            # a run that an earlier version began with fewer records than a step takes goes on as it began
+            # Load the state without requiring enough records: a run that an earlier version began with fewer
+            # records than a step needs continues as it began.
             sampler.load_state(start.sampler_state)
             return sampler
         logger.warning("the data or their order are not those of the checkpoint: they begin anew")
@@ -534,7 +541,7 @@ def _generates(config: RunConfig, schedule: Schedule) -> bool:
 
 def _open_reporting(launch: _Launch, start: ResumePoint, stack: ExitStack) -> Reporting:
     """Return console, timer and sinks, after removing rows that were logged after the checkpoint."""
-    # -1 also drops row 0: the validation before the first step is made again.
+    # -1 also removes row 0, because the validation before the first step is repeated.
     launch.sinks.truncate_after(start.step if start.step else -1)
     section = algorithm_class(launch.config["algorithm"]).section()
     console = TrainingConsole(
@@ -578,7 +585,7 @@ def _export(policy: Policy, path: Path, console: TrainingConsole, has_trained: b
     for unfinished in path.parent.glob(".*.partial-*"):
         remove_tree(unfinished)
     if has_trained:
-        # of a run that was started over, or went back to an earlier checkpoint
+        # The path may exist from a run that was started over, or that went back to an earlier checkpoint.
         _set_aside(path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,8 @@ def engine_of(config: RunConfig) -> EngineKind | None:
     return kind_of(generation) if generates(config) else None
 
 
-# What the start of Ray took of ``deadlines.init_s``; the workers that are built next have that less.
+# The start of Ray took these seconds of ``deadlines.init_s``, which are subtracted for the workers that are
+# built next.
 _ray_start = {"seconds": 0.0}
 
 
@@ -78,24 +79,25 @@ def start_ray(stack: ExitStack, timeout_s: float = math.inf, least_s: float = ma
         ClusterError: Ray does not start.
         DeadlineError: its start hangs.
     """
-    # Before anything imports torch: the library reads the variable only while it is loaded.
+    # Load OpenMP before anything imports torch: the library reads the variable only while it is loaded.
     _load_openmp()
     import ray
 
     from megarl.distributed.ray_runtime import init_ray, shutdown_ray
     from megarl.distributed.ray_watch import silent_seconds, watch_ray
 
-    # A Ray that somebody else has started is theirs: it is neither watched nor ended here.
+    # A Ray that somebody else has started is neither watched nor ended here.
     if ray.is_initialized():
         _import_for_driver()
         return
     begun = time.monotonic()
     with phase("Ray started" if env.text("RAY_ADDRESS") is None else "Ray joined"):
-        # after Ray's own import: two threads that import take turns, and Ray's processes would start later
+        # Start the imports after Ray's own import: two threads that import alternate, which would delay Ray's
+        # processes.
         importing = threading.Thread(target=_import_for_driver, name="imports of the driver", daemon=True)
         importing.start()
         try:
-            # Before the start, which may fail when some of Ray's processes run already.
+            # Register the shutdown before the start, which may fail when some of Ray's processes already run.
             stack.callback(shutdown_ray)
             init_ray(timeout_s=timeout_s, silent_s=silent_seconds(least_s))
             _ray_start["seconds"] = time.monotonic() - begun
@@ -116,14 +118,14 @@ def _load_openmp() -> None:
     torch = importlib.util.find_spec("torch")
     name = "OMP_WAIT_POLICY"
     with env.variables({name: env.text(name) or "PASSIVE"}), contextlib.suppress(OSError):
-        # torch brings a libgomp of its own, in some builds with a hash in its name.
+        # torch has its own libgomp, in some builds with a hash in its name.
         for library in Path(str(torch and torch.origin)).parent.glob("lib/libgomp*"):
             ctypes.CDLL(str(library))
 
 
 def _import_for_driver() -> None:
     for module in _DRIVER_IMPORTS:
-        # Whoever uses it meets the error again, where it can be reported.
+        # The code that uses the module gets the error again, where it can be reported.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
@@ -210,7 +212,7 @@ def start_policy(
     from megarl.distributed.deadlines import PhaseDeadlines
     from megarl.models.policy.lm_policy import Policy
 
-    # Modules that a configuration names by file: no worker can import them by name, so they travel by value.
+    # Send modules that a configuration names by file as values, because no worker can import them by name.
     for module in modules_from_files():
         ray.cloudpickle.register_pickle_by_value(module)
     if beside is None:
@@ -236,7 +238,7 @@ def start_policy(
             deadlines=PhaseDeadlines.of(config["deadlines"], name),
             check_collectives=config["debug"]["collectives"],
         )
-    # The stack calls it before the cluster's shutdown, which would take the workers' places away.
+    # The stack calls this before the cluster's shutdown, which would remove the workers' bundles.
     stack.callback(policy.shutdown)
     return policy
 
@@ -281,7 +283,7 @@ def start_models(
     built = make_policy(config, tokenizer, start, stack, actor)
     models = {actor: built}
     for role in others:
-        # The next model loads its weights on the same devices.
+        # Offload this model, because the next one loads its weights on the same devices.
         built.offload_after_refit()
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
     if others:
@@ -305,7 +307,7 @@ def checkpoint_memory(
     nodes = {
         role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None
     }
-    # Ranks on the driver's node alone need no actor to hold their memory.
+    # If all ranks are on the driver's node, no actor is needed to hold their memory.
     if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
         return OwnMemory(checkpoint_dir)
     from megarl.run.memory_of_nodes import MemoryOfNodes
@@ -326,7 +328,7 @@ def _training_cluster(config: RunConfig, models: int) -> RayVirtualCluster:
     return RayVirtualCluster(
         [ranks] * nodes,
         use_gpus=uses_gpus(section["device"], ray_calls.cluster_resources().get("GPU", 0)),
-        # A share of each GPU for every model, and one for engines on the same devices.
+        # Each GPU is divided into one share for every model, and one for engines on the same devices.
         max_colocated_worker_groups=models + shares_devices,
         num_gpus_per_node=section["gpus_per_node"],
         name=algorithm_class(config["algorithm"]).section(),

@@ -38,10 +38,10 @@ INTERRUPTED = 128 + signal.SIGINT
 
 STOP_FILE = "stop_requested"
 LAST_CHECKPOINT_FILE = "last_checkpoint"
-# SIGUSR1 is what sbatch --signal=B:USR1@SECONDS sends, SIGHUP comes of a terminal that closes.
+# sbatch --signal=B:USR1@SECONDS sends SIGUSR1, and a terminal that closes sends SIGHUP.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# What a step and a save may take of the notice that a launcher
-# gives, before the run warns that it may be too short.
+# A step and a save may take this share of the notice that a launcher gives, before the run warns that the
+# notice may be too short.
 _SAFE_SHARE = 0.8
 
 
@@ -101,7 +101,7 @@ class StopRequest:
         self._signal: signal.Signals | None = None
         self._looping = False
         self._ended_with: int | None = None
-        # asked now: after a terminal is closed, nothing tells that it was one
+        # Look for terminals now: once a terminal is closed, its descriptor no longer shows that it was one.
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     @property
@@ -167,10 +167,10 @@ class StopRequest:
         if number == signal.SIGHUP:
             self._leave_terminals()
             if self._signal is not None:
-                # a closing terminal says so several times: the kernel and the shell do
+                # A closing terminal causes several signals: the kernel and the shell each send one.
                 return
         if not self._looping and self._signal is None:
-            # Whatever the run had is in its checkpoints already, or was never there.
+            # Outside of the loop there is nothing to save: all progress is in the checkpoints already.
             _say(f"{signal.Signals(number).name}: stopping at once, outside of the training loop")
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -193,7 +193,7 @@ class StopRequest:
         error."""
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._terminals:
-            # dup2 and no close: a descriptor that is free would be taken by the next file that is opened.
+            # Use dup2 instead of close: the next file that is opened would take a closed descriptor.
             os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
@@ -214,14 +214,14 @@ def listening_for_stop(
     are received only in the main thread, and only those that this process was not started to ignore, as by
     ``nohup``.
     """
-    # Not the attempt's file: a launcher may have asked before this process was up.
+    # Keep the attempt's file: a launcher may have requested a stop before this process was up.
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     directories = [run_dir] if attempt.directory is None else [run_dir, attempt.directory]
     request = StopRequest([directory / STOP_FILE for directory in directories], attempt.notice_s, time_left)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    # What was ignored from outside stays ignored, as nohup wants it.
+    # Signals that the caller ignores stay ignored, as nohup requires.
     heard = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, request.receive) for each in heard}
     try:

@@ -16,7 +16,8 @@ from megarl import env
 logger = logging.getLogger(__name__)
 
 _WINDOW = 10
-# Times the slowest step and the slowest save of the last ten: the next ones may be slower.
+# Multiply the slowest step and the slowest save of the last ten by this factor, because the next ones may be
+# slower.
 _SAFETY = 1.2
 
 ENDING_SECONDS = 10.0
@@ -55,7 +56,7 @@ class TimeLeft:
     @property
     def reason(self) -> str | None:
         """Reason why no other step may begin; None while one fits."""
-        # By the wall clock, as limits of jobs are; a monotonic clock knows no time of day.
+        # Use the wall clock, as limits of jobs do: a monotonic clock has no time of day.
         left = self._end - self._clock()
         if left >= self.needed_s:
             return None
@@ -80,7 +81,7 @@ def read_time(text: str, now: float | None = None) -> float:
         return now + 3600 * hours + 60 * minutes + seconds
     try:
         end = datetime.datetime.fromisoformat(text.strip()).timestamp()
-    # The latter two: timestamp() goes through mktime, which has no seconds for dates far away.
+    # timestamp() raises the latter two: it uses mktime, which does not support dates far away.
     except (ValueError, OverflowError, OSError):
         raise ValueError(
             f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters "
@@ -99,7 +100,7 @@ def time_left(stop_at: float | None) -> TimeLeft | None:
         ValueError: ``SLURM_JOB_END_TIME`` is not a whole number.
     """
     limits = [] if stop_at is None else [(stop_at, "--stop-at")]
-    # not set by Slurm 22.05 and older
+    # Slurm 22.05 and older versions do not set it.
     job_end = env.integer("SLURM_JOB_END_TIME", 0)
     if 0 < job_end <= time.time():
         logger.warning(

@@ -1,2 +1,2 @@
-"""Throughput: floating-point operations of a model, peak rates of devices, and what a step reached of
-them."""
+"""Throughput: floating-point operations of a model, peak rates of devices, and the share of the peak that a
+step reached."""

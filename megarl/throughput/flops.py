@@ -1,9 +1,9 @@
-"""Floating-point operations of a model, from its sizes and the lengths of sequences. Pure numpy.
+"""Floating-point operations of a model, computed from its sizes and the lengths of sequences in pure numpy.
 
-Counted are the matrix products that the mathematics needs, a multiplication and an addition as two
-operations: projections, experts that a token goes to, attention between a token and what it sees (itself and
-before, within its window), and the output layer. Padding, masked pairs, recomputation and element-wise work
-count as nothing: what a layout adds to the work lowers its utilisation.
+Only the matrix products that the mathematics needs are counted, with a multiplication and an addition as two
+operations: projections, the experts of each token, attention between a token and the tokens that it attends
+to (itself and earlier ones, within its window), and the output layer. Padding, masked pairs, recomputation
+and element-wise work count as nothing, so additional work of a layout lowers its utilisation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Lengths = NDArray[np.float64]
 
 
 def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
-    """Return pairs of a token and one that it sees, in causal sequences of these lengths.
+    """Return the number of pairs of a token and one that it attends to, in causal sequences of these lengths.
 
     Args:
         lengths: [B] tokens.
-        window: a token sees itself and the ``window - 1`` tokens before it; None for all before it.
+        window: a token attends to itself and the ``window - 1`` tokens before it; None for all before it.
 
     Returns:
-        [B]: n (n + 1) / 2 up to the window, after it ``window`` more a token.
+        [B]: n (n + 1) / 2 up to the window, then ``window`` more per token.
     """
     length = np.asarray(lengths, dtype=np.float64)
     inside = length if window is None else np.minimum(length, window)
@@ -39,15 +39,16 @@ def attended_pairs(lengths: ArrayLike, window: int | None = None) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Floating-point operations of the forward pass of a model.
+    """Floating-point operations of a model's forward pass.
 
     Attributes:
-        token: of all layers for a token, without attention between tokens and without routers.
-        dense_mlps, experts: those of them of dense layers' MLPs, and of the experts of the other layers.
-        routers: of the routers for a token; 0 for a dense model.
-        logits: of the output layer for a token.
-        pairs: of attention for a pair of tokens, by window (None: no window); layers of one window are added
-            up.
+        token: operations of all layers per token, without attention between tokens and without routers.
+        dense_mlps, experts: the parts of ``token`` for MLPs of dense layers, and for experts of the other
+            layers.
+        routers: operations of the routers per token; 0 for a dense model.
+        logits: operations of the output layer per token.
+        pairs: operations of attention per pair of tokens, by window (None: no window), summed over the layers
+            with that window.
     """
 
     token: float
@@ -62,8 +63,8 @@ class ModelFlops:
         """Return the operations of a model of these sizes.
 
         Latent attention counts as in DeepSeek-V2 (arXiv 2405.04434, section 2.1) with keys and values
-        projected up, a gated delta net as its recurrence (arXiv 2412.06464, equation 10): chunks are a way to
-        compute that.
+        projected up. A gated delta net counts as its recurrence (arXiv 2412.06464, equation 10), because
+        chunks are only a way to compute it.
         """
         matrices: Counter[str] = Counter()
         kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
@@ -93,7 +94,7 @@ class ModelFlops:
         )
 
     def attention(self, lengths: ArrayLike) -> float:
-        """Return the FLOPs of attention between the tokens of sequences of these lengths, forward."""
+        """Return the FLOPs of attention in a forward pass over sequences of these lengths."""
         return sum(rate * float(attended_pairs(lengths, window).sum()) for window, rate in self.pairs)
 
     def forward(self, lengths: ArrayLike, logits: float | None = None) -> float:
@@ -101,7 +102,7 @@ class ModelFlops:
 
         Args:
             lengths: [B] tokens.
-            logits: tokens that the output layer is needed for; all of them when None.
+            logits: number of tokens that need the output layer; None for all.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         return (
@@ -121,14 +122,13 @@ class ModelFlops:
         """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
 
         For each product of the forward pass the backward pass has two: one for the gradient of the input, one
-        for that of the weight. A weight that is not trained does without the second.
+        for that of the weight. A frozen weight does not need the second.
 
         Args:
             lengths: [B] tokens.
-            logits: tokens that the output layer is needed for; all of them when None.
-            frozen_routers: routers are not trained.
-            adapters: parameters of the adapters that a token goes through, and nothing else is trained; None
-                without.
+            logits: number of tokens that need the output layer; None for all.
+            frozen_routers: whether routers are frozen.
+            adapters: adapter parameters that each token uses, if only adapters are trained; otherwise None.
         """
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
         if adapters is not None:
@@ -141,8 +141,8 @@ class ModelFlops:
         return 3 * self.forward(lengths, logits) - (tokens * self.routers if frozen_routers else 0.0)
 
     def recomputation(self, lengths: ArrayLike, parts: Collection[str] | None = None) -> float:
-        """Return the FLOPs of computing every layer, or ``parts`` of it, once more in the backward pass: work
-        of the device, not of the model, so that it counts for the utilisation of the hardware alone."""
+        """Return the FLOPs of recomputing every layer, or ``parts`` of it, in the backward pass. The device
+        does this work, but the model does not need it, so it counts only for the hardware utilisation."""
         if parts is None:
             return self.forward(lengths, logits=0.0)
         tokens = float(np.sum(np.asarray(lengths, dtype=np.float64)))
@@ -150,15 +150,16 @@ class ModelFlops:
         return tokens * of_token + (self.attention(lengths) if "core_attn" in parts else 0.0)
 
     def generation(self, prompts: ArrayLike, prompt_lengths: ArrayLike, lengths: ArrayLike) -> float:
-        """Return the FLOPs of sampling responses with a cache of keys and values.
+        """Return the FLOPs of sampling responses with a key-value cache.
 
-        The last token of a response is not read by the model, and a prompt is read once, whatever the number
-        of its responses. Latent attention keeps what its heads read, so that nothing is projected up twice.
+        The model does not read the last token of a response, and it reads a prompt once for all of its
+        responses. Latent attention caches the keys and values that its heads read, so nothing is projected up
+        twice.
 
         Args:
             prompts: [P] tokens of the prompts.
-            prompt_lengths: [B] tokens of the prompt of each row.
-            lengths: [B] tokens of prompt and response of each row.
+            prompt_lengths: [B] tokens of each row's prompt.
+            lengths: [B] tokens of each row's prompt and response.
         """
         # an empty response reads no more than its prompt
         starts, ends = np.asarray(prompt_lengths, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
@@ -174,9 +175,9 @@ class ModelFlops:
 
 
 def _state_products(facts: ModelFacts) -> int:
-    """Return how many elements of a gated delta net's states a token is multiplied with.
+    """Return the number of state elements of a gated delta net that a token is multiplied with.
 
-    It goes through them three times: to read what its key finds, to write, to read what its query finds.
+    A token goes through the states three times: to read with its key, to write, and to read with its query.
     """
     net = facts.gated_delta
     assert net is not None, facts.family
@@ -184,7 +185,7 @@ def _state_products(facts: ModelFacts) -> int:
 
 
 def _head_widths(facts: ModelFacts) -> tuple[int, int]:
-    """Widths of a head's query and value."""
+    """Return the widths of a head's query and value."""
     if facts.latent_attention is None:
         return facts.head_dim, facts.head_dim
     return facts.latent_attention.qk_head_dim, facts.latent_attention.v_head_dim

@@ -1,5 +1,5 @@
-"""Peak rates of devices: what the maker says for a known one, else the rate of a matrix product measured on
-it."""
+"""Peak rates of devices: the manufacturer's figure for a known device, otherwise the measured rate of a
+matrix product."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _REPEATS = 3
 
 
 def known_peak(device_name: str, precision: str) -> float | None:
-    """Peak of a device in FLOP/s; None for a device or precision that the table does not have.
+    """Return the peak of a device in FLOP/s; None for a device or precision that is not in the table.
 
     Args:
-        device_name: as CUDA says it, for example ``NVIDIA H100 80GB HBM3``.
-        precision: of the matrix products, as in ``policy.precision``. Float32 has no entry: its rate depends
-            on whether TF32 is allowed.
+        device_name: name that CUDA reports, for example ``NVIDIA H100 80GB HBM3``.
+        precision: precision of the matrix products, as in ``policy.precision``. Float32 has no entry, because
+            its rate depends on whether TF32 is allowed.
     """
     if precision not in HALF:
         return None
@@ -55,10 +55,11 @@ def known_peak(device_name: str, precision: str) -> float | None:
 
 
 def measured_rate(device: torch.device, precision: str) -> float:
-    """FLOP/s of a large square matrix product on a device, the best of some repeats of about 50 ms.
+    """Return the FLOP/s of a large square matrix product on a device, the best of some repeats of about 50
+    ms.
 
     Args:
-        device: where; on a CPU with the threads that torch has now.
+        device: the device; a CPU uses torch's current number of threads.
         precision: dtype of the matrices.
     """
     import torch
@@ -83,7 +84,7 @@ def measured_rate(device: torch.device, precision: str) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has completed its work."""
     import torch
 
     if device.type == "cuda":

@@ -1,5 +1,5 @@
-"""Throughput of a step: tokens a second, operations a second and their share of the devices' peak, of each
-phase."""
+"""Throughput of a step, by phase: tokens per second, operations per second and their share of the devices'
+peak."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megarl.observe.timing import (
 from megarl.throughput.flops import ModelFlops
 
 WAITING = frozenset({"reward", ROLLOUT_WAIT})
-"""Phases in which the devices have nothing to do."""
+"""Phases in which the devices are idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of a run.
+    """Number of devices of a run.
 
     Attributes:
-        training: of the policy.
-        generating: of the engines; the policy's where it generates itself or shares its devices.
-        together: of both, each counted once.
-        peak: FLOP/s of one at its best.
+        training: devices of the policy.
+        generating: devices of the engines; the policy's if it generates itself or shares its devices.
+        together: all devices, each counted once.
+        peak: peak FLOP/s of one device.
     """
 
     training: int
@@ -47,15 +47,15 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class StepThroughput:
-    """Rates that a step reached.
+    """Calculator of the rates that a step reached.
 
     Attributes:
-        devices: of the run.
-        flops: operations of the model; None where its sizes are not known, and then only tokens are counted.
-        recomputes: every layer is computed again in the backward pass, or parts of it.
-        recomputed: those parts; None for all.
-        frozen_routers: routers are not trained.
-        adapters: parameters of the adapters that a token goes through, which alone are trained; None without.
+        devices: devices of the run.
+        flops: operations of the model; None if its sizes are unknown, and then only tokens are counted.
+        recomputes: whether layers, or parts of them, are recomputed in the backward pass.
+        recomputed: the recomputed parts; None for whole layers.
+        frozen_routers: whether routers are frozen.
+        adapters: adapter parameters that each token uses, if only adapters are trained; otherwise None.
     """
 
     devices: Devices
@@ -67,7 +67,7 @@ class StepThroughput:
 
     @classmethod
     def of(cls, policy: PolicyConfig, facts: ModelFacts | None, devices: Devices) -> StepThroughput:
-        """The throughput of a run with this complete ``policy`` section."""
+        """Return the calculator for a run with this complete ``policy`` section."""
         backend = enabled_backend(policy)
         flops = None if facts is None else ModelFlops.of(facts)
         peft = adapters_of(policy)
@@ -96,22 +96,22 @@ class StepThroughput:
     def metrics(
         self, tokens: int, seconds: Mapping[str, float], sequences: Mapping[str, Sequence[Sequences]]
     ) -> dict[str, float]:
-        """Return figures of one step.
+        """Return the throughput figures of one step.
 
         Args:
-            tokens: of the step's samples, without padding.
-            seconds: of the phases, as ``PhaseTimer.collect`` gives them.
-            sequences: what each phase went through, as ``PhaseTimer.take_sequences`` gives it; phases inside
-                others, such as those of a validation, do not count.
+            tokens: tokens of the step's samples, without padding.
+            seconds: seconds of the phases, from ``PhaseTimer.collect``.
+            sequences: the sequences that each phase processed, from ``PhaseTimer.take_sequences``; phases
+                inside others, such as those of a validation, do not count.
 
         Returns:
             For each phase with sequences, such as ``train``: ``train_tokens_per_s`` (generation: sampled
-            tokens, other phases: all tokens without padding), ``train_tokens_per_s_per_device`` and, where
-            the model's sizes are known, ``train_tflops`` (of one device) and ``train_mfu`` (share of
-            ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same without a
-            phase's name: for the whole step, over all devices. ``padding_efficiency``: tokens over positions
-            of the training passes. ``idle_s``: seconds of the step in no phase, or in one in which the
-            devices wait.
+            tokens, other phases: all tokens without padding), ``train_tokens_per_s_per_device`` and, if the
+            model's sizes are known, ``train_tflops`` (of one device) and ``train_mfu`` (share of
+            ``peak_tflops``); with recomputation also ``train_hfu``, which counts it. The same figures without
+            a phase's name are for the whole step, over all devices. ``padding_efficiency`` is tokens over
+            positions of the training passes. ``idle_s`` is the seconds of the step in no phase, or in one in
+            which the devices wait.
         """
         figures: dict[str, float] = {"peak_tflops": self.devices.peak / 1e12}
         model = hardware = 0.0
@@ -132,7 +132,7 @@ class StepThroughput:
         return figures
 
     def _flops(self, phase: str, passed: Sequence[Sequences]) -> tuple[float, float]:
-        """Return operations of the model, and of recomputing parts of it."""
+        """Return the operations of the model, and those of recomputing parts of it."""
         if self.flops is None:
             return 0.0, 0.0
         if phase == GENERATION:
@@ -170,20 +170,20 @@ class StepThroughput:
 
 
 def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
-    """Sampled tokens, or all."""
+    """Return the number of sampled tokens for generation, and of all tokens for other phases."""
     before = sum(int(np.sum(each.prompt_lengths)) for each in passed) if phase == GENERATION else 0
     return sum(int(np.sum(each.lengths)) for each in passed) - before
 
 
 def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
-    """Return tokens over positions, where all positions are known."""
+    """Return tokens over positions as ``padding_efficiency``; empty if some positions are unknown."""
     positions = [each.positions for each in passed]
     known = sum(count for count in positions if count is not None)
     return {"padding_efficiency": _tokens(TRAIN, passed) / known} if known and None not in positions else {}
 
 
 def _working(seconds: Mapping[str, float]) -> list[float]:
-    """Return seconds of the phases of the top level in which devices work."""
+    """Return the seconds of the top-level phases in which devices work."""
     names = {name: name.removesuffix("_s") for name in seconds if name != STEP_SECONDS and "/" not in name}
     return [
         seconds[name]

@@ -1,1 +1,2 @@
-"""A run seen from outside, while it trains or afterwards: where it stands, and its curves as one page."""
+"""Observation of a run from outside, during training or afterwards: its status, and its curves as one
+page."""

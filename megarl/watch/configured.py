@@ -1,5 +1,5 @@
-"""The configuration in a run's directory. A person may have written values there that no run would take; they
-count as absent."""
+"""The configuration in a run's directory. A person may have edited it; values that no run would accept count
+as absent."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Configured:
     """The settings of a run that its status shows.
 
     Attributes:
-        algorithm: what trains, by its section; None where the file does not say it, like the next three.
-        model: its policy.
-        backend: what that runs on.
-        total_steps: the configured number of the last step; the data may end a run before it.
-        checkpoint_dir: where its checkpoints are now, also when the run was moved or is looked at from
-            elsewhere.
-        signing_key_file: by which they are signed.
+        algorithm: name of the algorithm's section; None if the file does not state it, like the next three.
+        model: model of the policy.
+        backend: backend of the policy.
+        total_steps: configured number of the last step; the data may end a run earlier.
+        checkpoint_dir: the present directory of its checkpoints, even if the run was moved or is viewed from
+            another host.
+        signing_key_file: file of the key that signs the checkpoints.
     """
 
     algorithm: str | None
@@ -42,18 +42,19 @@ class Configured:
 
 
 def read_configured(run_dir: Path) -> Configured:
-    """Return what ``config.yaml`` in the directory says; little or nothing where it is missing, damaged, or
-    another user's.
+    """Return the settings of ``config.yaml`` in the directory. Settings are absent if the file is missing or
+    damaged, or belongs to another user.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        OSError: the file exists and cannot be read for another reason.
     """
     config = _read(run_dir / CONFIG_FILE)
     policy = _section(config, "policy")
     algorithm = _text(config.get("algorithm"))
     section = algorithm or ""
     if is_import_path(section):
-        # not loaded for a look at its run: its section is the one that no other algorithm has
+        # Do not load a user's algorithm only to look at its run: its section is the one that no built-in
+        # algorithm has.
         own = (name for name in config if name not in ORDER and "max_num_steps" in _section(config, name))
         section = next(own, section.rpartition(":")[2])
     steps = _section(config, section).get("max_num_steps")
@@ -72,7 +73,7 @@ def read_configured(run_dir: Path) -> Configured:
 
 
 def _backend(policy: Mapping[str, Any]) -> str:
-    # a section that is not there is off
+    # A missing section means that the backend is off.
     sections = {
         name: {"enabled": False, **_section(policy, name)} for name in ("megatron_cfg", "dtensor_cfg")
     }
@@ -80,12 +81,13 @@ def _backend(policy: Mapping[str, Any]) -> str:
 
 
 def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None) -> Path:
-    """Checkpoints inside of the run's directory moved with it; those elsewhere did not."""
+    """Return the directory of the checkpoints. Checkpoints inside the run's directory moved with it; those
+    elsewhere did not."""
     if configured is None:
         return run_dir / _CHECKPOINTS
     if configured_run is not None and Path(configured).is_relative_to(configured_run):
         return run_dir / Path(configured).relative_to(configured_run)
-    # a run that was moved by hand, from a directory that its configuration does not name
+    # The run was moved by hand, from a directory that its configuration does not name.
     beside = run_dir / _CHECKPOINTS
     return beside if beside.is_dir() else Path(configured)
 

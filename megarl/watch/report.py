@@ -1,4 +1,4 @@
-"""``megarl plot``: the curves of runs as pictures, and as one page that needs nothing but a browser."""
+"""``megarl plot``: the curves of runs as pictures, and as one page that needs only a browser."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ details { margin-top: 16px; } summary { cursor: pointer; } pre { overflow-x: aut
 
 
 def run(directories: Sequence[str], out: str | None = None) -> int:
-    """Draw runs: one gets its pictures and ``report.html``, several ``comparison.html``; a directory of runs
-    stands for those.
+    """Plot runs: a single run gets its pictures and ``report.html``, several runs get ``comparison.html``. A
+    directory of runs stands for all runs in it.
 
     Args:
-        directories: of runs; one that is given twice, or also by a link, counts once.
-        out: the page, and then nothing else is written; None for the places above.
+        directories: directories of runs; one that is given twice, or also by a link, counts once.
+        out: path of the page, which is then the only file; None for the default paths.
 
     Raises:
-        DataError: a directory is not that of a run, there is nothing in one to draw, or a file cannot be read
+        DataError: a directory is not that of a run, there is nothing in it to plot, or a file cannot be read
             or written.
         MegarlError: matplotlib is not installed.
     """
@@ -104,15 +104,15 @@ def _run_dirs(directories: Sequence[str]) -> list[Path]:
 
 
 def _expand(directory: Path) -> list[Path]:
-    """Return the directory, or the runs right below it where it has no metrics itself."""
+    """Return the directory, or if it has no metrics itself, the runs directly below it."""
     if any(directory.glob("metrics*.jsonl")):
         return [directory]
-    # The directory itself where there is nothing in it: ``require_run`` says what it lacks.
+    # Return the directory itself if it contains no run, because ``require_run`` then reports what it lacks.
     return sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")}) or [directory]
 
 
 def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
-    """Write the page whole or not at all, and return where.
+    """Write the page completely or not at all, and return its path.
 
     Raises:
         DataError: a directory is not that of a run, or no run has logged anything that is shown.
@@ -129,20 +129,20 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
     page.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(page, durable=True) as file:
-        # the name of a directory may be no UTF-8: Python has it as halves of surrogate pairs
+        # Replace lone surrogates, by which Python represents a directory's name that is not UTF-8.
         names = [str(labels[state.directory]) for state in states]
         file.writelines(part.encode(errors="replace") for part in _page(str(title), states, names, pictures))
     return page
 
 
 def _steps_of_restarts(launches: Sequence[Launch]) -> list[int]:
-    """After which steps a run went on with new workers, in a later launch or within one."""
+    """Return the steps at which a run continued with new workers, in a later launch or within one."""
     steps = list[int]()
     for launch in launches:
         if launch.first_step is not None:
             steps.append(launch.first_step)
             steps += (restart.step for restart in launch.restarts if restart.step is not None)
-    # The first launch is no restart.
+    # Skip the first launch, which is not a restart.
     return steps[1:]
 
 
@@ -153,7 +153,8 @@ def _page(
     samples = samples_panel(Path(states[0].directory)) if len(states) == 1 else ""
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # The page shows what a model has written: no script but ours may run, and nothing is fetched.
+    # Restrict the page, because it shows text that a model wrote: only megarl's script may run, and nothing
+    # is fetched.
     yield f'<meta http-equiv="Content-Security-Policy" content="{content_policy(bool(samples))}">'
     yield f"<title>{html.escape(title)}</title><style>{_STYLE}{SAMPLES_STYLE}</style></head>\n<body>\n"
     yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'
@@ -181,7 +182,8 @@ def _page(
 
 
 def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
-    """A column for each run, a row for each fact; facts that no run has are left out."""
+    """Return a table as markup, with a column per run and a row per fact; facts that no run has are
+    left out."""
     columns = [dict(_facts(state)) for state in states]
     names = list(dict.fromkeys(name for column in columns for name in column))
     head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
@@ -196,7 +198,7 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 
 
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
-    """The facts and the best of a run as markup."""
+    """Yield the facts and the best values of a run as markup."""
     for name, text in facts(state):
         said = html.escape(text.plain)
         if name == "state":

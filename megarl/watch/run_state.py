@@ -1,4 +1,5 @@
-"""State of a run, read from its directory alone. Nothing there is written, locked or waited for."""
+"""State of a run, read from its directory alone. Reading it writes nothing, takes no lock and waits for
+nothing."""
 
 from __future__ import annotations
 
@@ -25,24 +26,25 @@ from megarl.watch.configured import Configured, read_configured
 
 RECENT_STEPS = 20
 MARKS = (FILE_NAME, LOCK_NAME, LAUNCHES_NAME)
-"""What tells the directory of a run; a configuration is in that of a checkpoint too."""
+"""Files that identify the directory of a run. A configuration does not, because a checkpoint's directory has
+one too."""
 _RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops", "mfu", "hfu", "padding_efficiency", "idle_s")
 _STEP_SECONDS = f"timing/{STEP_SECONDS}"
-# How often checkpoints are listed again, because the run removed one that was being read.
+# Maximum number of times that checkpoints are listed again after the run has removed one that was being read.
 _LISTINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """A checkpoint.
+    """State of a checkpoint.
 
     Attributes:
-        step: finished steps.
+        step: number of finished steps.
         path: its directory.
-        size: bytes.
+        size: size in bytes.
         age_s: seconds since it was committed.
-        problems: what is wrong with it; empty for a whole one.
-        hashed: every byte was read; otherwise names and sizes were compared.
+        problems: what is wrong with it; empty for an undamaged one.
+        hashed: whether every byte was read; otherwise names and sizes were compared.
     """
 
     step: int
@@ -58,28 +60,28 @@ class RunState:
     """State of a run.
 
     Attributes:
-        directory: of the run.
-        algorithm: what trains; None where the configuration cannot be read, like the next two.
-        model: its policy.
-        backend: what that runs on.
-        state: ``running``, ``elsewhere`` (on a host that cannot be seen from here), ``finished``, ``ended``
-            (it said why), ``killed`` (it did not) or ``not started``.
+        directory: directory of the run.
+        algorithm: name of the algorithm; None if the configuration cannot be read, like the next two.
+        model: model of the policy.
+        backend: backend of the policy.
+        state: ``running``, ``elsewhere`` (on a host that is not visible from here), ``finished``, ``ended``
+            (with a logged reason), ``killed`` (without one) or ``not started``.
         reason: the state in words.
         step: last finished step.
-        total_steps: number of the last step; None where nothing says it.
-        eta_s: seconds until the last step at the pace of the recent steps; None without one.
+        total_steps: number of the last step; None if unknown.
+        eta_s: seconds until the last step at the pace of the recent steps; None if there is no pace.
         last_row_age_s: seconds since the last row of metrics.
-        launches: of the run, oldest first.
-        phases: mean seconds of each phase of the recent steps, longest first, with ``other``.
-        step_s: median seconds of a recent step; the step before a checkpoint or validation does not move it.
+        launches: launches of the run, oldest first.
+        phases: mean seconds of each phase in the recent steps, longest first, with ``other``.
+        step_s: median seconds of a recent step, which checkpoints and validations do not affect.
         tokens_per_s: mean over the recent steps.
-        rates: means over the recent steps of tokens a second, TFLOP/s and utilisation of the phases, by
+        rates: means over the recent steps of tokens per second, TFLOP/s and utilisation of the phases, by
             metric without ``performance/``.
-        checkpoints: steps that have one, newest first.
-        checkpoint: the newest whole one, or the newest when none is whole.
-        unfinished: checkpoints that were begun.
-        free_bytes: room on the file system of the run.
-        not_finite: metrics whose newest value is NaN or infinite, each with the step since which that is so.
+        checkpoints: steps that have a checkpoint, newest first.
+        checkpoint: the newest undamaged checkpoint, or the newest one if all are damaged.
+        unfinished: checkpoints that were begun and not committed.
+        free_bytes: free bytes on the file system of the run.
+        not_finite: metrics whose newest value is NaN or infinite, each with the step since which this holds.
         series: all metrics.
     """
 
@@ -107,17 +109,17 @@ class RunState:
 
 
 def read_run_state(directory: str | Path, hashes: bool = False, now: float | None = None) -> RunState:
-    """Look at a run.
+    """Return the state of a run.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         hashes: read every byte of the newest checkpoint; otherwise its files' names and sizes are compared
             with its manifest.
-        now: unix seconds; the present when None.
+        now: Unix seconds; None for the current time.
 
     Raises:
-        DataError: the directory is not that of a run, something in it cannot be read or does not answer, or
-            its metrics are damaged.
+        DataError: the directory is not that of a run, a file in it cannot be read or does not respond, or its
+            metrics are damaged.
     """
     try:
         return read_in_time(
@@ -134,14 +136,15 @@ def read_run_state(directory: str | Path, hashes: bool = False, now: float | Non
 def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     require_run(run_dir)
     configured = read_configured(run_dir)
-    # A run that ends writes its last row, then how it ended, then gives back its lock. Read in the opposite
-    # order, one that ends meanwhile is called running; in the same order it could seem to have left without a
-    # word.
+    # A run that ends writes its last row, then its outcome, and then releases its lock. Read these in the
+    # opposite order: a run that ends meanwhile is then reported as running, whereas in the same order it
+    # could seem to have ended without an outcome.
     owner = read_owner(run_dir)
     launches = tuple(read_launches(run_dir))
     log = read_log(run_dir)
     trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
-    # Step 0 is a validation before training. Before the first row a launch tells at which step it goes on.
+    # Exclude step 0, which is a validation before training. Before the first row, use the step from which the
+    # launch continues.
     step = max(
         [step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0
     )
@@ -178,15 +181,15 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
 
 
 def require_run(run_dir: Path) -> None:
-    """Refuse what is not the directory of a run.
+    """Raise an error unless the directory is that of a run.
 
     Raises:
-        DataError: says what was looked for, and which runs lie below.
+        DataError: the message names the files that are missing, and the runs below the directory.
     """
     if any((run_dir / mark).is_file() for mark in MARKS) or any(run_dir.glob("metrics*.jsonl")):
         found = first_special(run_dir)
         if found is not None:
-            # opened, it would be waited for
+            # Refuse such a file, because opening it would wait.
             raise DataError(
                 f"run directory {run_dir}: {found[0].name} in it is {found[1]}, not a file. Fix: remove it"
             )
@@ -197,7 +200,8 @@ def require_run(run_dir: Path) -> None:
             "the run_dir of a run"
         )
     below = set[str]()
-    # three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared disk
+    # Search three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared
+    # disk.
     for depth in ("*", "*/*", "*/*/*"):
         below.update(
             path.parent.relative_to(run_dir).as_posix() for path in run_dir.glob(f"{depth}/{FILE_NAME}")
@@ -214,10 +218,10 @@ def require_run(run_dir: Path) -> None:
 
 
 def read_log(run_dir: Path) -> Log:
-    """Return what the metrics say; nothing before the first row.
+    """Return the log of the metrics; empty before the first row.
 
     Raises:
-        DataError: a file of them cannot be read, or is damaged.
+        DataError: a metrics file cannot be read, or is damaged.
     """
     return collect_log(row for path in sorted(run_dir.glob("metrics*.jsonl")) for row in stream_metrics(path))
 
@@ -231,9 +235,9 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
         return "running", str(owner)
     reached = (
         not launches and owner is None and total is not None and step >= total
-    )  # a run from before launches were written down
-    # An owner that no launch tells of was killed before its first step could begin; what an earlier launch
-    # said is not about it.
+    )  # This run is from before launches were recorded.
+    # An owner without a launch was killed before its first step could begin, so that the outcome of an
+    # earlier launch does not apply to it.
     told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
     if reached or told == FINISHED:
         return "finished", f"all {total} steps"
@@ -254,12 +258,12 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
 
 
 def _newest(values: Sequence[int | None]) -> int | None:
-    """Return the last one that is known."""
+    """Return the last known value; None if all are unknown."""
     return next((value for value in reversed(values) if value is not None), None)
 
 
 def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
-    """Return values of the last training steps, by metric."""
+    """Return the values of the recent training steps, by metric."""
     steps = [step for step in series.get(_STEP_SECONDS, Series((), ())).steps if step > 0][-RECENT_STEPS:]
     if not steps:
         return {}
@@ -272,7 +276,7 @@ def _recent(series: Mapping[str, Series]) -> dict[str, list[float]]:
 
 
 def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
-    """Mean seconds a step: a phase that comes every tenth step counts a tenth."""
+    """Return the mean seconds of each phase per step; a phase that runs every tenth step counts a tenth."""
     steps = recent.get(_STEP_SECONDS)
     if not steps:
         return {}
@@ -306,8 +310,8 @@ def _mean(values: Sequence[float] | None) -> float | None:
 
 
 def _own_key(configured: Configured) -> bytes | None:
-    """Return the key by which the run signs its checkpoints; None where it does not, or whoever looks may not
-    read it."""
+    """Return the key that signs the run's checkpoints; None if they are not signed, or if this user may not
+    read the key."""
     try:
         return read_signing_key(configured.signing_key_file)
     except ConfigError:
@@ -317,13 +321,15 @@ def _own_key(configured: Configured) -> bytes | None:
 def _checkpoints(
     directory: Path, hashes: bool, now: float, key: bytes | None
 ) -> tuple[tuple[int, ...], CheckpointState | None, tuple[str, ...]]:
-    """Return steps that have a checkpoint, the one that a resume would take, and those that were begun."""
-    # Without a lock: what is unfinished may be a live run's, and a manager that holds one removes it.
+    """Return the steps that have a checkpoint, the checkpoint that a resume would use, and the unfinished
+    ones."""
+    # Do not take the lock: an unfinished checkpoint may belong to a live run, and a manager with the lock
+    # would remove it.
     manager = CheckpointManager({"enabled": True, "checkpoint_dir": str(directory)}, verify_hashes=hashes)
     for _ in range(_LISTINGS):
         found = manager.checkpoints()
         looked = list(_until_whole(found, hashes, now, key))
-        # one that is gone was replaced: the list is out of date
+        # A checkpoint that is gone was replaced, so that the list is out of date.
         if None not in looked:
             break
     seen = [state for state in looked if state is not None]
@@ -338,7 +344,7 @@ def _checkpoints(
 def _until_whole(
     found: Sequence[tuple[int, Path]], hashes: bool, now: float, key: bytes | None
 ) -> Iterator[CheckpointState | None]:
-    """Yield one checkpoint after the other, up to the first whole one."""
+    """Yield the states of checkpoints, up to the first undamaged one."""
     for step, path in found:
         state = _checkpoint_state(step, path, hashes, now, key)
         yield state
@@ -349,8 +355,8 @@ def _until_whole(
 def _checkpoint_state(
     step: int, path: Path, hashes: bool, now: float, key: bytes | None
 ) -> CheckpointState | None:
-    """None when the run removed it meanwhile, as it does with older ones when it has saved: that is no
-    damage."""
+    """Return a checkpoint's state, or None if the run has deleted it meanwhile as an old checkpoint, which is
+    not an error."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         age_s = max(now - path.stat().st_mtime, 0.0)

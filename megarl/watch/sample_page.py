@@ -1,9 +1,9 @@
-"""Samples in the report: a panel that filters, sorts and compares answers in the browser, within the one
+"""Samples in the report: a panel that filters, sorts and compares responses in the browser, within the one
 page.
 
-Samples are what a model wrote, so nothing of them becomes markup: they stand in the page as JSON in which no
-tag can begin, and reach it as text nodes alone. The page's own policy lets the browser run this one script
-and fetch nothing.
+A model wrote the samples, so no part of them becomes markup: the page holds them as JSON in which no tag can
+begin, and shows them as text nodes only. The page's content security policy lets the browser run this one
+script and fetch nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 12
 _MOST_BYTES = 3 * 2**20
-# Of each kind of samples: steps and bytes in a page; and characters of a text.
+# Maximum number of steps and bytes in a page for each kind of samples, and of characters in a text.
 _MOST_CHARACTERS = 6000
 
 _LEFT_OUT = ("prompt_ids", "answer_ids")
@@ -257,8 +257,8 @@ draw();
 
 
 def content_policy(with_samples: bool) -> str:
-    """Return the content security policy of a page: show what is in it, and run the panel's own script
-    alone."""
+    """Return the content security policy of a page: it allows the page's own content and only the panel's
+    script."""
     script = (
         f" script-src 'sha256-{base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()}';"
         if with_samples
@@ -268,8 +268,8 @@ def content_policy(with_samples: bool) -> str:
 
 
 def samples_panel(run_dir: Path) -> str:
-    """The panel with samples of a run, of some of its steps where there are many; empty for a run without
-    any."""
+    """Return the panel with samples of a run, limited to some of its steps if there are many; empty for a run
+    without samples."""
     try:
         data = {
             kind: found
@@ -289,8 +289,8 @@ def samples_panel(run_dir: Path) -> str:
 
 
 def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
-    """Samples of some steps with how many there are, of as many bytes as the page has room for; None where
-    there are none."""
+    """Return samples of some steps, up to the page's limit of bytes, with their total numbers; None if there
+    are none."""
     files = list_samples(directory, kind)
     if not files:
         return None
@@ -304,14 +304,16 @@ def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the positions [0, count), evenly spaced, with the first and the last."""
+    """Return at most ``most`` of the positions [0, count), evenly spaced, including the first and the
+    last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
 
 
 def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
-    """Return the first samples, without what the panel does not show; at least one."""
+    """Return the first samples that fit into ``most_bytes``, at least one, without fields that the panel does
+    not show."""
     kept: list[dict[str, Any]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
@@ -327,7 +329,7 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
         try:
             most_bytes -= len(json.dumps(shown, ensure_ascii=False, allow_nan=False))
         except ValueError:
-            # a number that is too large for a float, in a file that somebody edited
+            # A number is too large for a float: a user has edited the file.
             continue
         if most_bytes < 0 and kept:
             break
@@ -336,9 +338,10 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
 
 
 def _json(data: Any) -> str:
-    """JSON in which nothing can end the element around it or begin another one."""
+    """Return JSON in which nothing can close the surrounding element or open another one."""
     text = UNSAFE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False)
     )
-    # Within a script element a browser knows no strings: </script ends it wherever it is.
+    # Escape these characters: within a script element a browser recognizes no strings, so that </script would
+    # end it anywhere.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,4 +1,4 @@
-"""``megarl samples``: what a run was asked and what it answered, in the terminal."""
+"""``megarl samples``: shows the prompts and responses of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Selection:
     """Selection of samples.
 
     Attributes:
-        step: whose; None for the newest that has some.
+        step: the step; None for the newest that has samples.
         kind: ``TRAIN`` or ``VALIDATION``.
-        order: None for the order in which they were written.
-        text: only samples that have it in them (``holds``); without a step those of all steps, the newest
+        order: sort order; None for the order in which they were written.
+        text: only samples that contain this text (``holds``); without a step, samples of all steps, newest
             first.
-        against: the step whose answers to the same prompts are shown beside them.
+        against: another step, whose responses to the same prompts are shown next to them.
         number: maximum number of samples.
     """
 
@@ -50,25 +50,25 @@ class Selection:
 
 
 def run(directory: str, selection: Selection) -> int:
-    """Show samples of a run.
+    """Print the selected samples of a run, and return 0.
 
     Raises:
-        DataError: the directory is not that of a run, there are no such samples, or the place does not
-            answer.
+        DataError: the directory is not that of a run, there are no such samples, or the file system does not
+            respond.
     """
     parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
     console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
     for part in parts:
-        # soft wrap: a pipe gets every line of an answer whole
+        # Wrap softly, so that a pipe receives every line of a response whole.
         console.print(part, soft_wrap=not isinstance(part, Table))
     return 0
 
 
 def render(run_dir: Path, selection: Selection) -> Iterator[RenderableType]:
-    """Yield the samples as text. Characters that a terminal may obey are shown by their numbers, never sent.
+    """Yield the samples as text. Control characters of terminals are replaced by their numbers.
 
     Raises:
-        DataError: as of ``run``.
+        DataError: as in ``run``.
     """
     require_run(run_dir)
     try:
@@ -107,16 +107,16 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
 
 
 def holds(row: Sample, text: str) -> bool:
-    """Return whether a text is in the prompt or the response of a sample, in any case; the page uses the same
-    rule.
+    """Return whether the prompt or the response of a sample contains a text, ignoring case; the page uses the
+    same rule.
 
-    Compared in capitals: some letters have several small forms.
+    The texts are compared in upper case, because some letters have several lower-case forms.
     """
     return any(text.upper() in row[name].upper() for name in ("prompt", "answer"))
 
 
 def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Path) -> int:
-    """Return the step, or the newest."""
+    """Return the wanted step, or the newest one if it is None."""
     if not files:
         raise DataError(
             f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates "
@@ -134,8 +134,8 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
 
 
 def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
-    """Return samples in an order, equal ones as they were; by reward without those that are masked, whose
-    reward is none."""
+    """Return samples in an order; equal ones keep their order. Orders by reward leave out masked samples,
+    which have no reward."""
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
@@ -149,8 +149,8 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
 
 
 def _number(value: Any) -> float:
-    """Return a number, or NaN for what is none."""
-    # JSON has no infinite numbers: they are written as texts, which ``float`` reads
+    """Return a value as a number; NaN if it is not a number."""
+    # JSON has no infinite numbers: they are written as texts, which ``float`` reads.
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -158,7 +158,7 @@ def _number(value: Any) -> float:
 
 
 def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
-    """Yield samples one below the other; a prompt once for answers to it that follow one another."""
+    """Yield samples one below the other; consecutive responses to the same prompt show the prompt once."""
     before: Any = None
     for row in rows:
         prompt = (row.get("step"), row.get("set"), row["prompt"])
@@ -173,7 +173,8 @@ def _listed(rows: Sequence[Sample]) -> Iterator[RenderableType]:
 
 
 def _said(row: Sample) -> Iterator[RenderableType]:
-    """Yield the response, or each turn of a conversation, the environment's in the style of prompts."""
+    """Yield the response, or each turn of a conversation, with the environment's turns in the style of
+    prompts."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("text"), str) for turn in turns
@@ -193,7 +194,8 @@ def _said(row: Sample) -> Iterator[RenderableType]:
 
 
 def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> Iterator[RenderableType]:
-    """Yield answers to the same prompts at two steps side by side, those of the earlier step on the left."""
+    """Yield responses to the same prompts at two steps side by side, those of the earlier step on the
+    left."""
     steps = sorted(
         _step(files, step, selection.kind, run_dir) for step in (selection.step, selection.against)
     )
@@ -223,7 +225,7 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
                 lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)
             )
         )
-        # what both begin with is dim, so that the eye finds where they part
+        # Dim the common beginning, so that the eye finds where the two responses diverge.
         table.add_row(
             *(
                 _visible(row["answer"][:common], "dim").append_text(_visible(row["answer"][common:]))
@@ -234,8 +236,8 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
 
 
 def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
-    """Return samples by what they share with those of other steps: prompt, number among the answers to it,
-    and how often both came before, since a step may have a record twice."""
+    """Return samples by a key that matches samples of other steps: set, record, prompt, number of the
+    response, and a count, because a step may have a record twice."""
     seen: Counter[tuple[str, ...]] = Counter()
     found: dict[tuple[str, ...], Sample] = {}
     for row in rows:
@@ -246,7 +248,7 @@ def _by_identity(rows: Sequence[Sample]) -> dict[tuple[str, ...], Sample]:
 
 
 def _place(row: Sample, *, with_step: bool = True) -> str:
-    """Return the source of a prompt."""
+    """Return the source of a sample's prompt as text."""
     parts = [f"step {_plain(row.get('step'))}"] if with_step else []
     parts += [f"set {_plain(row['set'])}"] if row.get("set") is not None else []
     parts.append(f"prompt {_plain(row.get('record'))} of {_plain(row.get('source') or 'the data')}")
@@ -258,15 +260,15 @@ _SHOWN = ("reward", "accuracy", "advantage", "mismatch")
 
 
 def _weights(row: Sample) -> str:
-    """Return the versions that sampled a response: the oldest, and the newest where that is another."""
+    """Return the weight versions that sampled a response: the oldest, and the newest if it differs."""
     oldest, newest = _plain(row["weight_version"]), row.get("newest_weight_version")
     return oldest if newest in (None, row["weight_version"]) else f"{oldest} to {_plain(newest)}"
 
 
 def _figures(row: Sample) -> Text:
-    """Return one line of figures."""
+    """Return the figures of a sample as one line."""
     parts = row.get("rewards") if isinstance(row.get("rewards"), Mapping) else {}
-    # every answer is to have a reward, so that one without is shown as such
+    # Show a reward for every response, so that a missing one is visible.
     figures = {
         name: row.get(name) for name in _SHOWN if name == "reward" or row.get(name) is not None
     } | dict(parts or {})
@@ -290,7 +292,7 @@ def _figures(row: Sample) -> Text:
 
 
 def _plain(value: Any) -> str:
-    """Return a value of a file in a line of figures, where anything may stand in it."""
+    """Return any value of a file as text for a line of figures, without line breaks and unsafe characters."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -299,7 +301,7 @@ def _plain(value: Any) -> str:
 
 
 def _visible(text: str, style: str = "") -> Text:
-    """Return a text whose unsafe characters stand out by their numbers."""
+    """Return a text with unsafe characters shown as highlighted numbers."""
     shown, end = Text(style=style), 0
     for match in UNSAFE.finditer(text):
         shown.append(text[end : match.start()]).append(_by_number(match), style="reverse")

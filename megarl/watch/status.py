@@ -1,4 +1,4 @@
-"""``megarl status``: where a run stands, for a person or as JSON."""
+"""``megarl status``: shows the status of a run, for a person or as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MISMATCH = "train/token_mult_prob_error"
 ROLLOUT_AGE = "train/rollout_age"
 MEMORY, PEAK_MEMORY = "performance/memory_gib", "performance/peak_memory_gib"
 KL = "train/kl_penalty"
-# name, the metrics it may have, and whether more is better (None: neither)
+# A name, the metrics to look for, and whether more is better (None: neither).
 SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("reward", REWARD_NAMES, True),
     ("validation accuracy", ACCURACY_NAMES, True),
@@ -60,7 +60,7 @@ _NOTHING = Series((), ())
 
 
 def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
-    """Show a run; the exit code is always 0, whatever state it is in.
+    """Print the status of a run, and return 0 whatever its state is.
 
     Raises:
         DataError: the directory is not that of a run.
@@ -75,12 +75,12 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
 
 
 def as_plain(state: RunState) -> dict[str, Any]:
-    """Return the state as JSON holds it.
+    """Return the state as JSON data.
 
-    Metrics that are shown, the mismatch and memory have their last, first, smallest and largest value.
-    ``reward_errors`` and ``reward_timeouts`` have their sum over all steps, where there are any.
+    Displayed metrics, the mismatch and memory have their last, first, smallest and largest values.
+    ``reward_errors`` and ``reward_timeouts`` have their sums over all steps, if there are any.
     """
-    fields = asdict(replace(state, series={}))  # which would be copied number by number
+    fields = asdict(replace(state, series={}))  # asdict would copy the series number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
     wanted |= {
@@ -127,7 +127,7 @@ def render(state: RunState) -> RenderableType:
 
 
 def facts(state: RunState) -> Iterator[tuple[str, Text]]:
-    """Yield the facts of a run by their names, for the terminal and the report."""
+    """Yield the facts of a run with their names, for the terminal and the report."""
     what = " ".join(
         part
         for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
@@ -146,7 +146,7 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     yield "progress", _progress(state)
     if state.launches:
         restarts, last = len(state.launches) - 1, state.launches[-1]
-        # a launch that no step began has no first step to name
+        # A launch in which no step began has no first step to name.
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.start))
         start = (
             "started"
@@ -182,7 +182,8 @@ def facts(state: RunState) -> Iterator[tuple[str, Text]]:
 
 
 def _rollouts_text(state: RunState) -> str:
-    """Describe the age of responses that are sampled while training runs, and which side waits."""
+    """Describe the age of responses that are sampled during training, and whether training or the engines
+    wait."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
     waits = [
         (who, state.phases.get(phase, 0.0))
@@ -232,8 +233,8 @@ def _progress(state: RunState) -> Text:
 
 
 def _not_finite_text(state: RunState) -> str:
-    """Return metrics that are NaN or infinite at present, those first that have been so the longest."""
-    # the first to go is nearest to the cause; others follow from it
+    """Return the metrics that are NaN or infinite now, oldest first."""
+    # Name the earliest metrics first, because they are nearest to the cause and the others follow from it.
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(f"{name} since step {state.not_finite[name]}" for name in names[:_NAMED]) + more
@@ -263,9 +264,9 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
 
 
 def _mismatch(curve: Series, ages: Series) -> Text:
-    """Return how far the probabilities of generation and of training are apart; 1 is not at all. Where
-    responses wait for their training, the steps in between are part of it."""
-    # a ratio below 1 is as bad as one above it
+    """Return a text about the mismatch between the probabilities of generation and of training; 1 is none. If
+    responses wait before they are trained on, the steps in between contribute to it."""
+    # Compare distances from 1, because a ratio below 1 is as bad as one above it.
     worst = max(range(len(curve.values)), key=lambda index: abs(curve.values[index] - 1))
     steps_apart = ages.values[-1] if ages.values else None
     whose = f", whose weights are {steps_apart:g} steps apart" if steps_apart else ""
@@ -277,7 +278,7 @@ def _mismatch(curve: Series, ages: Series) -> Text:
 
 
 def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Counts of training responses without a reward, those of which there are any."""
+    """Return the curves of training responses without a reward, without those that are always 0."""
     return {
         name: series[f"train/{name}"]
         for name in REWARD_FAULTS
@@ -286,7 +287,8 @@ def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _reward_faults(series: Mapping[str, Series]) -> str:
-    """``reward_errors 12 in all, the last 3 in step 7``; empty where every response had a reward."""
+    """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if every response had a
+    reward."""
     said = []
     for name, curve in _fault_curves(series).items():
         last = max(index for index, value in enumerate(curve.values) if value)
@@ -298,12 +300,12 @@ def _reward_faults(series: Mapping[str, Series]) -> str:
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
-    """Return what a run has of ``SHOWN``."""
+    """Return the metrics of ``SHOWN`` that a run has."""
     found = (
         (title, next((series[name] for name in names if name in series), None), better)
         for title, names, better in SHOWN
     )
-    # A reward of 0 throughout is news, a KL penalty of 0 is one that is switched off.
+    # Show a reward of 0 throughout, which is news, but not a KL penalty of 0, which is switched off.
     return [
         (title, curve, better)
         for title, curve, better in found
@@ -320,7 +322,7 @@ def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
 
 
 def best_of(curve: Series, better: bool | None) -> str:
-    """Return the best value and its step; empty where neither more nor less is better."""
+    """Return the best value and its step; empty if neither larger nor smaller values are better."""
     if better is None:
         return ""
     value = (max if better else min)(curve.values)
@@ -328,7 +330,7 @@ def best_of(curve: Series, better: bool | None) -> str:
 
 
 def _table(first: str, numbers: Sequence[str], *last: str) -> Table:
-    """Return a table without rules: names, columns of numbers, and curves."""
+    """Return a table without lines: names, columns of numbers, and curves."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(first, style="bold", no_wrap=True)
     for heading in numbers:
@@ -348,7 +350,7 @@ def _phase_table(state: RunState) -> Table:
 
 
 def _rate_table(rates: Mapping[str, float]) -> Table:
-    """Return tokens a second, TFLOP/s and utilisation of each phase and of the whole step."""
+    """Return a table with tokens per second, TFLOP/s and utilisation of each phase and of the whole step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
     for prefix, title in (
         *((f"{phase}_", title) for phase, title in RATED_PHASES.items()),
@@ -373,14 +375,14 @@ def _bar(share: float) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int = _TREND) -> str:
-    """Return the course of a curve in one line: means of ``width`` equal parts, the lowest as the lowest
-    block."""
+    """Return a curve as one line of blocks: the means of ``width`` equal parts, with the lowest block for the
+    lowest mean."""
     size = min(width, len(values))
     bounds = [len(values) * index // size for index in range(size + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
     low, high = min(means), max(means)
     if high == low:
-        # a flat curve is a low line: a constant has no height of its own
+        # Show a constant curve as a low line, because it has no height to scale by.
         return _BLOCKS[0] * size
     return "".join(
         _BLOCKS[min(int((value - low) / (high - low) * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in means

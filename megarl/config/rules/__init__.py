@@ -94,10 +94,10 @@ def check(
         facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
     """
     found = _broken((NOT_YET_RULES, RULES), View(config, faulty, facts))
-    # what a section has from the policy is reported there alone
+    # Violations that a section inherits from the policy are reported only for the policy.
     known = [(violation.key, violation.value, violation.bound) for violation in found]
     for path, section in model_sections(config).items():
-        # Its shape is reported already.
+        # The section's wrong shape is reported already.
         if not isinstance(at(config, path), Mapping):
             continue
         of_model = (facts_of_models or {}).get(path)

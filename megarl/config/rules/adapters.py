@@ -71,7 +71,7 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
 def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
     """Refuse adapters on a model that is not trained; it can only have an adapter merged into its weights."""
     _require_adapters(view)
-    # ``model_view`` takes the algorithm out of the view of a model that no step trains.
+    # ``model_view`` removes the algorithm from the view of a model that is not trained.
     if view.get("algorithm") is None:
         bound, fix = (
             "nothing trains this model",

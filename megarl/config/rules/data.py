@@ -145,7 +145,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
         if not sources:
             yield Violation(f"data.{key}", sources, "a list of sources has at least one", "add a source")
         for section, source in _of_set(view, key):
-            # in a list the general rule does not look
+            # Check each source of a list here, because the general rule does not look into lists.
             yield from faults_of_ranges(source, ValidationSource, section)
     sources = dict(_of_set(view, "train"))
     weighted = [section for section, source in sources.items() if source.get("weight") is not None]
@@ -174,7 +174,7 @@ def environments_are_there(view: View) -> Iterator[Violation]:
     """Require that the environment of each source is one of the run's environments."""
     env = view.get("env")
     names = (
-        # `options` is a section too: the keys of a single environment of the user's own.
+        # Exclude `options`, which is a section too, but holds the keys of a single user-defined environment.
         [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"]
         if isinstance(env, Mapping)
         else []
@@ -214,7 +214,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
                 )
                 continue
             for key in SAMPLING_KEYS:
-                # Absent is not null: an absent key follows that of the run.
+                # Distinguish absent from null, because an absent key follows that of the run.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
                     bound = f"{first} is of the same set, {name}, and says {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"

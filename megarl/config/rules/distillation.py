@@ -130,7 +130,7 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
     """Require a loss for the distillation mode, with settings that leave a gradient."""
-    # For what it requires: the rule is about algorithms that have teachers.
+    # This raises for algorithms without teachers, to which the rule does not apply.
     teachers_of(view)
     view.require(not view.has_faults(SECTION))
     mode = view[f"{SECTION}.mode"]

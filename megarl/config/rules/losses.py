@@ -21,7 +21,8 @@ _DIVERGENCE = defaults(
     "kl_input_clamp_value",
     "kl_output_clamp_value",
 )
-# None next to False in a condition: a loss made in a program may lack the key, which is off then.
+# Conditions list None next to False, because a loss that is constructed in a program may lack the key, which
+# is then off.
 _ROWS = (
     Row(
         "ratios",
@@ -318,7 +319,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     from below.
     """
     section = f"{view.algorithm.section()}.{ASYNC}"
-    # a divergence from a teacher has no ratio
+    # A divergence from a teacher has no ratio.
     view.require(view.get("distillation.mode") != "topk")
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.max_trajectory_age_steps"] > 0)
     old = (
@@ -330,7 +331,8 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
         yield Violation(
             key, True, f"{old}, and this takes the policy for the one that gave them", "write false"
         )
-    # With that pass the clipped ratio is to the newest weights: only the importance weight knows of the age.
+    # After that pass, the clipped ratio refers to the newest weights, so that only the importance weight
+    # accounts for the age.
     if view[f"{section}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
@@ -344,7 +346,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
             yield Violation(key, None, bound, "write tis, with truncated_importance_sampling_ratio: 2.0")
         return
     key = "loss_fn.ratio_clip_c"
-    # CISPO bounds its weights whatever the advantage.
+    # CISPO bounds its weights for every advantage.
     if view[key] is None and not view["loss_fn.use_cispo"]:
         bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
         yield Violation(key, None, bound, f"write 3.0, or {section}.recompute_logprobs: true")

@@ -22,7 +22,7 @@ from megarl.errors import Violation
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Stands beside the sections of a view: whether its model is to score.
+# Key that a view has next to its sections: whether its model should have a scoring head.
 _WANTED = "wanted_head"
 
 
@@ -33,7 +33,7 @@ def with_model_as_policy(
     reduced to the policy's ranks, without those of generation."""
     cluster = config.get("cluster")
     try:
-        # Where this does not apply, the policy's own rules say why.
+        # If this does not apply, the policy's own rules report the reason.
         nodes, ranks = training_shape(View(config, faulty))
         cluster = {**config["cluster"], "gpus_per_node": ranks, "num_nodes": nodes, "for_training": True}
     except NotApplicableError:
@@ -60,7 +60,7 @@ def model_view(
     """
     seen = {**with_model_as_policy(config, path, faulty), _WANTED: section.scores}
     if not section.is_trained:
-        # So the rules that ask for an algorithm do not apply.
+        # Remove the algorithm, so that rules which require one do not apply.
         seen.pop("algorithm", None)
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)

@@ -79,7 +79,8 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         )
     distributed = f"{MEGATRON}.optimizer.use_distributed_optimizer"
     if backend == "megatron" and view["policy.precision"] != "float32" and not view.get(distributed, True):
-        # decays stay in float32, and Megatron-Core's other optimizer writes one dtype's state to a checkpoint
+        # The decay parameters stay in float32, but Megatron-Core's other optimizer writes the state of only
+        # one dtype to a checkpoint.
         bound = (
             f"checkpoints of that optimizer with gated delta nets in {view['policy.precision']} are {NOT_YET}"
         )

@@ -88,7 +88,7 @@ def learning_rates(view: View) -> Iterator[Violation]:
     """Require that the learning rate neither starts nor ends above its maximum."""
     _megatron(view)
     largest = view[f"{OPTIMIZER}.lr"]
-    # Megatron-Core's scheduler asserts both; there the run would end in its workers.
+    # Megatron-Core's scheduler asserts both, but only in the workers, where a failure would end the run.
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:
@@ -130,7 +130,7 @@ def decay_of_learning_rate(view: View) -> Iterator[Violation]:
             f"lr_decay_style {style!r} needs the number of steps it decays over",
             "write the steps of the run",
         )
-    # Megatron-Core's scheduler asserts this too.
+    # Megatron-Core's scheduler asserts this as well.
     if steps is not None and warmup >= steps:
         key = f"{SCHEDULER}.lr_warmup_iters"
         yield Violation(
@@ -151,7 +151,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         view[key],
         view[f"{SCHEDULER}.weight_decay_incr_style"],
     )
-    # Megatron-Core's scheduler asserts this, and equality under `constant`.
+    # Megatron-Core's scheduler asserts this, and equality if the style is `constant`.
     if end < start:
         bound = f"weight decay can only grow, and start_weight_decay is {start}"
         yield Violation(key, end, bound, "write no less than that", ({key: start},))
@@ -160,7 +160,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         bound = f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}"
         candidates = ({key: start}, {f"{SCHEDULER}.start_weight_decay": own, key: own})
         yield Violation(key, end, bound, "write the same in both", candidates)
-    # At every call the scheduler writes its own value over that of the optimizer.
+    # At every call, the scheduler replaces the optimizer's value by its own.
     elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
         own = view[f"{OPTIMIZER}.weight_decay"]
         bound = (
@@ -188,7 +188,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
 def clipping_agrees(view: View) -> Iterator[Violation]:
     """Require that the two keys for the gradient's clipping norm agree."""
     _megatron(view)
-    # Megatron-Core takes 0 for no clipping.
+    # Megatron-Core reads 0 as no clipping.
     clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
     if clip != (norm or 0.0):
         bound = f"it must be policy.max_grad_norm = {'null, that is 0' if norm is None else norm}"

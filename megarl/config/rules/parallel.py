@@ -46,7 +46,7 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
         sizes = (1, view[f"{DTENSOR}.context_parallel_size"], view[f"{DTENSOR}.tensor_parallel_size"])
     else:
         sizes = (1, 1, 1)
-    # Smaller sizes are reported as out of range; here they would be divided by.
+    # Stop at sizes below 1, which are reported as out of range, because the rules divide by them.
     view.require(min(sizes) >= 1)
     return sizes
 
@@ -105,7 +105,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     bound = (
         f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     )
-    # The fewest nodes that together hold whole copies of the model.
+    # This is the smallest number of nodes that together hold whole copies of the model.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f"; {whole_copy} nodes of {ranks} ranks are the fewest"
@@ -148,7 +148,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
-    # Ranks that do not divide are the rule above's.
+    # Ranks that are not divisible are reported by the rule above.
     view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
@@ -253,7 +253,8 @@ def widths_divide(view: View) -> Iterator[Violation]:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
         widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
-    # Of the common divisor: what suits one width alone breaks the rule of the next.
+    # Use the greatest common divisor, because a size that divides only one width breaks the rule for the
+    # next.
     candidates = each_of(key, divisors_near(math.gcd(*widths.values()), tensor))
     for name, width in widths.items():
         if width % tensor:
@@ -302,7 +303,7 @@ PERMUTATION = f"{MEGATRON}.moe_permute_fusion"
 BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
 COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
 BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
-# what concerns experts and their routers only, with the values that leave everything as it is
+# Keys that only concern experts and their routers, with the values that have no effect.
 WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
     EXPERT: (1,),
     EXPERT_TENSOR: (1,),
@@ -331,7 +332,7 @@ def experts_divide(view: View) -> Iterator[Violation]:
         candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
         bound = f"it must divide the model's {view.facts.num_experts} experts"
         yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
-    # Megatron-Core's MoELayer refuses to train otherwise.
+    # Otherwise Megatron-Core's MoELayer refuses to train.
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")

@@ -84,7 +84,7 @@ def _faulty(view: View, path: str) -> bool:
 
 def megatron_trains(view: View) -> Iterator[Violation]:
     """Require an optimizer section for a trained policy on Megatron."""
-    # Never None: the property raises without an algorithm, and the rule then does not apply.
+    # This is never None: the property raises if there is no algorithm, and then the rule does not apply.
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
@@ -145,7 +145,8 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
-    # NeMo-RL's names have a colon, `val:accuracy`; what follows it is proposed with the prefix of here.
+    # NeMo-RL's names have a colon, as in `val:accuracy`. The proposal combines the part after it with
+    # megarl's prefix.
     if not name.startswith(("train/", "validation/", "val_")):
         bare = re.split(r"[/:]", name)[-1]
         prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
@@ -218,7 +219,7 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     try:
         # Pass a copy, because the user's class may change it.
         made = found(copy.deepcopy(dict(section)))
-    # A user's code may raise anything, SystemExit included.
+    # A user's code may raise any exception, including SystemExit.
     except (Exception, SystemExit) as error:
         return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
@@ -238,7 +239,7 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
-    # of a function that is not written in Python
+    # A function that is not written in Python may have no signature.
     except ValueError:
         return True
     return True
@@ -281,7 +282,7 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
     """Require several responses per prompt if the estimator compares them, and bounds that do not clip all
     advantages to 0."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
-    # an estimator of one's own may need no group
+    # A custom estimator may work without a group.
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
     key = "grpo.num_generations_per_prompt"
     if view.get(key) == 1 and not whitens_alone:
@@ -355,7 +356,7 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         )
 
 
-# Products of decimal fractions are whole only up to rounding.
+# Products of decimal fractions are integers only up to rounding.
 _ROUNDING = 1e-9
 
 
@@ -540,8 +541,8 @@ def _fault_of_sink(kind: Any) -> str | None:
     abstract = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing or abstract:
         return f"it lacks {', '.join([*missing, *abstract])}"
-    # No sink can be made before there is a run: methods are looked at on the class, with a stand-in for
-    # `self`.
+    # Check the methods on the class, with a placeholder for `self`, because no sink can be made before a run
+    # exists.
     calls = {"write": ("self", "row"), "truncate_after": ("self", "step"), "close": ("self",)}
     for name, arguments in {kind.__name__: ("log_dir", "run_config"), **calls}.items():
         try:
@@ -652,7 +653,7 @@ def _samples_of_step(view: View) -> tuple[int, int, int]:
     size = view[GLOBAL]
     prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
     generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
-    # Others are out of range, which is reported elsewhere; here they would be divided by.
+    # Stop at other values, which are reported elsewhere as out of range, because the rules divide by them.
     view.require(min(prompts, generations, size) >= 1)
     return prompts, generations, size
 
@@ -704,7 +705,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
             global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key))
         )
         return
-    # With a budget of tokens the lengths of the rows decide what is in a micro-batch.
+    # With a token budget, the lengths of the rows decide how many a micro-batch has.
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
         bound = (
@@ -725,11 +726,11 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     up to a step. Some come with another number of prompts."""
     size = view[global_key]
     try:
-        # Ranks that do not divide are another rule's: then any size will do.
+        # Another rule reports ranks that are not divisible; here any size is then accepted.
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
-    # The multiple that also fits the micro-batch size comes first, so that the first proposal satisfies both
+    # Put the multiple that also fits the micro-batch size first, so that the first proposal satisfies both
     # rules.
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
@@ -743,7 +744,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     )
     batches = max(samples // size, 1)
     for unit in units:
-        # The answers to this number of prompts, or a multiple of it, are whole units.
+        # The responses to this number of prompts, or to a multiple of it, are whole units.
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
             yield {
@@ -778,7 +779,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
         for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
-                # A value of the wrong type reads as None too, and is reported already.
+                # A value of the wrong type also reads as None, but is reported already.
                 if not view.written(key):
                     yield Violation(
                         key,

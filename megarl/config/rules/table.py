@@ -50,7 +50,7 @@ class Row:
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
-            # An absent key has no value that could be wrong.
+            # An absent key has no value that could be incorrect.
             value = view.get(key, first)
             if value not in _several(values):
                 words = {
@@ -75,12 +75,12 @@ def _single_turn(view: View) -> bool:
 
 
 def _has_teachers(view: View) -> bool:
-    # For what it requires: it raises for an algorithm that has no teachers.
+    # This raises for an algorithm without teachers, to which the condition does not apply.
     teachers_of(view)
     return not view.has_faults(DISTILLATION)
 
 
-# What conditions and texts name besides keys.
+# Names, other than keys, that conditions and texts may use.
 _FACTS: Mapping[str, Callable[[View], object]] = {
     "backend": backend_of,
     "family": lambda view: view.facts.family,
@@ -256,9 +256,9 @@ ROWS_OF_MODELS = (
             "the last two"
         ),
     ),
-    # It wants Transformer Engine, and where it has no state yet it steps with random gradients before it
-    # reads a checkpoint, which changes the weights read before. State made first would spare the step; but
-    # then its hooks rebuild float32 copies from 16-bit weights.
+    # It requires Transformer Engine. Without state, it steps with random gradients before it reads a
+    # checkpoint, which changes the weights that were read before. Creating the state first would avoid that
+    # step, but then its hooks rebuild float32 copies from 16-bit weights.
     Row(
         "own_optimizer_in_host_memory",
         {"policy.megatron_cfg.optimizer.optimizer_cpu_offload": False},
@@ -494,7 +494,7 @@ ROWS_OF_RUNS = (
         "rounds of dynamic sampling are filled in the order of the data; both are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
     ),
-    # a critic or a teacher has not been tried with groups in the order in which they are complete
+    # A critic or a teacher has not been tested with groups in the order of their completion.
     Row(
         "schedule_of_sampling",
         {"ppo.async_grpo.schedule": "in_order"},
@@ -601,7 +601,7 @@ ROWS_OF_RUNS = (
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
-    # groupby joins neighbours alone: rows of one rule have to stand next to each other.
+    # The rows of one rule have to be adjacent, because groupby only joins neighbours.
     for name, rows in groupby(table, lambda row: row.rule):
         yield _rule(name, [row.violations for row in rows])
 
@@ -610,7 +610,7 @@ def _rule(name: str, rows: list[Rule]) -> Rule:
     def rule(view: View) -> Iterator[Violation]:
         return apply_rules(rows, view)
 
-    # Tests find a rule by the name of its function.
+    # Set the name, by which tests find a rule.
     rule.__name__ = name
     return rule
 

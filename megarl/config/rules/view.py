@@ -112,7 +112,7 @@ def apply_rules(rules: Iterable[Rule], view: View) -> Iterator[Violation]:
     """Yield the violations of the rules that apply."""
     for rule in rules:
         try:
-            # As a list: a rule that turns out not to apply halfway reports nothing.
+            # Build a list first, so that a rule that turns out not to apply reports nothing.
             yield from list(rule(view))
         except NotApplicableError:
             continue

@@ -146,8 +146,8 @@ class SequencePacker(ABC):
         return wanted
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
-        # Splitting leaves bins nearly empty, and a micro-batch takes as long as its slowest rank: spread all
-        # sequences again where that fits.
+        # Try to spread all sequences again first: splitting leaves bins nearly empty, and a micro-batch takes
+        # as long as its slowest rank.
         evenly = spread(lengths, wanted, self.bin_capacity)
         return evenly if evenly is not None else grow_by_splitting(bins, wanted, lengths, split_evenly)
 
@@ -157,7 +157,7 @@ class ConcatenativePacker(SequencePacker):
 
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
         bins: list[Bin] = []
-        # No bin is open: a first sequence of length 0 has to open one too.
+        # Start below 0, so that a first sequence of length 0 also opens a bin.
         room = -1
         for index, length in enumerate(lengths):
             if length > room:
@@ -168,7 +168,7 @@ class ConcatenativePacker(SequencePacker):
         return bins
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
-        # In input order, as this algorithm promises.
+        # Sort the bins into input order, which this algorithm promises.
         return sorted(grow_by_splitting(bins, wanted, lengths, split_in_order))
 
 
@@ -249,9 +249,9 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         shortest_first = sorted(range(len(lengths)), key=lengths.__getitem__)
         capacity = self.bin_capacity
         sizes = [lengths[index] for index in shortest_first]
-        # Lengths are whole numbers, so that comparing with the floor of a fraction is exact.
+        # Lengths are integers, so that comparing with the floor of a fraction is exact.
         sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (6, 3, 2))
-        # With half = 0 the stop would be -1, which slices mean from the end.
+        # Handle half = 0 separately: the stop would be -1, which a slice counts from the end.
         large = shortest_first[: half - 1 : -1] if half else shortest_first[::-1]
         bins: list[Bin] = [[index] for index in large]
         room = [capacity - lengths[index] for index in large]
@@ -263,7 +263,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             bins[number].append(index)
             room[number] -= lengths[index]
 
-        # In the order of the paper: forwards through the bins for medium sequences, backwards for small ones.
+        # Follow the paper's order: forwards through the bins for medium sequences, backwards for small ones.
         without_medium: list[int] = []
         for number in range(len(bins)):
             if medium.fits(room[number]):
@@ -274,7 +274,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             if small.two_fit(room[number]):
                 place(number, small.pop_smallest())
                 place(number, small.pop_largest_within(room[number]))
-        # Joined in this order the members stay sorted, which the pool relies on.
+        # Join them in this order, which keeps the members sorted as the pool requires.
         rest = _SortedPool(tiny.members + small.members + medium.members, lengths)
         for number in range(len(bins)):
             while rest.fits(room[number]):

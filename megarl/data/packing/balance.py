@@ -44,7 +44,7 @@ def deal_bins(costs: Sequence[int], shards: int) -> list[int]:
             f"{len(costs)} bins cannot be dealt evenly to shards = {shards}; pack with bin_count_multiple "
             "equal to the number of shards"
         )
-    # sorted is stable: bins of equal cost keep their order, in a resumed run too.
+    # sorted is stable, so that bins of equal cost keep their order, also in a resumed run.
     costliest_first = sorted(range(len(costs)), key=lambda bin_number: -costs[bin_number])
     work = [0] * shards
     dealt = [0] * len(costs)

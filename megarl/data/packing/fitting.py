@@ -46,7 +46,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> li
             node //= 2
             largest = max(room[2 * node], room[2 * node + 1])
             if room[node] == largest:
-                # The largest room here is what it was, and so it is in all nodes above.
+                # The largest room in this node is unchanged, and therefore also in all nodes above it.
                 break
             room[node] = largest
     return bins
@@ -59,7 +59,7 @@ def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> lis
     room_and_bin: list[tuple[int, int]] = []
     for index in order:
         length = lengths[index]
-        # -1 comes before every bin number: a bin with exactly this room is found too.
+        # Search with -1, which precedes every bin number, so that a bin with exactly this room is found too.
         place = bisect_left(room_and_bin, (length, -1))
         if place == len(room_and_bin):
             room, number = capacity, len(bins)
@@ -86,7 +86,8 @@ def spread(lengths: Sequence[int], bin_count: int, capacity: int) -> list[Bin] |
         if load + lengths[index] > capacity:
             return None
         bins[number].append(index)
-        # The count makes sequences of length zero visit every bin instead of piling up in one.
+        # Compare the count as well, so that sequences of length zero are spread over all bins instead of
+        # collecting in one.
         heapq.heapreplace(load_count_bin, (load + lengths[index], count + 1, number))
     return bins
 
@@ -96,7 +97,8 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
     halves: tuple[Bin, Bin] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda member: -lengths[member]):
-        # By number where the loads are equal: sequences of length 0 would leave a half empty.
+        # Compare the numbers of members if the loads are equal: otherwise sequences of length 0 would leave
+        # one half empty.
         lighter = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
         halves[lighter].append(index)
         loads[lighter] += lengths[index]
@@ -132,7 +134,7 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
             return
         halves = split(members, lengths)
         smaller = min(sum(lengths[index] for index in half) for half in halves)
-        # No two tie breaks are equal, so that the heap never compares the members.
+        # Every tie break is different, so that the heap never compares the members.
         heapq.heappush(splittable, (-smaller, tie_break, members, halves))
 
     for number, members in enumerate(bins):

@@ -24,11 +24,11 @@ INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'i
 """Source of the program that runs the model's program; it is compiled once, instead of in each process."""
 
 _PIECE = 1 << 16
-# Bytes of all answers together: a statement may keep the values of many calls.
+# Maximum number of bytes of all answers together, because a statement may keep the values of many calls.
 _LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
 
-# Numbers in all ranges of a conversation together: one takes a few bytes of an answer, and a statement may
-# make lists of all.
+# Maximum count of numbers in all ranges of a conversation: a range takes a few bytes of an answer, but a
+# statement may turn every one into a list.
 _LONGEST_RANGES = 1_000_000
 
 
@@ -151,7 +151,8 @@ class Conversation:
                 raise EndedError
             parts.append(piece)
             length += len(piece)
-            # Counted over the whole conversation: many short answers fill memory as one long one does.
+            # Count over the whole conversation, because many short answers fill memory as one long answer
+            # does.
             self._bytes_left -= len(piece)
             if length > LONGEST_OUTPUT or self._bytes_left < 0:
                 raise ValueError("the answer of a program is too long")
@@ -214,7 +215,8 @@ def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversati
         try:
             command = python_command(INSIDE, *map(str, (source.fileno(), *inner)))
             process = stack.enter_context(running(command, limits, given, written, (source.fileno(), *inner)))
-        # The program has its ends now: while they stay open here, its death does not close the pipes.
+        # Close these ends, which the program now holds: while they stay open here, the program's death would
+        # not close the pipes.
         finally:
             for end in inner:
                 os.close(end)

@@ -29,7 +29,7 @@ from megarl.rollout.programs.own_functions import (
     refuse_long,
 )
 
-# Nodes that one statement may evaluate.
+# Maximum number of nodes that one statement may evaluate.
 _STEPS = 200_000
 
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -59,7 +59,7 @@ _UNARY: Mapping[type, Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.Invert: operator.invert,
 }
-# Exceptions that operations and functions raise here, as they would inside.
+# Exceptions that operations and functions raise here as they would raise them inside.
 _OF_PYTHON = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, NameError)
 
 
@@ -121,7 +121,7 @@ class _Interpreter:
 
     def _inner(self, names: Mapping[str, Any]) -> _Interpreter:
         inner = _Interpreter(self._program, self._tested, {**self._names, **names})
-        # The same list: steps are counted over all scopes together.
+        # Share the same list, because steps are counted over all scopes together.
         inner._steps = self._steps
         return inner
 
@@ -136,7 +136,7 @@ class _Interpreter:
         if self._steps[0] > _STEPS:
             raise MemoryError(f"a statement takes more than {_STEPS} steps")
 
-    # statements
+    # Statements.
 
     def _run_Pass(self, node: ast.Pass) -> None:
         """Do nothing."""
@@ -163,7 +163,7 @@ class _Interpreter:
             self._assign(node.target, self._value(node.value))
 
     def _run_AugAssign(self, node: ast.AugAssign) -> None:
-        # Parsed again: the target's own nodes are to be stored to, and have no value.
+        # Parse the target again, because its own nodes are for storing and have no value.
         load = ast.copy_location(ast.parse(ast.unparse(node.target), mode="eval").body, node.target)
         self._assign(node.target, self._binary(type(node.op), self._value(load), self._value(node.value)))
 
@@ -200,7 +200,7 @@ class _Interpreter:
     def _try(self, node: ast.Try) -> None:
         try:
             self.execute(node.body)
-        # A _Jump passes through: break, continue and return are no errors.
+        # Let a _Jump pass through, because break, continue and return are not errors.
         except (RaisedError, *_OF_PYTHON) as error:
             kinds = error.kinds if isinstance(error, RaisedError) else _names_of(type(error))
             for handler in node.handlers:
@@ -255,7 +255,7 @@ class _Interpreter:
             case _:
                 raise TypeError("this cannot be assigned to")
 
-    # expressions
+    # Expressions.
 
     def _value(self, node: ast.expr) -> Any:
         self._count()
@@ -268,7 +268,8 @@ class _Interpreter:
         name = node.id
         if name in self._names:
             return self._names[name]
-        # Before Python's own: where a statement tests a function called sorted, the program's is meant.
+        # Look here before Python's own names: if a statement tests a function called sorted, it means the
+        # program's.
         if name in self._tested:
             return self._program.name(name)
         for table in (FUNCTIONS, ALWAYS_OURS, EXCEPTIONS, MODULES):
@@ -363,10 +364,11 @@ class _Interpreter:
             return self._program.call(
                 Remote(builtin=f"operator.{function.__name__.rstrip('_')}"), [left, right]
             )
-        # a plain value beside an object of the program stays outside: it may be what is expected
+        # Evaluate plain values outside, even next to an object of the program, because such a value may be
+        # the expected one.
         refuse_growth(kind, left, right)
         value = function(left, right)
-        # x + x in a loop, of which each by itself is small.
+        # Check the result too, because x + x in a loop grows by steps that are each small.
         refuse_long(value)
         return value
 
@@ -433,11 +435,12 @@ class _Interpreter:
     def _call_program(
         self, function: Remote, nodes: Sequence[ast.expr], arguments: list[Any], keywords: Mapping[str, Any]
     ) -> Any:
-        # a list that has a name may be looked at again after a function has changed it
+        # Ask for the arguments back if one has a name, because the statement may read a list after a function
+        # has changed it.
         back = any(isinstance(node, ast.Name) for node in nodes)
         sent = [self._sendable(argument) for argument in arguments]
         value, left = self._program.call_and_see(function, sent, keywords, back=back)
-        # The program says how many come back.
+        # Do not require equal lengths, because the program decides how many arguments it returns.
         for argument, changed in zip(arguments, left, strict=False):
             _update(argument, changed)
         return value
@@ -445,7 +448,7 @@ class _Interpreter:
     def _sendable(self, argument: Any) -> Any:
         if type(argument) in VIEWS:
             return list(argument)
-        # An iterator cannot be sent: the program gets one over the same values.
+        # An iterator cannot be sent, so that the program makes one over the same values.
         if isinstance(argument, Iterator):
             return self._program.call(Remote(builtin="iter"), [list(argument)])
         name = getattr(argument, "__name__", "")
@@ -465,7 +468,7 @@ class _Interpreter:
             arguments[0] = self._local(arguments[0])
         if any(isinstance(argument, Remote) for argument in arguments):
             if name in ASKED_OF_OBJECTS:
-                # no second argument: it may be what is expected
+                # Send only one argument, because a second one may be the expected value.
                 [value] = arguments
                 return self._program.call(Remote(builtin=name), [value])
             arguments = [self._iterated(each) for each in arguments]
@@ -501,7 +504,7 @@ class _Interpreter:
 
     def _truth(self, value: Any) -> bool:
         if isinstance(value, Remote):
-            # Nothing but True counts, whatever the program sends.
+            # Only True counts as true, whatever else the program sends.
             return self._program.call(Remote(builtin="bool"), [value]) is True
         return bool(value)
 

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
 from megarl.rollout.programs.statements import reason_against
 
-# What data sets call the file that a program stands in.
+# Name by which the tests of data sets import the program's file.
 _PROGRAM = "solution"
-# JSON, which other forms are, has no line that begins so; parsing megabytes of it as Python would take long.
+# Search for a line of Python first: JSON, the form of other tests, has no such line, and parsing megabytes of
+# it as Python would take long.
 _BEGINS = re.compile(r"^(?:from|import|def|async|class|assert)\s|^@", re.MULTILINE)
 _FIXTURE = re.compile(r"(?:setup|teardown)(?:_\w+)?|setUp|tearDown")
 _OURS = {*FUNCTIONS, *ALWAYS_OURS, *EXCEPTIONS, *MODULES}
@@ -150,7 +151,8 @@ class _Plain(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         guarded = _guarded(node)
-        # Behind tests it calls them, or pytest; without any it is what runs.
+        # If the file has test functions, the guarded block only calls them or pytest. Without any, the block
+        # itself is the test.
         return node if guarded is None else [] if self._has_tests else guarded
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
@@ -178,7 +180,7 @@ class _Plain(ast.NodeTransformer):
         number = _only_argument(right, "pytest.approx")
         if others or not isinstance(node.ops[0], ast.Eq) or number is None or _names([number]):
             return node
-        # pytest's own bounds
+        # These are the default tolerances of pytest.approx.
         bound = f"max(1e-6 * abs({ast.unparse(number)}), 1e-12)"
         apart = f"abs(({ast.unparse(node.left)}) - ({ast.unparse(number)}))"
         return ast.parse(f"{apart} <= {bound}", mode="eval").body
@@ -249,7 +251,8 @@ def _checked(statement: str) -> str:
                     "it needs pytest: of that, 'with pytest.raises(KIND)' by the names of errors and '== "
                     "pytest.approx(NUMBER)' are understood"
                 )
-            # Of the first part alone: find_spec imports the packages above a name with dots.
+            # Search for the first part of the name only, because find_spec imports the parent packages of a
+            # name with dots.
             if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
                 raise ValueError(f"it imports {name}, which is not there")
     if reason_against(statement) is None:

@@ -18,7 +18,7 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
 _STATEMENTS = ("test_list", "challenge_test_list")
-# Beginnings of base64 of zlib, whose first byte is 0x78.
+# Text that begins like base64 of zlib data, whose first byte is 0x78.
 _PACKED = re.compile(r"\s*e[AFJN]")
 _BEGINS_BY_NAME = re.compile(r"\s*[A-Za-z_]\w* ?= ?\S")
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
@@ -59,7 +59,7 @@ def program_in(response: str) -> str | None:
     marked, unmarked, kind, begin = None, None, None, 0
     for fence in _FENCE.finditer(response):
         name = fence[1]
-        # A fence with a name begins a block even within another, which was never ended.
+        # A fence with a name begins a new block even inside another one, because the other was never closed.
         if kind is None or name:
             kind, begin = name, fence.end()
             continue
@@ -92,7 +92,7 @@ def tests_of(answer: str) -> tuple[Test, ...]:
     statements = statements_of_file(answer)
     if statements is not None:
         return tuple(Test(statement=each) for each in statements)
-    # JSON may hold the tests as text once more
+    # Parse twice, because the JSON may hold the tests as a text that is JSON itself.
     given = _parsed(_parsed(answer, "its tests"), "its tests")
     tests = tuple(_tests_in(given, {}))
     if not tests:
@@ -118,7 +118,7 @@ def _are_named_arguments(given: str) -> bool:
         return False
     if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
         return False
-    # Python's literals, and JSON's
+    # Accept the literals of Python and those of JSON.
     names = ("null", "true", "false")
     parts = [part for each in call.keywords for part in ast.walk(each.value)]
     return all(isinstance(part, _LITERALS) or getattr(part, "id", "") in names for part in parts)
@@ -176,7 +176,7 @@ def _unpacked(text: str, what: str) -> bytes | None:
         content = stream.decompress(packed, LARGEST_UNPACKED + 1)
     except zlib.error as error:
         raise ValueError(f"{what} is packed, and cannot be unpacked: {error}") from None
-    # a few packed kilobytes may hold gigabytes
+    # Limit the unpacked size, because a few compressed kilobytes may hold gigabytes.
     if len(content) > LARGEST_UNPACKED:
         raise ValueError(
             f"{what} is packed, and unpacked it has more than {LARGEST_UNPACKED:,} bytes: store fewer or "

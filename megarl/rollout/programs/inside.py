@@ -16,7 +16,8 @@ import site
 import sys
 import types
 
-# typing takes longer to import than a test to run; the name alone tells a type checker
+# Do not import typing, which takes longer than running a test; a type checker recognizes the constant by its
+# name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,13 +49,13 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
-        # A subclass may have a __str__ of its own; that of str gives its text.
+        # Call the method of str, because a subclass may override __str__.
         return str.__str__(value)
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, int):
         number = int.__int__(value)
-        # in base 16, since Python limits the length of decimal numbers
+        # Write large numbers in base 16, because Python limits the length of decimal numbers.
         return number if -_SMALL < number < _SMALL else {"int": hex(number)}
     if isinstance(value, list):
         return [encode(each, other) for each in value]
@@ -73,14 +74,15 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, range):
         return {"range": [encode(each, other) for each in (value.start, value.stop, value.step)]}
-    # to import these takes longer than most tests; whoever has one has imported them
+    # Do not import these modules, which takes longer than most tests. If a value is of such a type, its
+    # module is already imported.
     if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
         return {"decimal": str(value)}
     if "collections" in sys.modules and isinstance(value, sys.modules["collections"].deque):
         return {"deque": [encode(each, other) for each in value]}
     if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
         return {"fraction": [hex(value.numerator), hex(value.denominator)]}
-    # a scalar of numpy or torch
+    # The value is a scalar of numpy or torch.
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return encode(value.item(), other)
     return other(value)
@@ -118,7 +120,7 @@ def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
 
 
 def _whole(text: str) -> int:
-    # far more than a program is asked for; what is done with larger numbers takes minutes
+    # Refuse numbers far larger than any that a task needs, because arithmetic with them takes minutes.
     if len(text) > _LONGEST_NUMBER:
         raise ValueError("the number is too large")
     return int(text, 16)
@@ -134,7 +136,8 @@ def _decimal(text: str) -> Decimal:
     from decimal import Decimal
 
     value = Decimal(text)
-    # to compare it with a whole number takes as long as the power of ten that it stands for
+    # Limit the exponent: comparing such a number with an integer takes time proportional to the power of ten
+    # that it stands for.
     if value.is_finite() and abs(value.adjusted()) > 10_000:
         raise ValueError("the exponent is too large")
     return value
@@ -196,7 +199,8 @@ class _Program:
 
     def _solve(self, request: Mapping[str, Any]) -> dict[str, Any]:
         name = request["name"]
-        # what was given is no answer, should the function have its name
+        # Do not take a name that the task itself supplied for the program's function, even if both have the
+        # same name.
         own = self._names.get(name) if self._names.get(name) is not self._given.get(name) else None
         function = own or getattr(self._names["Solution"](), name)
         return {"value": encode(function(*self._decoded(request["arguments"])), self._keep)}
@@ -225,23 +229,23 @@ def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _main() -> None:
     source, asked, told = map(int, sys.argv[1:4])
-    # A program that reads its arguments must not see the descriptors.
+    # Hide the descriptors from a program that reads its arguments.
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
-    # what a start without site leaves out and a program may use; the hooks that packages install take half of
-    # the time
+    # Do the part of site's work that a program may need: Python starts without site, because the hooks that
+    # packages install take half of the time.
     sys.path += task["packages"]
     site.setquit()
     site.sethelper()
-    # a module of its own: the program finds neither this file's names in its own, nor itself under another
-    # name
+    # Use a separate module, so that the program sees neither this file's names as its own, nor itself under a
+    # different module name.
     module = types.ModuleType("program" if asked >= 0 else "__main__")
     sys.modules[module.__name__] = module
     names = vars(module)
     given = _imported(task)
     names.update(given)
-    # not with this file's own __future__, by which annotations would not be evaluated
+    # Do not inherit this file's __future__ import, with which annotations would not be evaluated.
     exec(compile(task["code"], "program.py", "exec", dont_inherit=True), names)
     if asked < 0:
         return
@@ -251,8 +255,8 @@ def _main() -> None:
             answer = json.dumps(program.answer(json.loads(line))) + "\n"
             data = answer.encode()
             while data:
-                # os.write may take a part of it only, and print goes to standard output, which is the
-                # program's.
+                # Loop because os.write may write only a part. Do not print, because standard output belongs
+                # to the program.
                 data = data[os.write(told, data) :]
 
 

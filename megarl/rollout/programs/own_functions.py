@@ -72,7 +72,7 @@ EXCEPTIONS: Mapping[str, type[BaseException]] = {
     if isinstance(kind, type) and issubclass(kind, BaseException)
 }
 
-# Whose results grow too fast.
+# The results of these functions grow too fast.
 _NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
@@ -84,7 +84,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "collections": {"Counter": collections.Counter, "deque": collections.deque},
     "decimal": {"Decimal": Decimal},
     "fractions": {"Fraction": Fraction},
-    # Its names stand in annotations alone, which are not evaluated: any of them may be imported.
+    # Any name of typing may be imported: they occur only in annotations, which are not evaluated.
     "typing": {},
     "__future__": {"annotations": None},
 }
@@ -105,7 +105,7 @@ METHODS_THAT_GROW = frozenset(
     ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate")
 )
 
-# Length of what an operation may make, and bits of numbers.
+# Maximum length of an operation's result, and maximum number of bits of a number.
 _LARGEST = 1_000_000
 
 
@@ -115,7 +115,7 @@ def refuse_growth(kind: type, left: Any, right: Any) -> None:
     Raises:
         MemoryError: the result may be too large.
     """
-    # "%999999999d" % 1 is a short text with a long result.
+    # A short text such as "%999999999d" % 1 has a long result.
     if kind is ast.Mod and isinstance(left, str | bytes):
         raise MemoryError("the width of a format is not known")
     if kind not in (ast.Pow, ast.LShift, ast.Mult):

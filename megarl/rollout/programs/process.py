@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 120.0
 _OPEN_FILES = 64
-# Signals and timers that its user may have waiting, in memory of the kernel.
+# Maximum number of pending signals and timers of the process's user, which take memory of the kernel.
 _WAITING_SIGNALS = 256
 
 LONGEST_OUTPUT = 1 << 24
@@ -106,8 +106,8 @@ def fault_of_isolation(bubblewrap: str = "") -> str | None:
     """
     if sys.platform != "linux":
         return "only Linux has namespaces"
-    # by a process of its own: this one may have threads, beside which no Python should run between fork and
-    # exec
+    # Test in a separate process: this one may have threads, and with threads no Python should run between
+    # fork and exec.
     command = [sys.executable, "-m", "megarl.rollout.programs", bubblewrap]
     try:
         found = subprocess.run(
@@ -178,10 +178,9 @@ def running(
     Raises:
         RewardError: the program cannot be started.
     """
-    # nothing of the run's own environment, which may hold credentials; a fixed seed of hashes, so that equal
-    # programs
-    # write equal sets
-    # One thread of OpenMP, since threads of a library count as the program's own.
+    # Pass nothing of the run's own environment, which may hold credentials. Fix the hash seed, so that equal
+    # programs write equal sets. Use one OpenMP thread, because threads of a library count as the program's
+    # own.
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with contextlib.ExitStack() as stack:
         refusal, status = stack.enter_context(file_of()), stack.enter_context(file_of())
@@ -206,7 +205,7 @@ def running(
                 command,
                 stdin=given,
                 stdout=written,
-                # bubblewrap says there why it could not start the program
+                # bubblewrap writes to standard error why it could not start the program.
                 stderr=refusal if limits.bubblewrap else subprocess.DEVNULL,
                 env=environment,
                 pass_fds=passed,
@@ -218,7 +217,8 @@ def running(
         try:
             yield process
         finally:
-            # The supervisor is ended by SIGTERM and not SIGKILL: it has to kill what the program started.
+            # End the supervisor by SIGTERM and not by SIGKILL, because it has to kill what the program has
+            # started.
             process.terminate()
             process.wait()
         if limits.bubblewrap and process.returncode != STOPPED and '"exit-code"' not in text_in(status):
@@ -246,12 +246,12 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
     If the sandbox is not granted, write the reason to the file descriptor ``refusal`` and raise.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # Blocked, so that sigtimedwait takes them and none is lost between two looks.
+    # Block these signals, so that sigtimedwait receives them and none is lost between two calls of it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     set_parent_death_signal, set_child_subreaper = 1, 36
     libc.prctl(set_child_subreaper, 1, 0, 0, 0)
     libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    # The parent may have died before the signal of its death was asked for.
+    # The parent may have died before the request for a signal at its death.
     if os.getppid() != parent:
         os._exit(STOPPED)
     try:
@@ -268,15 +268,17 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
 
 def _stand_by(child: int, limits: Limits) -> None:
     """Wait for the program, kill all processes that it has left behind, and exit with its exit code."""
-    # of pipes as well, whose end somebody waits for
+    # Close all descriptors, including pipes: a reader at the other end would wait as long as this process
+    # holds them.
     os.closerange(0, 1 << 16)
     try:
         code = _watch(child, limits)
-    # Whatever the supervisor itself meets: the program must not outlive it.
+    # Catch any error of the supervisor itself, because the program must not outlive it.
     except BaseException:
         code = STOPPED
     _kill_descendants()
-    # No sys.exit: this is a fork of the run's process, whose handlers at exit are not its own.
+    # Do not call sys.exit: this is a fork of the run's process, and must not run that process's exit
+    # handlers.
     os._exit(code)
 
 
@@ -285,18 +287,18 @@ def _become_program(
 ) -> None:
     """Prepare this process for the program that replaces it when ``subprocess`` continues."""
     set_parent_death_signal, set_no_new_privileges = 1, 38
-    # out of the supervisor's group: signals to a group reach over namespaces
+    # Leave the supervisor's process group, because signals to a group cross namespaces.
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if root:
         sandbox.enter(libc, root, pipe, limits.file_mb)
-    # a change of the user takes it back
+    # Request the signal at the parent's death again, because a change of the user resets it.
     libc.prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # bubblewrap gives up the right itself; a system may have to grant it some first
+    # bubblewrap gives up the right itself, and some systems have to grant it one first.
     if not limits.bubblewrap:
         libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
     os.chdir(work)
-    # Both limits of each, so that the program cannot raise the soft one.
+    # Set both the soft and the hard limit, so that the program cannot raise the soft one.
     for which, most in (
         (resource.RLIMIT_AS, limits.memory_mb << 20),
         (resource.RLIMIT_FSIZE, limits.file_mb << 20),
@@ -317,11 +319,11 @@ def _watch(child: int, limits: Limits) -> int:
         news = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _LOOK_SECONDS)
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            # A program that a signal ended has a negative code, which os._exit does not take.
+            # A program that a signal ended has a negative exit code, which os._exit does not accept.
             return min(abs(os.waitstatus_to_exitcode(status)), 255)
         is_told_to_end = news is not None and news.si_signo == signal.SIGTERM
         if is_told_to_end or time.monotonic() > deadline or _takes_too_much(limits):
-            # in namespaces it is the first process, with which all others end
+            # With namespaces the child is the first process, and all others end with it.
             os.kill(child, signal.SIGKILL)
             return STOPPED
 
@@ -332,8 +334,8 @@ def _takes_too_much(limits: Limits) -> bool:
         sandbox.BUBBLEWRAPS_PROCESSES if limits.bubblewrap else 0
     ):
         return True
-    # one alone is bounded by its address space, and until it is a program of its own it has the memory of the
-    # process that starts it
+    # Do not check a single process: its address space bounds it, and until it has called exec it shows the
+    # memory of the process that started it.
     return len(processes) > 1 and sum(map(_resident, processes)) > limits.memory_mb << 20
 
 

@@ -49,7 +49,8 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
-# Without zero: a shared mapping of it is memory that counts only for those that touched it.
+# /dev/zero is missing, because the memory of a shared mapping of it counts only for processes that touched
+# it.
 DEVICES = ("null", "full", "random", "urandom")
 """Devices in the sandbox's ``/dev``."""
 
@@ -70,10 +71,11 @@ _WRITABLE = (WORK, "/dev/shm")
 
 _OLD = "/.old"
 _STORE = "/.store"
-# An empty file takes memory of the kernel too, which the size of a tmpfs does not count.
+# Limit the number of files: an empty file also takes kernel memory, which the size of a tmpfs does not
+# include.
 _STORE_FILES = 4096
 
-# of mount.h, sched.h, prctl.h and capability.h
+# Constants of mount.h, sched.h, prctl.h and capability.h.
 _READ_ONLY, _NO_SET_USER, _NO_DEVICES, _NO_EXECUTION, _BIND, _RECURSIVE, _PRIVATE = (
     1,
     2,
@@ -126,7 +128,7 @@ def planned_root() -> Root:
     places: dict[str, tuple[str, bool]] = {}
     for path in (*_SYSTEM, *_paths_of_python()):
         real = os.path.realpath(path)
-        # the real path too, to which absolute links and the name of Python's home may lead
+        # Bind the real path too, because absolute links and Python's home may refer to it.
         for inside in (path, real):
             if os.path.exists(real) and not _is_covered(inside, places):
                 places[inside] = (real, os.path.isdir(real))
@@ -173,10 +175,9 @@ def start_inside(root: Root) -> tuple[int, int]:
     Raises:
         OSError: Linux grants no namespaces.
     """
-    # CPython's fork takes no flags. No thread of Python runs in this process, and the child soon becomes
-    # another
-    # program, so that what os.fork would do beside the call is not missed. PyDLL keeps the lock of the
-    # interpreter.
+    # Call clone directly, because CPython's fork takes no flags. What os.fork would do in addition is not
+    # needed: no thread of Python runs in this process, and the child soon becomes another program. PyDLL
+    # keeps the interpreter lock.
     libc = ctypes.PyDLL(None, use_errno=True)
     wait_for, tell = os.pipe()
     zeros = [ctypes.c_long(0)] * 4
@@ -198,11 +199,11 @@ def let_in(root: Root, child: int, tell: int) -> None:
     """
     user, group = os.geteuid(), os.getegid()
     if root.changes_user:
-        # Root too, until enter has mounted what it needs; then NOBODY.
+        # Map root as well, because enter needs it for its mounts; it then changes to NOBODY.
         users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
     else:
         users, groups = f"{NOBODY} {user} 1", f"{NOBODY} {group} 1"
-        # The kernel wants it before an unprivileged user maps groups.
+        # The kernel requires this before an unprivileged user maps groups.
         _write(f"/proc/{child}/setgroups", "deny")
     _write(f"/proc/{child}/uid_map", users)
     _write(f"/proc/{child}/gid_map", groups)
@@ -236,7 +237,7 @@ def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
     _build(libc, root, store_mb)
     socket.sethostname("program")
     if root.changes_user:
-        # Groups first: a process without root may not give them up.
+        # Give up groups first, because a process without root cannot.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
     _replace_standard_error()
@@ -254,16 +255,18 @@ def close_system_calls(libc: ctypes.CDLL, root: Root) -> None:
 
 
 def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
-    # Private first: mounts of a shared tree would show up outside of the namespace.
+    # Make the tree private first: mounts in a shared tree would appear outside of the namespace.
     _mount(libc, "none", "/", None, _RECURSIVE | _PRIVATE)
-    # pivot_root wants a mount point, and an empty file system has nothing that could be forgotten in it.
+    # Mount an empty file system: pivot_root needs a mount point, and an empty one cannot expose a file by
+    # oversight.
     _mount(libc, "none", root.base, "tmpfs", _NO_SET_USER | _NO_DEVICES, "size=4m,nr_inodes=4096,mode=755")
     os.mkdir(root.base + _OLD)
     pivot = ctypes.c_long(_PIVOT_ROOT_CALL[root.machine])
     _checked(libc.syscall(pivot, root.base.encode(), (root.base + _OLD).encode()), "pivot_root")
-    # The working directory is still that of the old root.
+    # Change the working directory, which is still in the old root.
     os.chdir("/")
-    # before what may have to be mounted below it: Python may lie in a directory of temporary files
+    # Mount the store before the directories that may be below it, because Python may be installed in a
+    # directory of temporary files.
     _mount_store(libc, store_mb)
     for real, inside, is_directory in root.places:
         _bind(libc, _OLD + real, inside, is_directory)
@@ -275,10 +278,11 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"/dev/{name}")
     _mount_proc(libc)
-    # Detached, because this process's libraries are still open in it.
+    # Detach the old root instead of unmounting it at once, because this process's libraries are still open in
+    # it.
     _checked(libc.umount2(_OLD.encode(), _DETACH), "umount the old root")
     os.rmdir(_OLD)
-    # By mount_setattr and no remount: one call changes all mounts below, whatever flags they have.
+    # Use mount_setattr instead of a remount: one call changes all mounts below, whatever flags they have.
     _set_attributes(libc, "/", _EVERYTHING_BELOW, _READ_ONLY | _NO_SET_USER, 0)
     for path in _WRITABLE:
         _set_attributes(libc, path, 0, 0, _READ_ONLY)
@@ -292,10 +296,11 @@ def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
     for path in _WRITABLE:
         for each in (path, _STORE + path):
             os.makedirs(each)
-        # The mode of makedirs goes through the umask.
+        # Set the mode by chmod, because the umask applies to the mode of makedirs.
         os.chmod(_STORE + path, 0o1777)
         _mount(libc, _STORE + path, path, None, _BIND)
-    # The two binds keep the file system; the mount that they were made of would be a third way into it.
+    # Unmount the store: its two binds keep the file system alive, and the original mount would be a third way
+    # into it.
     _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
     os.rmdir(_STORE)
 
@@ -306,7 +311,7 @@ def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> No
     else:
         os.makedirs(os.path.dirname(inside), exist_ok=True)
         os.close(os.open(inside, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-    # what is mounted below comes too: a namespace of a user may not uncover what is below such a mount
+    # Bind the mounts below it as well: a user namespace may not uncover what such a mount hides.
     _mount(libc, source, inside, None, _BIND | _RECURSIVE)
 
 
@@ -349,14 +354,15 @@ def _replace_standard_error() -> None:
 
 def _give_up_rights(libc: ctypes.CDLL, root: Root) -> None:
     capability = 0
-    # Until the kernel knows no further one: how many capabilities there are depends on its version.
+    # Loop until the kernel reports an unknown capability, because their number depends on the kernel's
+    # version.
     while libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0) == 0:
         capability += 1
     if root.changes_user:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _checked(libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")
-    # Without it the kernel takes a filter of system calls from root only.
+    # Without this flag, the kernel accepts a filter of system calls from root only.
     _checked(libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
 
 
@@ -388,11 +394,13 @@ def with_bubblewrap(
         filter_file: file descriptor of the filter of system calls, see ``system_calls.filter_program``.
         status_file: file descriptor to which bubblewrap writes the command's status, as lines of JSON.
     """
-    # --as-pid-1, or bubblewrap would have a process of its own inside, which BUBBLEWRAPS_PROCESSES lacks.
+    # Use --as-pid-1: otherwise bubblewrap runs a process of its own inside, which BUBBLEWRAPS_PROCESSES does
+    # not count.
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "program"]
     arguments += ["--seccomp", str(filter_file), "--json-status-fd", str(status_file)]
-    # before what may have to be mounted below it: Python may lie in a directory of temporary files
+    # Mount these before the directories that may be below them, because Python may be installed in a
+    # directory of temporary files.
     arguments += [
         "--perms",
         "1777",
@@ -410,5 +418,6 @@ def with_bubblewrap(
         arguments += ["--symlink", target, path]
     for device in DEVICES:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    # no /proc: bubblewrap's shows much of the machine, and a program that solves a task does not need one
+    # Leave /proc out: bubblewrap's shows much of the machine, and a program that solves a task does not need
+    # it.
     return [bubblewrap, *arguments, "--remount-ro", "/", "--chdir", WORK, "--", *command]

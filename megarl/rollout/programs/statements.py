@@ -15,7 +15,7 @@ from megarl.rollout.programs.conversation import Conversation
 from megarl.rollout.programs.evaluation import runs_to_its_end
 from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
 
-# Modules that a statement may take its measure from, so that the program may not answer for them.
+# Modules by which a statement may compare. The program must not supply their names.
 _JUDGES = frozenset(
     (
         *("np", "numpy", "pd", "pandas", "pytest", "unittest", "torch", "scipy", "sympy", "random", "re"),
@@ -36,10 +36,10 @@ _JUDGES = frozenset(
 )
 
 _OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
-# Methods whose results a short text or a small number makes large.
+# Methods that turn a short text or a small number into a large result.
 _NEVER = {"format", "format_map", "elements"}
 
-# An allow-list: a part of Python that comes later is refused until it is evaluated here.
+# Use an allow-list, so that a new syntax of Python is refused until it is evaluated here.
 _NODES = (
     ast.Module,
     ast.Expr,
@@ -157,7 +157,8 @@ def _reason_against_node(node: ast.AST) -> str | None:
             return f"{name} is not evaluated outside"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
             return f"the attribute {name} is not read outside"
-        # Of a name that is no module of ours, any attribute: it may be a value of the program.
+        # If the name is not one of our modules, allow any attribute, because the name may be a value of the
+        # program.
         case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(
             module, {name: None}
         ):
@@ -190,7 +191,7 @@ def reason_to_doubt(statement: str) -> str | None:
     evaluated outside; or None."""
     tree = ast.parse(statement)
     not_programs = _OURS | _names_made(tree)
-    # in the order of the text, so that what is made of such a name is found too
+    # Visit assignments in order, so that a name that is made from such a name is found too.
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _names_in(node.value) - not_programs:
             not_programs -= {each.id for each in node.targets if isinstance(each, ast.Name)}

@@ -13,14 +13,15 @@ import errno
 import struct
 from functools import lru_cache
 
-# Column of the tables below and the architecture's number in audit.h, by the name that ``uname`` gives.
+# For each name that ``uname`` returns, the column of the tables below and the architecture's number in
+# audit.h.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
 _FIRST_X32_CALL = 0x40000000
 
-# Numbers on x86-64 and on 64-bit ARM; None where it has no such call.
+# Numbers of the calls on x86-64 and on 64-bit ARM; None if the architecture has no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # memory that no limit of a process and no file system counts
+    # These allocate memory that neither a process limit nor a file system counts.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -28,20 +29,20 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
-    # pages that a pipe holds stay when their process has given them back, a huge one for each byte
+    # Pages in a pipe remain after their process has freed them, and one byte may keep a huge page.
     "vmsplice": (278, 75),
-    # of what these make, the machine or its user has few
+    # The machine or its user has few of the objects that these make.
     "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
-    # other processes
+    # These reach other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
     "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
-    # mounts and namespaces
+    # These change mounts and namespaces.
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -57,11 +58,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # keyrings belong to the user of the run
+    # Keyrings belong to the user of the run.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # parts of the kernel
+    # These reach parts of the kernel.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "io_uring_setup": (425, 425),
@@ -78,7 +79,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "iopl": (172, None),
     "ioperm": (173, None),
-    # the machine
+    # These change the machine.
     "reboot": (169, 142),
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -97,23 +98,24 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3, _SOCKET, _MMAP, _FCNTL = (56, 220), (435, 435), (41, 198), (9, 222), (72, 25)
 _SET_SOCKET_OPTION, _ADVISE = (54, 208), (28, 233)
 
-# The flags CLONE_NEW* of ``clone``.
+# All CLONE_NEW* flags of ``clone``.
 _NEW_NAMESPACES = 0x7E020000
 
-# AF_UNIX, AF_INET and AF_INET6, which a namespace of the network holds; AF_VSOCK reaches the host from any.
+# Allow AF_UNIX, AF_INET and AF_INET6, which a network namespace confines. AF_VSOCK reaches the host from any
+# namespace.
 _SOCKET_FAMILIES = (1, 2, 10)
 
-# MAP_SHARED | MAP_ANONYMOUS: pages stay while any process has the mapping, and count only for those that
-# touched them.
+# MAP_SHARED | MAP_ANONYMOUS: pages remain as long as any process has the mapping, but count only for
+# processes that touched them.
 _SHARED_ANONYMOUS = 0x21
 
-# F_SETPIPE_SZ: what a pipe holds is counted nowhere.
+# F_SETPIPE_SZ: no limit counts the content of a pipe.
 _SET_PIPE_SIZE = 1031
 
-# SO_SNDBUF: what a socket holds is counted nowhere either.
+# SO_SNDBUF: no limit counts the content of a socket either.
 _SEND_BUFFER = 7
 
-# MADV_PAGEOUT: what was moved to swap is no resident memory.
+# MADV_PAGEOUT: memory that was moved to swap is not counted as resident.
 _PAGE_OUT = 21
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -141,16 +143,18 @@ def filter_program(machine: str) -> bytes:
     refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
     code = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, architecture, 1, 0), refuse]
     code.append(_instruction(_LOAD, _NUMBER_OFFSET))
-    # The same calls under other numbers, which the list below does not have.
+    # Refuse the x32 calls: they are the same calls under other numbers, which the list below does not
+    # contain.
     if machine == "x86_64":
         code += [_instruction(_AT_LEAST, _FIRST_X32_CALL, 0, 1), refuse]
     for numbers in _REFUSED.values():
         if numbers[column] is not None:
             code += [_instruction(_EQUAL, int(numbers[column] or 0), 0, 1), refuse]
-    # its flags lie in memory, which a filter cannot read; without it libraries take clone
+    # Report clone3 as missing, because its flags are in memory, which a filter cannot read. Libraries then
+    # use clone.
     code += [_instruction(_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     code += _on_argument(_CLONE[column], 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse])
-    # Each jumps over the families behind it and over the refusal.
+    # Each instruction jumps over the families after it and over the refusal.
     families = [
         _instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0)
         for place, family in enumerate(_SOCKET_FAMILIES)
@@ -170,7 +174,7 @@ def filter_program(machine: str) -> bytes:
 def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
     """Return instructions that check the lower half of one argument of a system call, and allow the call if
     no rule refuses it."""
-    # both architectures are little-endian, so that the lower half comes first
+    # Both architectures are little-endian, so that the lower half comes first.
     load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
     body = [load, *rules, _instruction(_RETURN, _ALLOW)]
     return [_instruction(_EQUAL, number, 0, len(body)), *body]
@@ -188,7 +192,7 @@ def install(libc: ctypes.CDLL, program: bytes) -> None:
         OSError: the kernel refuses the filter.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of instructions, padding, and a pointer to them
+    # This is struct sock_fprog: the number of instructions, padding, and a pointer to them.
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     set_seccomp, mode_filter = 22, 2
     if libc.prctl(set_seccomp, mode_filter, ctypes.c_char_p(header), 0, 0) == -1:

@@ -29,7 +29,7 @@ from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
 
-# In which no program starts, so that a test with no more is not begun.
+# No program starts in less time than this, so that a test with no more time left is not begun.
 _LEAST_SECONDS = 0.05
 
 TOLERANCE = 1e-6
@@ -70,10 +70,10 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
     while waiting:
         cut_short = list[tuple[Test, float]]()
         for place, (test, before) in enumerate(waiting):
-            # What earlier tests left is shared again each time: quick ones give their time to those behind
-            # them.
+            # Divide the remaining time again before each test, so that quick tests leave their time to later
+            # ones.
             granted = min(limits.seconds, (deadline - time.monotonic()) / (len(waiting) - place))
-            # no more than it had says nothing new
+            # Repeating the test with no more time than before would give the same result.
             if granted <= max(before, _LEAST_SECONDS):
                 continue
             result = _passes(code, test, replace(limits, seconds=granted))
@@ -90,7 +90,7 @@ def _passes(code: str, test: Test, limits: Limits) -> bool | None:
     if test.function or test.statement:
         return _answers(task, test, limits)
     with file_of(json.dumps(task)) as source, file_of(test.given) as given, file_of() as written:
-        # Without descriptors no requests follow, and the program runs as __main__ (``inside``).
+        # Pass no descriptors: then no requests follow, and the program runs as __main__ (``inside``).
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits, given, written, (source.fileno(),)) as process:
             code_of_end = process.wait()
@@ -146,7 +146,7 @@ def _same_number(written: str, expected: str) -> bool:
         return False
     if Decimal(written) == Decimal(expected):
         return True
-    # beyond the largest float all would be equal
+    # Require finite numbers, because beyond the largest float all numbers would be equal.
     ours, theirs = float(written), float(expected)
     return (
         _WHOLE.fullmatch(expected) is None
@@ -171,13 +171,13 @@ def same_returned(value: Any, expected: Any) -> bool:
     """
     if _same_value(value, expected):
         return True
-    # some data sets put the one value that a function returns into a list
+    # Some data sets put a function's only return value into a list.
     return isinstance(expected, list) and len(expected) == 1 and _same_value(value, expected[0])
 
 
 def _same_value(value: Any, expected: Any) -> bool:
     if isinstance(expected, bool) or isinstance(value, bool):
-        # True is 1 in Python; a test that expects a truth value must not take a number.
+        # True equals 1 in Python, but a test that expects a truth value must not accept a number.
         return value is expected
     if isinstance(expected, float):
         return type(value) in (int, float) and _is_close(_as_float(value), expected)
@@ -194,7 +194,7 @@ def _same_value(value: Any, expected: Any) -> bool:
 
 def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
     ours = {_key(key): each for key, each in value.items()}
-    # Two keys of Python, 1 and "1", may be one in JSON.
+    # Compare lengths too, because two keys of Python, 1 and "1", may be one key in JSON.
     return (
         len(ours) == len(value)
         and ours.keys() == expected.keys()

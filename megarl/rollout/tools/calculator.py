@@ -18,7 +18,7 @@ _BINARY: Mapping[type, Callable[[float, float], float]] = {
 _UNARY: Mapping[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 _LONGEST_EXPRESSION = 1000
-# Of a whole number that comes out: a policy may write 9**9**9.
+# Maximum number of bits of an integer result, because a policy may write 9**9**9.
 _MOST_BITS = 4096
 
 
@@ -37,7 +37,7 @@ def calculate(expression: str) -> str:
         raise ValueError(f"{expression[:60]!r} is no arithmetic expression") from None
     value = _value(tree.body)
     return (
-        # From 2**53 on a float does not tell whole numbers apart.
+        # From 2**53 on, a float does not distinguish neighbouring integers.
         str(int(value))
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         else str(value)

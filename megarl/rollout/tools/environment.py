@@ -57,7 +57,7 @@ class ToolEnv(MessageEnv):
             return f"Error: {fault}", "bad_tool_calls"
         try:
             return self._toolbox.call(name, arguments), None
-        # The service is at fault and not the call, so that the conversation is left out of training.
+        # The service failed and not the call, so that the conversation is left out of training.
         except LOST:
             raise
         except Exception as error:

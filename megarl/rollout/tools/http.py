@@ -39,7 +39,7 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
     try:
         with _OPENER.open(request, timeout=timeout_s) as reply:
             content = reply.read(_LARGEST_REPLY)
-            # a reply that is read up to a bound may end too early without an error
+            # If a reply is read up to a bound, http.client raises no error when it ends too early.
             if reply.length and len(content) < _LARGEST_REPLY:
                 raise http.client.IncompleteRead(content, reply.length)
             said = content.decode("utf-8", "replace")
@@ -51,7 +51,7 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
         if error.code in _BUSY or error.code >= 500:
             raise EnvironmentLostError(f"{url} replied with status {error.code}") from error
         raise ValueError(f"the service refused the call (status {error.code})") from error
-    # the second kind: a connection that ends in the middle of the reply, or no HTTP
+    # HTTPException covers a connection that ends in the middle of the reply, and a reply that is not HTTP.
     except (OSError, http.client.HTTPException) as error:
         raise EnvironmentLostError(f"{url} does not answer: {error}") from error
     try:

@@ -59,7 +59,7 @@ def _qwen3_coder(text: str) -> Found:
 
 def _llama3(text: str) -> Found:
     body = text.replace("<|python_tag|>", "").replace("<|eom_id|>", "").replace("<|eot_id|>", "").strip()
-    # A response may be an object of JSON without being a call.
+    # A response may be a JSON object without being a call.
     if not body.startswith("{") or '"name"' not in body:
         return
     for part in _objects(body):
@@ -93,7 +93,8 @@ def _gpt_oss(text: str) -> Found:
     yield from _HARMONY.findall(text)
 
 
-# Form to: what finds calls, what in a text is calls, and whether they are written with special tokens.
+# For each form, the function that finds calls, the pattern of calls in a text, and whether they are written
+# with special tokens.
 _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
     "hermes": (_hermes, _HERMES, False),
     "qwen3_coder": (_qwen3_coder, _HERMES, False),
@@ -122,8 +123,8 @@ def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Cal
         calls = [_call(number, *each) for number, each in enumerate(found)]
         if not calls:
             return response, calls
-        # without special tokens the calls cannot be told from the text: then what stands before them is the
-        # content
+        # Without special tokens the calls cannot be distinguished from the text, so that the content is what
+        # precedes them.
         first = marks.search(text) if is_special else None
         return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
 
@@ -136,7 +137,7 @@ def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:
         raise BadCallError(f"the name of a function is expected, not {repr(name)[:40]}")
     if not isinstance(given, dict):
         raise BadCallError(f"the arguments of {name} have to be a JSON object")
-    # An id of nine letters and digits, as the chat templates of Mistral want it.
+    # Use an id of nine letters and digits, which Mistral's chat templates require.
     return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": given}}
 
 

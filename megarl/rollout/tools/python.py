@@ -29,11 +29,11 @@ from megarl.rollout.programs.conversation import Conversation, EndedError, Raise
 from megarl.rollout.programs.inside import GIVEN_MODULES
 
 _START_SECONDS = 60.0
-# Seconds after which a conversation's interpreter ends, whatever happens to the run.
+# Number of seconds after which a conversation's interpreter ends, whatever happens to the run.
 _LONGEST_LIFE = 3600.0
 
-# The program that runs code, in the sandbox: nothing that it says is believed beyond being text. Its built-in
-# functions are looked up in their module: code may define an ``eval`` or ``print`` of its own.
+# The program that runs code in the sandbox. Its output is treated as plain text only. It looks built-in
+# functions up in their module, because code may define its own ``eval`` or ``print``.
 _HOST = """
 def megarl_cell(text):
     import ast, builtins, contextlib, io, traceback

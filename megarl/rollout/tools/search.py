@@ -15,7 +15,7 @@ from megarl.errors import ConfigError, DataError, Violation
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "content", "contents", "body", "passage")
-# Characters of a document that are shown.
+# Maximum number of a document's characters that are shown.
 _SHOWN = 2000
 
 
@@ -35,7 +35,7 @@ class DocumentIndex:
 
     def __init__(self, path: str, key: str) -> None:
         self._lock = threading.Lock()
-        # Threads share the connection, one at a time by the lock.
+        # Threads share the connection, and the lock admits one at a time.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
             "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
@@ -57,11 +57,11 @@ class DocumentIndex:
         words = _WORD.findall(query)
         if not words:
             raise ValueError("the query has no words")
-        # each word as a text, so that nothing in it is an operator of the query language
+        # Quote each word, so that the query language reads nothing in it as an operator.
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             found = self._index.execute(
-                # By rowid too, so that documents of one rank come in the same order in every run.
+                # Order by rowid too, so that documents of the same rank come in the same order in every run.
                 "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?",
                 (match, count),
             ).fetchall()

@@ -21,7 +21,8 @@ Call: TypeAlias = Callable[..., Any]
 """Function that is called with the policy's arguments by name. Its return value is converted to text. An
 exception counts against the call."""
 
-# Characters of an answer that the policy is given at most; what is longer loses its end, and says so.
+# Maximum number of an answer's characters that the policy receives. A longer answer is truncated, with a
+# note.
 _LONGEST = 100_000
 
 
@@ -103,7 +104,8 @@ def _search(section: ToolConfig, key: str) -> Callable[[], Call]:
     return lambda: functools.partial(index.search, count=section.get("results", 3))
 
 
-# Kind of a built-in tool to its description, its parameters (all texts), and what makes it.
+# For each kind of built-in tool, its description, its parameters (all of them texts), and the function that
+# makes it.
 _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str], Callable[[], Call]]]] = {
     "calculator": (
         "Evaluate an arithmetic expression.",
