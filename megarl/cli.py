@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
-# What a traceback has where a process was to be started; a lock that is held is refused with the same error
-# of the system.
+# One of these names is in the traceback if a process could not be started. The system's error alone does not
+# tell, because a held lock is refused with the same one.
 _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
 
 
@@ -372,7 +372,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes "
             "lists those of it"
         )
-    # Not parse_args: overrides, which may stand anywhere, are in the rest, as are unknown options.
+    # Do not use `parse_args`: overrides, which may come at any position, and unknown options have to be
+    # returned as the rest.
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
     takes_configuration = arguments.command in {"train", "eval"} or (
@@ -386,13 +387,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
         strangers = arguments.strangers
-        # Once more without them: the value of an unknown option may have passed for CONFIG.
+        # Parse again without the unknown options, because the value of one may have been taken for CONFIG.
         arguments, rest = parser.parse_known_args(words)
         arguments.strangers = strangers
     positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
     arguments.overrides = positional
     if takes_configuration:
-        # argparse takes the first word for CONFIG, which may be an override.
+        # argparse takes the first word for CONFIG, but this word may be an override.
         arguments.config = next((word for word in positional if not _is_override(word)), None)
         if arguments.config is not None:
             positional.remove(arguments.config)
@@ -425,7 +426,7 @@ def _is_algorithm(word: str) -> bool:
 
 
 def _is_override(word: str) -> bool:
-    # A path may have = in its name: a file that exists is no override.
+    # A path may have = in its name, so a word that names an existing file is not an override.
     return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
 
 
@@ -442,7 +443,7 @@ def _without_options(
     taken: list[tuple[str, object]] = []
     kept: list[str] = []
     values: list[str] | None = None
-    # The word at the end closes an option whose values stand last.
+    # The added last word closes an option whose values come at the end.
     for word in [*words, "-"]:
         if values is not None and (
             (word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)
@@ -500,7 +501,7 @@ def load_and_check(
             file = find(path)
             files = [find(layer) for layer in layers]
             config = load_config(file, own, files, allow_env=allow_env)
-            # A configuration that a run has left names the recipe that the run was started from.
+            # A configuration that a run has stored names the recipe that the run was started from.
             config.setdefault("recipe", name_of(file))
             checked = validate_config(
                 with_environment(config), config["recipe"], lambda: followers_of(file, own, files)
@@ -599,7 +600,7 @@ def train(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             console = stack.enter_context(progress_shown(ProgressConsole()))
             if arguments.config is not None and not arguments.strangers:
-                # the first line comes before what takes a second to import
+                # Print the first line before the imports, which take a second.
                 console.say(redacted_text(f"megarl {__version__}: {arguments.config}"))
         return _train(arguments)
 
@@ -627,7 +628,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if doubt is not None:
         print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
-    # After the lines above, because it imports all that trains.
+    # Import this module after the lines above are printed, because it imports everything that trains.
     from megarl.run.run import run
 
     return int(run(config, stop_at=arguments.stop_at) or 0)
@@ -635,13 +636,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
-    # As quoted texts: a path may look like another value to YAML.
+    # Quote these texts, because YAML may read a path as another kind of value.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     if not any("cluster.memory_check=" in word for word in arguments.overrides):
-        # the check counts gradients and states of an optimizer, which an evaluation has not
+        # The check counts gradients and optimizer states, which an evaluation does not have.
         chosen.append("++cluster.memory_check=warn")
     if arguments.adapter is not None:
-        # whatever the configuration would train: only the sum is evaluated
+        # Ignore what the configuration would train: the sum of base weights and adapter is all that is
+        # evaluated.
         chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]
     config = load_arguments(arguments, chosen)
     from megarl.observe.progress import ProgressConsole, progress_shown
@@ -667,7 +669,8 @@ def show(config: RunConfig, data: bool) -> None:
         require_files_of_models(lacking)
         from megarl.run.inputs import describe_inputs
 
-        # reading completes the configuration; the report shows it as it was given
+        # Reading the data completes the configuration, but the report shows the configuration as it was
+        # given.
         found = describe_inputs(copy.deepcopy(config))
     console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
     model_name = config["policy"]["model_name"]
@@ -750,7 +753,7 @@ def report(error: MegarlError | ConversionError) -> int:
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
     text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
-    # The exit code still counts when the reader of standard error is gone.
+    # The exit code still counts if the reader of standard error is gone.
     with contextlib.suppress(OSError):
         sys.stderr.write(
             redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
@@ -781,7 +784,8 @@ def process_limit(error: BaseException) -> MachineError | None:
 def hide_secrets() -> None:
     """Set up the log, so that neither the log nor the traceback of an unexpected error shows secrets of the
     environment or a configuration."""
-    # what libraries say of their own course (Megatron-Core at its import, for one) is nobody's here
+    # Show INFO messages of these packages alone: nobody here needs the progress reports of libraries, such as
+    # Megatron-Core's at its import.
     redact_log(env.snapshot())
     for ours in ("megarl", "converters"):
         logging.getLogger(ours).setLevel(logging.INFO)
@@ -789,7 +793,7 @@ def hide_secrets() -> None:
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # the exit code counts also when nobody reads any more
+    # The exit code still counts if nobody reads standard error any more.
     with contextlib.suppress(OSError):
         sys.stderr.write(redacted_text("".join(traceback.format_exception(kind, error, trace))))
 
@@ -803,7 +807,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Where the locale has no letter for something, a question mark is shown; no command ends over it.
+        # If the locale cannot encode a letter, show a question mark instead of ending the command.
         sys.stdout.reconfigure(errors="replace")
     hide_secrets()
     for name in env.forget_unsafe():
@@ -838,7 +842,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except (MegarlError, ConversionError) as error:
         return report(error)
     except KeyboardInterrupt as error:
-        # a conversion notes what it left behind
+        # A conversion attaches a note about the files that it left behind.
         sys.stderr.write(f"megarl: {'; '.join(['interrupted', *getattr(error, '__notes__', ())])}\n")
         return INTERRUPTED
     except (OSError, RuntimeError) as error:

@@ -21,8 +21,8 @@ from megarl.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which a person is told that a module is still being run: one that never ends would look like
-# a hanging program.
+# After these seconds the log says that a module is still running, because a module that never ends would look
+# like a hanging program.
 _SLOW_S = 10.0
 
 
@@ -45,7 +45,8 @@ def load_object(path: str, key: str) -> Any:
     Raises:
         ConfigError: there is no such file or module, importing it fails, or it does not have the name.
     """
-    # not kept below: another call of the same process may give another object by the same name
+    # Do not keep this object below, because another call in the same process may give another object by the
+    # same name.
     if path in _given:
         return _given[path][0]
     if (path, key) not in _loaded:
@@ -81,7 +82,7 @@ def unpickle_object(path: str, pickled: bytes) -> None:
 
     try:
         value = cloudpickle.loads(pickled)
-    # what a user's object does when it is made again may fail in any way
+    # Unpickling runs code of the user's object, which may fail in any way.
     except (Exception, SystemExit) as error:
         bound = f"it cannot be made again in another process: {type(error).__name__}: {error}"
         raise _refused(
@@ -119,7 +120,7 @@ def _load(path: str, key: str) -> Any:
             module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
         raise _refused(key, path, f"{source} {error}", f"mend {source}") from error
-    # a user's code may fail in any way, and end itself
+    # A user's code may fail in any way, and may end the process.
     except (Exception, SystemExit) as error:
         raise _refused(
             key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}"

@@ -97,7 +97,7 @@ def fields_of(section: Any) -> Mapping[str, Key]:
 
 def defaults_of(section: Any) -> dict[str, Any]:
     """Return a copy of the defaults of a section's keys."""
-    # Copies, because a default may be a list or a section, which callers fill in.
+    # Copy the defaults, because a default may be a list or a section, which callers fill in.
     return {
         name: copy.deepcopy(key.default)
         for name, key in fields_of(section).items()

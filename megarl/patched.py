@@ -22,8 +22,8 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     originals: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            # what the owner itself holds: an inherited attribute, or a method of an object, is to be
-            # inherited again
+            # Save only what the owner itself holds: an inherited attribute, or a method of an object, has to
+            # be inherited again afterwards.
             original = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
             originals.append((owner, name, original))

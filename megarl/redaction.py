@@ -14,11 +14,12 @@ from typing import Any
 
 HIDDEN = "***"
 
-# Words that make every name a secret's that holds one of them.
+# A name that contains one of these words is always the name of a secret.
 _ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential")
 
 _LAST = frozenset({"token", "pat", "pass", "pwd", "auth", "cookie", "apikey", "accesskey"})
-# Words before ``keys`` that make it a secret's: without one, more than one key is a list of names.
+# One of these words before ``keys`` makes a name that of a secret; without one, several keys are a list of
+# names.
 _OF_KEYS = frozenset(
     {
         "api",
@@ -36,11 +37,11 @@ _OF_KEYS = frozenset(
     }
 )
 
-# Of a shell, in the environment of every program that it starts: part of many paths, which would be hidden
-# in all messages.
+# A shell sets this variable in the environment of every program that it starts. The directory is part of many
+# paths, which would be hidden in all messages.
 _WORKING_DIRECTORY = "PWD"
 
-# Tokens of a vocabulary.
+# After one of these words, ``token`` means a token of a vocabulary.
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 
 FIELDS = frozenset(
@@ -49,9 +50,9 @@ FIELDS = frozenset(
 """Configuration keys that name a field of a record. A test compares them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# each takes a word, of whatever length, in one go: a word that is tried from each of its letters on would
-# take the square of its length a path made of an address has one slash where there were two; a password may
-# hold the @ that ends it
+# The possessive quantifiers match a word of any length at once: a word that is tried again from each of its
+# letters would take time that grows with the square of its length. A path made from an address has one slash
+# instead of two. A password may contain an @, so the last @ ends it.
 _CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
     r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+",
@@ -62,8 +63,8 @@ _NAMED = re.compile(
 )
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
 _NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
-# Words that a sentence begins with behind a colon; of errors of the system too. A closed list: a password
-# may be any other word.
+# These words begin a sentence after a colon, also in the system's errors. The list is closed, because a
+# password may be any other word.
 _BEGINNINGS = frozenset(
     {
         *[
@@ -95,7 +96,8 @@ _BEGINNINGS = frozenset(
     }
 )
 _ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
-# Characters of a value that is hidden wherever it stands: shorter ones are words of their own.
+# A learned value of at least this many characters is hidden wherever it appears. Shorter values are ordinary
+# words elsewhere.
 _SHORTEST = 8
 
 _learned: set[str] = set()
@@ -209,7 +211,7 @@ def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
     if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
         return False
     before = text[named.start("name") - 1 : named.start("name")]
-    # what ends a path, or a text in quotes that began earlier, is no key
+    # The end of a path, or of a quoted text that began earlier, is not a key.
     ends_text = before == "/" or bool(named["quote"] and before != named["quote"])
     return ends_text or word.lower() in _BEGINNINGS
 
@@ -269,7 +271,7 @@ class LineRedactor:
         """Return the text after the last line end."""
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
-            # what stands at the cut could be the beginning of a secret
+            # Show only half of the text, because what is at the cut could be the beginning of a secret.
             text = (
                 f"{text[: len(text) // 2]} [... the rest of a line of "
                 f"{len(self._begun) + self._left_out} bytes]"
@@ -289,7 +291,8 @@ def redact_log(environment: Mapping[str, str]) -> None:
     secrets of the environment."""
     learn(environment)
     if not sys.warnoptions:
-        # Megatron and torch announce changes to their own developers at every start; python -W shows them.
+        # Megatron and torch announce changes to their own developers at every start; python -W shows these
+        # warnings.
         warnings.filterwarnings("ignore", category=FutureWarning)
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

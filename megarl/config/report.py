@@ -63,7 +63,7 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
     """
     layout = layout_of(View(config))
     console.rule("configuration")
-    # Redact before the console breaks lines, because half a secret would not be recognized.
+    # Redact before the console breaks lines, because half a secret would not be recognised.
     shown = redacted(config)
     console.print(yaml.safe_dump(shown, sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))

@@ -590,7 +590,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_written(value: str, written: str) -> bool:
     """Return whether a text occurs in another one, unchanged or with the escapes of JSON."""
-    # Include the capitalized form, because Jinja prints true and false as Python does.
+    # Include the capitalised form, because Jinja prints true and false as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 

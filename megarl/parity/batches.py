@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 def token_batch(case: Case) -> Batch:
     """Return ``input_ids`` [B, S] (padding 0), ``input_lengths`` [B], ``token_mask`` [B, S] and
     ``sample_mask`` [B] of all global batches."""
-    # Each kind of random number has a seed of its own, so that a further kind changes no other.
+    # Each kind of random number has its own seed, so that a new kind does not change the others.
     generator = torch.Generator().manual_seed(case.seed + 1)
     rows, columns = case.total_rows, case.length
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
@@ -34,7 +34,7 @@ def token_batch(case: Case) -> Batch:
     }
     if case.segments > 1:
         response = responses_of_rows(case)
-        # The first token of a row is given and not predicted.
+        # The first token of a row is given, not predicted.
         counts = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(dim=1).long()
         batch["response_tokens"] = torch.zeros_like(counts).index_add(0, response, counts)[response]
     return batch
@@ -64,11 +64,11 @@ def _sample_mask(case: Case, generator: torch.Generator) -> Tensor:
     mask = torch.ones(case.steps, case.global_batch)
     if case.masked == "some":
         mask = (torch.rand(mask.shape, generator=generator) < 0.6).float()
-        # Of few rows all may be masked, which is another case.
+        # In a global batch of few rows all may be masked by chance, which is another case.
         mask[mask.sum(1) == 0, 0] = 1.0
     elif case.masked == "rank":
         mask[:, : case.mbs * case.micro] = (
-            0.0  # with fixed micro-batches, these rows are those of the first data-parallel rank
+            0.0  # These rows are those of the first data-parallel rank with fixed micro-batches.
         )
     elif case.masked == "all":
         mask[0] = 0.0
@@ -102,16 +102,17 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
         teacher = _teacher(case, generator).topk(case.likeliest)
         return {**batch, "teacher_topk_logits": teacher.values, "teacher_topk_indices": teacher.indices}
     if case.loss_kind == "dpo":
-        # DPO's data have the log-probability of a token one position before it.
+        # DPO's data have the log-probability of a token one position before the token.
         return {**batch, "reference_policy_logprobs": near(logprobs, 0.3).roll(-1, dims=1)}
     previous = near(logprobs, 0.3)
     advantages = 0.5 + torch.randn(logprobs.shape[0], 1, generator=generator)
     if {"gspo", "gspo-token"} & case.loss_options:
-        # where all tokens of a sequence have one advantage, the two have one gradient
+        # If all tokens of a sequence had one advantage, both losses would have the same gradient.
         of_tokens = torch.Generator().manual_seed(case.seed + 3)
         advantages = advantages + 0.5 * torch.randn(logprobs.shape, generator=of_tokens)
     if case.segments > 1:
-        # of the first so many rows: whichever they are, the segments of a response have one
+        # Take the advantages of the first rows, one for each response, so that all segments of a response
+        # share one.
         advantages = advantages[responses_of_rows(case)]
     signals = {
         **batch,
@@ -125,7 +126,7 @@ def with_signals(case: Case, batch: Batch, logprobs: Tensor) -> Batch:
     if "forced" in case.loss_options and not (
         case.takes_divergence_from_rewards or case.advantages_kind == "teacher"
     ):
-        # nobody asks for them
+        # In such a case nobody asks for the previous log-probabilities.
         del signals["prev_logprobs"]
     return signals
 
@@ -138,7 +139,7 @@ def _teacher(case: Case, generator: torch.Generator) -> Tensor:
     is_sharp = torch.rand(others.shape, generator=generator) < 0.5
     best = torch.nn.functional.one_hot(flat.argmax(-1), case.vocab).bool()
     rest = flat.masked_fill(best, -torch.inf).log_softmax(-1) + others.log()
-    # log(1 - x) of a small x would lose its digits in float32.
+    # Use log1p: log(1 - x) of a small x would lose its digits in float32.
     sharp = torch.where(best, torch.log1p(-others), rest)
     return torch.where(is_sharp, sharp, flat.log_softmax(-1))
 
@@ -164,7 +165,7 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     computes from them."""
     generator = torch.Generator().manual_seed(case.seed + 4)
     rows, columns = signals["input_ids"].shape
-    # Parts of different sizes: to normalise each of them is not to normalise their sum.
+    # The parts have different sizes, so that normalising each part differs from normalising their sum.
     parts = torch.randn(rows, 2, generator=generator) * torch.tensor([1.0, 30.0])
     by_chance = torch.rand(rows, generator=torch.Generator().manual_seed(case.seed + 5)) < 0.6
     further = torch.randn(rows, columns, generator=generator)

@@ -47,9 +47,9 @@ SCHEDULES = ("constant", "linear", "cosine", "inverse-square-root")
 DECAYS = ("constant", "linear", "cosine")
 PATHS = ("fast", "plain")
 MODEL_CLASSES = ("gpt", "hybrid")
-# Adam divides by the root of the second moment, so that an error of a gradient comes back in a weight times
-# up to the learning rate by epsilon. Gradients here are of order 1e-2 to 1, their rounding errors of 1e-8 to
-# 1e-7; a larger factor shows in the next gradient.
+# Adam divides by the root of the second moment, so that an error of a gradient may reappear in a weight,
+# multiplied by up to the learning rate over epsilon. Gradients here are of order 1e-2 to 1, and their
+# rounding errors of 1e-8 to 1e-7; with a larger factor the errors would show in the next gradient.
 MILD_EPSILON = 1e-2
 RECIPE_EPSILON = 1e-8
 """Adam's epsilon in recipes. With it, a weight whose gradient consists only of rounding errors moves by the
@@ -351,7 +351,7 @@ class Case:
         """Return the line that ``parse`` reads: backend, seed, and ``key=value`` of every other field that is
         not at its default."""
         words = [f"backend={self.backend}", f"seed={self.seed}"]
-        # The first two, backend and seed, are always written.
+        # The first two fields, backend and seed, are always written.
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
@@ -407,7 +407,7 @@ _MEGATRON_ONLY = (
     "model_class",
 )
 _OF_LANGUAGE = ("temperature", "keep", "nucleus", "reference", "chunk", "lora", "stacks", "outer")
-# What a backend, a family, a way of batching or an optimizer has no use for.
+# These are the fields that a backend, a family, a way of batching or an optimizer does not use.
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "megatron": ("offload", "plan"),
     "dtensor": _MEGATRON_ONLY,

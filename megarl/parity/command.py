@@ -102,7 +102,7 @@ def run(options: Options, console: Console | None = None) -> int:
         ConfigError: the case or the mutation cannot be used.
     """
     console = console or Console(highlight=False)
-    # Hundreds of workers are built; what each says of its choices would bury the results.
+    # Hundreds of workers are built, and the choices that each of them logs would bury the results.
     logging.getLogger("megarl").setLevel(logging.WARNING)
     given = parse(options.case) if options.case is not None else None
     fixed = words_of(options.only)
@@ -175,7 +175,8 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
             outcome = runner.run(case, fault)
             if outcome.passes:
                 results.add(outcome)
-            # A time-out on a busy machine is no mismatch, and shrinking would wait for that limit many times.
+            # A time-out on a busy machine is not a mismatch, and shrinking the case would wait for the same
+            # limit many times.
             elif outcome.timed_out:
                 results.late.append(str(case))
                 progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")

@@ -88,7 +88,7 @@ def compare(
     found += _restored(LOGPROBS_AFTER, dealt, after, expected.logprobs[: case.logprob_rows], bounds)
     rows = slice(case.logprob_rows)
     masked = (batch["token_mask"][rows] == 0) | (batch["sample_mask"][rows, None] == 0)
-    # Fast paths leave positions under a mask at 0; models that score have no such path.
+    # Fast paths leave masked positions at 0. Models that score have no such path.
     skips = case.is_fast and not case.scores
     for number, (what, complete) in enumerate(
         ((LOGPROBS, logprobs), (LOGPROBS_AFTER, expected.logprobs)) if skips else ()
@@ -150,13 +150,14 @@ def _likeliest(
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
         wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
-        # A position predicts the token behind it, whose mask counts.
+        # A position predicts the token after it, so that token's mask decides.
         follows = follows & torch.nn.functional.pad(wanted[: len(logits), 1:], (0, 1))
     nothing = torch.zeros_like(logits)
-    # Nothing follows the last position, for which the reference has no distribution.
+    # No token follows the last position, so the reference has no distribution for it.
     logarithms = torch.nn.functional.pad(distributions, (0, 0, 0, 1))
     largest = logarithms.topk(case.likeliest).values.where(follows[..., None], nothing)
-    # An id outside of the vocabulary must not fail the gather: it is compared with 0, and so seen.
+    # Clamp ids outside of the vocabulary, which would make the gather fail. They are compared with 0 instead,
+    # so that the comparison finds them.
     inside = (tokens >= 0) & (tokens < case.vocab)
     of_tokens = logarithms.gather(2, tokens.clamp(0, case.vocab - 1)).where(
         follows[..., None] & inside, nothing
@@ -186,7 +187,7 @@ def _restored(
                 what, "logprobs", math.inf, bounds.of(LOGPROBS), f"{given} rows from the replicas", f"{asked}"
             )
         ]
-    # Every other kind of log-probability, as of the reference policy, is computed by the weights from before
+    # All other kinds of log-probabilities, such as the reference policy's, come from the weights before
     # training.
     like = LOGPROBS_AFTER if what == LOGPROBS_AFTER else LOGPROBS
     what += note
@@ -194,7 +195,7 @@ def _restored(
     worst = _logprobs(what, found, expected, bounds.of(like))
     if found.shape != expected.shape:
         return [worst]
-    # What is 0 by definition, column 0 and padding, would only thin out the mean.
+    # Leave out what is 0 by definition, column 0 and padding, because it would only lower the mean.
     error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(like + MEAN)
     means = (f"mean {float(tensor.mean()):.9g}" for tensor in (found, expected))
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]
@@ -285,7 +286,8 @@ def _call(
     found += [
         one("sum of micro-batch losses", "metric", raw["loss"], wanted["loss"], scales["loss"], like="loss")
     ]
-    # Of both sides: a metric that one of them lacks is NaN there, and so out of bounds.
+    # Compare the metrics of both sides: a metric that one side lacks is NaN there, and therefore out of
+    # bounds.
     for name in sorted({*reduced, *wanted} - {"grad_norm"}):
         found.append(
             one(
@@ -304,7 +306,7 @@ def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> li
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
     """Check, in every precision, that ranks with the same rows reply the same, and that all ranks report the
     same loss."""
-    # Reversed, so that the first rank of each data rank is the one that stays.
+    # Reverse the order, so that the first rank of each data rank is the one that stays in the mapping.
     first = {share.data_rank: share for share in reversed(shares)}
     found = []
     for rank, share in enumerate(shares):

@@ -67,7 +67,7 @@ def _policy(
 
 
 def _compute(policy: PolicyConfig, tokens: Tensor) -> Tensor | ConversionError:
-    # Here, because the worker process alone needs Megatron-Core.
+    # Import here, because only the worker process needs Megatron-Core.
     from megarl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
     try:

@@ -94,7 +94,7 @@ _ADVANTAGE_OPTION_NAMES = {
 def _table(case: Case) -> dict[str, bool]:
     """Return every feature in the order of the table, with whether the case has it."""
     loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
-    # where a token goes to all experts, all are in balance whatever the routers do
+    # If a token goes to all experts, the load is balanced whatever the routers do.
     balanced = case.balance if case.topk < case.experts else "none"
     return {
         **{f"family: {family}": case.family == family for family in (*DENSE, *OF_MEGATRON, *SPARSE)},

@@ -34,7 +34,7 @@ from megarl.parity.draw_loss import draw_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.possible import LEAST_HIDDEN, absent_model_class, refusal
 
-# vocabularies that no layout divides, so that tensor parallelism always pads them
+# No layout divides vocabularies of these sizes, so that tensor parallelism always has to pad them.
 PRIMES = (
     11,
     13,
@@ -78,7 +78,7 @@ PATIENCE = 100
 keeps mixtures from becoming rarer."""
 SPARSE_SHARE, HALF_SHARE, ADAPTED_SHARE, SEGMENTED_SHARE, STACKED_SHARE = 0.45, 0.3, 0.25, 0.5, 0.6
 OUTER_SHARE = 0.4
-# small worlds are faster and find most; large ones are needed for products of three kinds of parallelism
+# Small worlds are faster and find most errors; large ones are needed to combine three kinds of parallelism.
 WORLDS = (1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 6, 8, 8)
 HALF_RATES = {"adam": 0.02, "sgd": 0.2}
 """Learning rates in 16 bit; smaller steps would vanish in the rounding of the weights."""
@@ -152,11 +152,11 @@ class Drawer:
         }
         fixed = {name: value for name, value in self._fixed.items() if name not in ("loss", "advantages")}
         fields |= _layout(generator, backend, self._max_world) | fixed
-        # by a generator of its own, so that all else stays what a seed gave whatever losses there are
+        # Use a separate generator, so that the choice of losses does not change what else a seed gives.
         fields |= draw_loss(
             random.Random(f"{fields['seed']}/loss"), self._fixed.get("loss"), self._fixed.get("advantages")
         )
-        # In this order: each reads what those before it chose.
+        # Keep this order, because each function reads the choices of those before it.
         for drawn in (_model, _stages, _training, _optimizer, _batch, _paths):
             fields |= drawn(generator, fields) | fixed
         fields |= _adapters(random.Random(f"{fields['seed']}/lora"), fields) | fixed
@@ -221,14 +221,14 @@ def _experts(generator: random.Random, fields: Mapping[str, Any], family: str) -
     experts = experts if experts > 2 else ep * generator.choice((2, 3, 4))
     drawn = {
         "experts": experts,
-        # seldom all experts, because there is nothing to be balanced then
+        # Seldom choose all experts, because there is then nothing to balance.
         "topk": min(experts, generator.choice((2, 2, 2, 3))),
         "dispatcher": generator.choice(DISPATCHERS),
         "balance": generator.choice(BALANCES),
         "zloss": generator.random() < 0.3,
         "freeze": generator.random() < 0.2,
         "router": generator.choice(("model", *ROUTER_TYPES)),
-        # tensor parallelism divides shared experts
+        # Tensor parallelism has to divide shared experts.
         "expert": (etp if family == "qwen3_moe" else tensor) * generator.randint(3, 9)
         if family != "mixtral"
         else 0,
@@ -267,7 +267,7 @@ def _written(generator: random.Random, pipeline: int) -> dict[str, Any]:
     chunks = pipeline * generator.choice((1, 1, 2))
     inner = [generator.randint(1, 2) for _ in range(chunks - 2)]
     counts = [generator.randint(0, 2), *inner, generator.randint(0, 2)]
-    # At least one layer.
+    # Make sure that there is at least one layer.
     counts[0] += not sum(counts)
     held = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     return {"layers": sum(counts), "layout": "|".join(["E" + held[0], *held[1:-1], held[-1] + "L"])}
@@ -295,7 +295,7 @@ def _optimizer(generator: random.Random, fields: Mapping[str, Any]) -> dict[str,
         "lr": HALF_RATES[optimizer] if half else 0.002,
         "clip": generator.choice((0.0, 0.05, 1.0)),
         "warmup": generator.random() < 0.3,
-        # enough for a warm-up and the steps after it
+        # A decay needs enough steps for a warm-up and for the steps after it.
         "steps": generator.choice((3, 4)) if falls else 2,
     }
     if fields["backend"] == "megatron":

@@ -22,16 +22,16 @@ _SHARES = {
     ),
     **dict.fromkeys(("ratio-clamp", "kl-input-clamp", "kl-output-clamp"), 0.25),
 }
-# Probability of an option that the table above does not have.
+# This is the probability of each option that the table above does not have.
 _SHARE = 0.4
-# The option that each option needs.
+# Each option needs the option that is given here.
 _NEEDS = {
     **dict.fromkeys(("approx", "k1", "k2", "pathwise", "kl-input-clamp", "kl-output-clamp"), "kl"),
     **dict.fromkeys(("tis", "icepop", "seq-mask"), "is"),
     **dict.fromkeys(("gspo", "gspo-token", "constant"), "seq"),
     **{"in-reward": "k1", "sft-mean": "sft"},
 }
-# Options that say what goes without saying, if they have not other numbers than the first.
+# With their first numbers these options only repeat the default, so they are chosen with other numbers.
 _IDLE_WITHOUT_NUMBERS = frozenset(
     {
         "cliprange",
@@ -45,7 +45,7 @@ _IDLE_WITHOUT_NUMBERS = frozenset(
         "lambda",
     }
 )
-# Of each of these a loss has one at most.
+# A loss has at most one option of each of these tuples.
 _APART = (
     *ONE_OF,
     ("gspo", "gspo-token", "cispo", "noratio"),
@@ -82,7 +82,7 @@ def draw_loss(
         made = _with_options(generator, estimator, ADVANTAGES[split(estimator)[0]])
         if _has_a_meaning(drawn, made):
             return {"loss": drawn, "advantages": made}
-    # together they have none: the rules say why
+    # No tried combination of this loss and estimator makes sense; the rules report why.
     return {"loss": loss or "nll", "advantages": advantages or "given"}
 
 
@@ -102,7 +102,8 @@ def _with_options(generator: random.Random, needed: str, known: Options) -> str:
     """Return the needed options plus randomly sampled ones and their dependencies, in the table's order."""
     kind, given = split(needed)
     names = {*given, *(name for name in known if generator.random() < _SHARES.get(name, _SHARE))}
-    # an option of something that is not there is sampled in vain, unless it is needed
+    # Remove options of options that are missing, because they would have no effect, unless the case needs
+    # them.
     missing = [name for name in names if name not in given and not _is_complete(name, names)]
     names -= {*missing}
     for name in given:
@@ -125,7 +126,7 @@ def _numbers(generator: random.Random, name: str, listed: tuple[Numbers, ...]) -
     if not listed:
         return ()
     numbers = generator.choice(listed[1:] if name in _IDLE_WITHOUT_NUMBERS else listed)
-    # An option has its first numbers where the line names none.
+    # An option has its first numbers if the line gives none.
     return () if numbers == listed[0] else numbers
 
 
@@ -141,15 +142,15 @@ def _has_a_meaning(loss: str, advantages: str) -> bool:
         estimator in OF_TOKENS or (estimator.startswith("reinforce") and "in-reward" in names)
     ):
         return False
-    # ratios of 1 are those of tokens and of sequences alike; what is left of sequences is their importance
-    # weights
+    # Forced ratios are 1 for tokens and sequences alike, so that a loss on sequences differs only by its
+    # importance weights.
     if "forced" in names and {"gspo", "gspo-token"} & names and "is" not in names:
         return False
-    # returns are never whitened
+    # Returns are never whitened.
     if kind == "value" and "white" in names:
         return False
-    # bounds of 3e-4 are those of ratios of sequences
+    # Bounds of 3e-4 are meant for ratios of sequences.
     if options.get("cliprange") == (3e-4, 4e-4) and not {"gspo", "gspo-token"} & names:
         return False
-    # of one token alone nothing is left to be learned
+    # If only one token is kept, its renormalised probability is always 1, and there is nothing to learn.
     return not (kind == "distill" and "renorm" in names and options.get("topk") == (1.0,))

@@ -11,8 +11,8 @@ from torch import Tensor
 BOUND = 1e-5
 """Largest relative error in float32, and in other precisions of quantities that rounding does not affect."""
 
-# exp(d), the difference to d and that to 1 each round once, exp by up to two units: 4 units of float32 of the
-# sum of the terms at most
+# In exp(d) - d - 1 each difference rounds once, and exp by up to two units: at most 4 units of float32,
+# relative to the sum of the terms.
 ROUNDING = 4 * 2.0**-24
 
 

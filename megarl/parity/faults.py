@@ -73,7 +73,7 @@ def _give(module: ModuleType, codes: Mapping[FunctionType, CodeType]) -> None:
     for function, code in codes.items():
         function.__code__ = code
     for value in vars(module).values():
-        if hasattr(value, "cache_clear"):  # what it keeps was made by the other code
+        if hasattr(value, "cache_clear"):  # The other code made what this cache keeps.
             value.cache_clear()
 
 
@@ -90,7 +90,7 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
             "text that is there once"
         )
     changed = source.replace(fault.old, fault.new)
-    # dont_inherit: this file's own __future__ imports must not change what is compiled.
+    # With dont_inherit, this file's own __future__ imports do not change how the text is compiled.
     before, after = (
         dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
         for text in (source, changed)
@@ -152,7 +152,7 @@ _LOSSES, _VALUES, _ENGINE = (
 )
 _ADAPTED = ("megatron", "dtensor")
 _EXPERTS = "backend=megatron family=mixtral experts=4 topk=2 mbs=2 length=9 lora=2 stacks=1"
-# By kind of quantity and name: the module, the text and the one in its place, and the cases.
+# Each entry, by kind of quantity and name, holds the module, the text, its replacement, and the cases.
 _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "logprobs": {
         "vocabulary-shards-not-combined": (
@@ -418,7 +418,7 @@ def known_faults(seed: int = 0) -> Mapping[str, Fault]:
         return FAULTS
     sys.path.insert(
         0, str(MUTATIONS.parents[2])
-    )  # an installed command does not have the checkout's root on its path
+    )  # The path of an installed command does not contain the root of the checkout.
     try:
         return {**FAULTS, **importlib.import_module("tests.mutations").parity_faults(seed)}
     finally:

@@ -107,7 +107,7 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     batch, algorithm = dict(data), _algorithm(case)
     if case.advantages_kind == "teacher":
         return {"advantages": algorithm.advantages(batch, data["teacher_logprobs"])[0]}
-    # responses that are left out of training stay in their groups
+    # Responses that are not trained on still belong to their groups.
     advantages, _ = algorithm.advantages({**data, "sample_mask": data["rewarded"]}, batch)
     if case.loss_kind == "value":
         return {name: batch[name] for name in ("prev_values", "returns")}
@@ -118,7 +118,7 @@ def _algorithm(case: Case) -> Any:
     """Return the algorithm without its models, which is enough to compute advantages."""
     kind, options = case.advantages_kind, case.advantages_options
     classes: dict[str, Any] = {"gae": PPO, "teacher": Distillation}
-    # Not by its __init__, which wants models; what is read of it is set below.
+    # Do not call __init__, which requires models; the attributes that are read are set below.
     algorithm: Any = object.__new__(classes.get(kind, GRPO))
     low, high = numbers_of(case.advantages, "clip") if "clip" in options else (None, None)
     algorithm.config = {
@@ -143,7 +143,7 @@ def _algorithm(case: Case) -> Any:
         }
         algorithm.config |= {**own, "bootstrap_truncated": "bootstrap" in options}
     algorithm.reward_weights = PART_WEIGHTS
-    # of a critic's loss there is an actor's beside it
+    # Next to a critic with its loss there is an actor, which has a policy-gradient loss.
     actor = case if case.loss_kind == "pg" else replace(case, loss="pg")
     algorithm.loss_config = {**defaults_of(ClippedPGLossConfig), **policy_gradient_settings(actor)}
     algorithm.estimator = None
@@ -195,7 +195,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     worker.prepare_for_training()
     calls = [train(data) for data in calls_of(case, batch)]
     worker.prepare_for_lp_inference()
-    # Copies, because an export may reuse its buffers.
+    # Copy the weights, because an export may reuse its buffers.
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}
     logprobs_after, repeated_after = score()
     repeated = repeated and repeated_after

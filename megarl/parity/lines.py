@@ -87,7 +87,7 @@ def _value(word: str, key: str, text: str, kind: type) -> Any:
     except ValueError:
         raise CaseError(f"case word {word!r}: expected a {'whole ' if kind is int else ''}number") from None
     least = _LEAST.get(key, 1 if kind is int else 0)
-    # ``not >=`` and no ``<``, so that NaN is refused too.
+    # Use ``not >=`` instead of ``<``, so that NaN is refused too.
     if not number >= least or not math.isfinite(number) or (key in _POSITIVE and number == 0):
         raise CaseError(
             f"case word {word!r}: expected {'more than 0' if key in _POSITIVE else f'at least {least}'}"

@@ -15,11 +15,11 @@ from megarl.parity.case import Case
 from megarl.parity.lines import CaseError
 
 # float16 ends at 65504, and loss scaling starts with a factor of 2**16: a gradient of 1 would overflow, and
-# the step be skipped. In one of seven cases some number of a gradient is that large, in none of sixty was one
-# larger than 8. A power of two rounds nothing.
+# the step would be skipped. In one of seven cases some number of a gradient is that large; in none of sixty
+# was one larger than 8. A factor that is a power of two does not round.
 QUIET = 2.0**-6
-# The gradient of IPO's square grows with the distance of the margin from 1 / (2 beta): a norm of 440 was
-# seen.
+# IPO's loss is a square, whose gradient grows with the distance of the margin from 1 / (2 beta): a norm of
+# 440 was seen.
 QUIET_SQUARE = 2.0**-10
 
 

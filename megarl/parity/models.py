@@ -24,8 +24,8 @@ _SIZES = ("layers", "kv", "group", "head", "width", "ffn", "vocab", "window", "e
 _SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    # Megatron-Core knows this kind only with Llama 3's own lengths; the large base gives even narrow heads
-    # waves that are as long
+    # Megatron-Core supports this kind only with Llama 3's own lengths. The large base gives even narrow heads
+    # waves of such lengths.
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 50000.0,
@@ -54,8 +54,8 @@ def model_config(case: Case) -> Any:
         "tie_word_embeddings": case.tied,
         "initializer_range": 0.2,
         "rms_norm_eps": 1e-6,
-        # transformers gives the embedding of a padding token no gradient, also where that token is part of a
-        # sequence; Megatron knows none
+        # transformers gives the embedding of a padding token no gradient, even if that token is part of a
+        # sequence. Megatron has no padding token.
         "pad_token_id": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -128,15 +128,15 @@ def _window(case: Case) -> dict[str, Any]:
     kinds = [
         "sliding_attention" if case.window and layer % 2 else "full_attention" for layer in range(case.layers)
     ]
-    # transformers makes the mask of a window whether a layer has one or not
+    # transformers creates the mask of a window whether or not a layer uses it, so a width is needed.
     return {"sliding_window": case.window or (None if case.family == "dots1" else 128), "layer_types": kinds}
 
 
 def _attention(case: Case) -> dict[str, Any]:
     """Return the attention settings that are specific to the family."""
     if case.family in LATENT:
-        # rows of projections that tensor parallelism divides by up to 8: 48 of queries, 20 + 4 of keys and
-        # values
+        # Tensor parallelism of up to 8 has to divide the rows of these projections: 48 for queries, 20 + 4
+        # for keys and values.
         widths = {
             "q_lora_rank": None if case.family == "deepseek_v2" else 48,
             "kv_lora_rank": 20,
@@ -178,7 +178,7 @@ def _hybrid(case: Case) -> dict[str, Any]:
     if case.family not in HYBRID:
         return {}
     return {
-        # transformers' cache wants a layer of attention
+        # transformers' cache requires at least one layer of attention.
         "layer_types": [
             "full_attention" if layer % 2 or case.layers == 1 else "linear_attention"
             for layer in range(case.layers)
@@ -187,8 +187,8 @@ def _hybrid(case: Case) -> dict[str, Any]:
         "linear_num_value_heads": case.heads,
         "linear_key_head_dim": case.head - 3,
         "linear_value_head_dim": case.head + 1,
-        # of first tokens, whose query and key are nearly orthogonal, the output norm makes noise large in any
-        # float32 implementation
+        # The query and key of first tokens are nearly orthogonal, and the output norm would magnify the noise
+        # that every float32 implementation has there.
         "rms_norm_eps": 1e-2,
     }
 
@@ -216,7 +216,7 @@ class ModelShelf:
         if not (directory / "model.safetensors").exists():
             model = _random_model(case).to(dtype_of(case.precision, "case.precision"))
             model.save_pretrained(directory)
-            # save_pretrained has written the config again, in transformers' own form.
+            # save_pretrained has written the config again in transformers' own form, so write it once more.
             _save_config(case, model.config, directory)
         adapter = adapter_directory(case, directory)
         if adapter is not None and not adapter.exists():
@@ -238,7 +238,8 @@ def _save_adapter(case: Case, directory: Path, adapter: Path) -> None:
             if layer not in (*ADAPTED, *OUTER * case.outer) or ".experts." in name or name == module:
                 continue
             rows, columns = stored.get_slice(name).get_shape()
-            # an embedding takes a column of A and adds up none
+            # An embedding takes one column of A instead of a sum, so that its factors have other names and
+            # shapes.
             factor = "lora_{}.weight" if layer != OUTER[0] else "lora_embedding_{}"
             if layer == OUTER[0]:
                 rows, columns = columns, rows
@@ -301,7 +302,8 @@ def _save_config(case: Case, config: Any, directory: Path) -> None:
 
 
 def _name(case: Case) -> str:
-    # Whatever config or weights depend on has to be in the name: cases of one name share a directory.
+    # Everything that config or weights depend on has to be in the name, because cases of one name share a
+    # directory.
     sizes = (str(getattr(case, name)) for name in _SIZES)
     words = [
         case.family,
@@ -319,7 +321,8 @@ def _random_model(case: Case) -> Any:
     or two exchanged weights are detected."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    # The grouped matrix product wants rows of a multiple of 16 bytes, which these widths are not.
+    # Use eager experts: the grouped matrix product requires rows of a multiple of 16 bytes, which these
+    # widths do not give.
     options = {"experts_implementation": "eager"} if case.family in SPARSE else {}
     auto = AutoModelForSequenceClassification if case.scores else AutoModelForCausalLM
     model = auto.from_config(model_config(case), dtype=torch.float32, **options)
@@ -332,7 +335,8 @@ def _random_model(case: Case) -> Any:
             else:
                 parameter.copy_(noise * _spread(name, case) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # moves the choice of experts, and has no gradient
+            # It changes the choice of experts and has no gradient.
+            if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 

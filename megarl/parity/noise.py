@@ -33,8 +33,8 @@ from megarl.parity.settings import adapter_directory
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
 """Number of members that confirm the failure of a case."""
-# A normal error is more than 4 times the largest of eight others in 1 of 10^4 cases, in 1 of 10^5 where those
-# are larger by the root of two, as the added errors make them.
+# A normally distributed error exceeds 4 times the largest of eight others in 1 of 10^4 cases, or in 1 of 10^5
+# if the others are larger by the root of two, as the added errors make them.
 FACTOR = 4.0
 SPREAD = 0.25
 """Standard deviation of the random errors, in units of the distance from 1 to the next number; rounding alone
@@ -87,7 +87,7 @@ def bounds_of(
     noise: dict[str, float] = {}
     for found, member in runs:
         for quantity, error in _errors(case, found, member, logprobs, expected).items():
-            # An infinite error would make a bound that everything passes.
+            # Leave out infinite errors, which would make a bound that everything passes.
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
     floor = _of_one_token([found for found, _ in runs], logprobs)
@@ -147,7 +147,7 @@ class _Noisy(torch.autograd.Function):
 
 
 def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    # In float32, because a factor so near to 1 rounds to 1 in 16 bit.
+    # Multiply in float32, because a factor so near to 1 rounds to 1 in 16 bit.
     return (value.float() * (1 + spread * torch.randn(value.shape, generator=generator))).to(value.dtype)
 
 
@@ -202,7 +202,8 @@ def _errors(
             zip(member.norms[call], expected.norms[call], expected.norm_scales[call], strict=True)
         ):
             error = errors[f"{what}grad_norm of global batch {index}"] = relative_error(*norms)
-            # the call's is their mean
+            # The norm of the whole call is the mean of these norms, so its error is at most the largest of
+            # theirs.
             errors[what + "grad_norm"] = max(errors.get(what + "grad_norm", 0.0), error)
     for name, weight in expected.weights.items():
         errors[WEIGHT + name] = tensor_error(member.weights[name], weight)

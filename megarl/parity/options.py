@@ -141,7 +141,7 @@ def split(text: str) -> tuple[str, Mapping[str, Numbers]]:
     for word in words:
         name, *numbers = word.split(":")
         options[name] = tuple(None if number == "none" else float(number) for number in numbers)
-    # Read-only, as all callers get the same one from the cache.
+    # Make the mapping read-only, because all callers get the same one from the cache.
     return kind, MappingProxyType(options)
 
 

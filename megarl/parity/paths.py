@@ -57,7 +57,8 @@ def _off_megarl_kernel(stack: contextlib.ExitStack, case: Case) -> None:
 def _computing(stack: contextlib.ExitStack, variables: dict[str, str]) -> None:
     stack.enter_context(env.variables(variables))
     chosen = importlib.import_module("megarl.models.engine.kernels").kernels
-    # The choice of kernels is made once and kept: it has to be made again now, and once more afterwards.
+    # The choice of kernels is cached. Clear the cache now, so that the variables count, and once more
+    # afterwards.
     chosen.cache_clear()
     stack.callback(chosen.cache_clear)
 

@@ -28,8 +28,8 @@ LOOPBACK = "127.0.0.1"
 JOB_SECONDS = 300
 COLLECTIVE_SECONDS = 120
 GRACE_SECONDS = 3.0
-# Groups that a job leaves behind in caches of torch's keep threads that wake up a hundred times a second;
-# forking a new process costs less.
+# torch's caches keep groups that a job leaves behind, and their threads wake up a hundred times a second.
+# With more threads than this, forking a new process costs less.
 THREADS_KEPT = 60
 PRELOADED = ("megarl.parity.preload",)
 
@@ -73,7 +73,7 @@ class WorkerPool:
         for rank, connection in enumerate(connections):
             with contextlib.suppress(
                 BrokenPipeError
-            ):  # it died between two jobs, which reading its answer will show
+            ):  # It died between two jobs, which reading its reply will show.
                 connection.send((function, job, rank, world, arguments))
         return self._collect(connections, function.__name__)
 
@@ -83,11 +83,12 @@ class WorkerPool:
         stacks = ""
         waiting = dict(zip(connections, range(len(connections)), strict=True))
         while waiting:
-            # Once a rank has failed the others get a moment only: they may wait for it in a collective.
+            # Once a rank has failed, the others get only a moment, because they may wait for it in a
+            # collective.
             ready = wait(list(waiting), timeout=GRACE_SECONDS if errors else self._job_seconds)
             if not ready:
-                # a rank whose peer went away or stands still fails in the transport; the reason is told by
-                # another one, or by a stack
+                # A rank whose peer is gone or hangs fails in the transport. The reason is in the error of
+                # another rank, or in a stack.
                 stacks = self._stacks(sorted(waiting.values())) if all(map(_is_echo, errors.values())) else ""
                 self.kill()
                 if errors:
@@ -109,7 +110,7 @@ class WorkerPool:
             if self._dead:
                 self.kill()
                 self._dead = False
-            # The rank that failed by itself comes before those that lost their peer by it.
+            # Report the rank that failed by itself before those that lost their peer because of it.
             rank = min(errors, key=lambda rank: (_is_echo(errors[rank]), rank))
             raise JobError(f"rank {rank} of {name}:\n{errors[rank]}{stacks}")
         return results
@@ -141,7 +142,8 @@ class WorkerPool:
         if self._store is None:
             listener = socket.create_server((LOOPBACK, 0))
             port = listener.getsockname()[1]
-            # given a socket, the store listens on that one; by itself it would listen on every interface
+            # Give the store a socket that listens on one interface; by itself it would listen on every
+            # interface.
             self._store = dist.TCPStore(
                 LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -151,7 +153,7 @@ class WorkerPool:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(there, port), daemon=False)
         process.start()
-        # The worker alone holds its end, so that its death ends the pipe.
+        # Close the worker's end here, so that the worker's death ends the pipe.
         there.close()
         return process, here
 
@@ -236,18 +238,17 @@ def _in_group(
     """Return the result of ``function(*arguments)`` inside a new gloo group."""
     env.set_variables({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     timeout = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-    # With a prefix, because the store outlives the job, and keys of the next one must be others.
+    # Use a prefix, because the store outlives the job, and the keys of the next job have to differ.
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
     )
     try:
-        # a rank that is done before another has connected would close the connection that the other one waits
-        # for
+        # Without the barrier, a rank that is done before another has connected would close the connection
+        # that the other waits for.
         dist.barrier()
         return function(*arguments)
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        # a model in a cycle of references keeps its groups alive, and each of them threads that never sleep
-        # long
+        # A model in a reference cycle keeps its groups alive, and each group has threads that wake up often.
         gc.collect()

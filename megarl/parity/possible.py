@@ -25,8 +25,8 @@ from megarl.parity.losses import make_loss, policy_gradient_settings, preference
 from megarl.parity.models import ModelShelf, model_config
 from megarl.parity.settings import policy_config
 
-# A norm over a few numbers magnifies rounding errors wherever they are all small by chance: with a width of
-# 3, float32 and float64 of the same transformers model already differ by 4e-5 after one optimizer step.
+# A norm over a few numbers magnifies rounding errors wherever these numbers happen to be small: with a width
+# of 3, float32 and float64 of the same transformers model already differ by 4e-5 after one optimizer step.
 LEAST_HIDDEN = 16
 LEAST_NORMED_HEAD = 10
 
@@ -97,7 +97,7 @@ def _own_violations(case: Case) -> list[Violation]:
         found.append(Violation("case.outer", True, bound, "write a lora and tied=0, or leave outer out"))
     if case.family not in DENSE:
         found += _faults_of_family(case)
-    # with one expert a token, both families give it the weight 1, which Megatron-Core cannot
+    # With one expert per token, both families give this expert the weight 1, which Megatron-Core cannot do.
     if case.family in SPARSE and not 2 <= case.topk <= case.experts:
         found.append(
             Violation(
@@ -151,7 +151,7 @@ def _faults_of_family(case: Case) -> list[Violation]:
             Violation("case.loss", case.loss, f"transformers has no {case.family} that scores", "write nll")
         )
     if not found:
-        # the score layer in the place of the output layer does not change these settings
+        # Check a model with an output layer: a score layer instead does not change these settings.
         try:
             megatron_settings(read_architecture(model_config(replace(case, loss="nll"))))
         except ConversionError as error:

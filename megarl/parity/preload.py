@@ -11,7 +11,8 @@ import warnings
 
 from megarl import env
 
-# before torch and its numerical libraries look at them: one thread a worker, and no device but the CPU
+# Set these variables before torch and its numerical libraries read them: one thread per worker, and no device
+# but the CPU.
 env.set_variables(
     {
         "OMP_NUM_THREADS": "1",
@@ -20,7 +21,7 @@ env.set_variables(
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
-# the newest Megatron-Core imports Triton, which decides at its import whether it interprets
+# The newest Megatron-Core imports Triton, which decides at its import whether it interprets kernels.
 env.set_variables({"TRITON_INTERPRET": "1"})
 
 MODULES = (
@@ -35,13 +36,14 @@ MODULES = (
 
 warnings.filterwarnings("ignore")
 for _module in MODULES:
-    # what cannot be imported fails again, with its traceback, where it is used
+    # A module that cannot be imported fails again, with its traceback, where it is used.
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
 
-# Triton, where it is installed, lists its own leaks on the console when a process that imported it ends; the
-# server ends when the command has ended and its answer stands there. Workers never come here.
+# Triton, if it is installed, lists its own leaks on the console when a process that imported it ends. The
+# fork server ends after the command has printed its results, so end it without Triton's exit handler. Workers
+# do not run exit handlers.
 atexit.register(os._exit, 0)
 
-# workers collect garbage after every job; what was imported is none, and need not be looked through
+# Workers collect garbage after every job. What was imported is not garbage, and need not be searched.
 gc.freeze()

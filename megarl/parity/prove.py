@@ -138,7 +138,8 @@ def _judge(runner: CaseRunner, name: str, fault: Fault, clean: CaseOutcome) -> V
         return Verdict(name, str(case), NO_ANSWER if clean.timed_out else BROKEN, clean.summary()[0])
     outcome = runner.run(case, fault)
     if outcome.error:
-        # one that ends the workers, or stops them, is found without a comparison, and shows nothing of it
+        # A fault that ends or stops the workers is found without a comparison, so it proves nothing about the
+        # comparison.
         return Verdict(name, str(case), SURVIVED if fault.kind else CAUGHT, outcome.summary()[0])
     kinds = [found.kind for found in outcome.mismatches]
     detail = ", ".join(f"{kind} ({kinds.count(kind)})" for kind in sorted(set(kinds)))

@@ -26,7 +26,7 @@ from megarl.parity.routers import Routers
 from megarl.parity.settings import ADAPTER_SCALE, BETAS, MOMENTUM, STACKS, Hyperparameters, hyperparameters
 
 SMALL_CHANGE = 1e-3
-# What names of GPT-OSS's biases of all experts end in; they are vectors, stacked.
+# Names of GPT-OSS's biases, each of which stacks the vectors of all experts, end in this suffix.
 _STACKED_BIAS = "_proj_bias"
 
 
@@ -57,7 +57,7 @@ def _with_adapter(experts: Any, stack: str) -> Tensor:
     """Return a stack of experts plus its adapter's product, differentiable."""
     weight = experts._parameters[stack]
     down, up = (experts.get_parameter(f"lora_{letter}_{stack}") for letter in "AB")
-    # As PEFT views them: A [experts, rank, in], B [out, rank, experts].
+    # Use PEFT's views of the factors: A is [experts, rank, in], and B is [out, rank, experts].
     down = down.unflatten(0, (weight.shape[0], -1))
     up = up.unflatten(1, (-1, weight.shape[0]))
     axes = "ore,eri->eio" if getattr(experts, "is_transposed", False) else "ore,eri->eoi"
@@ -79,7 +79,7 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
     model.requires_grad_(False)
     for name, module in model.named_modules():
         is_stack = name.endswith(".experts")
-        # PEFT wraps a module once for each of its parameters, the last one outermost
+        # PEFT wraps a module once for each of its parameters; the wrapper of the last one is the outermost.
         wrappers = (
             {stack: f"{name}{'.base_layer' * (stack != STACKS[-1])}" for stack in STACKS}
             if is_stack
@@ -98,7 +98,7 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
                 parameter = torch.nn.Parameter(values.to(next(model.parameters()).dtype))
                 module.register_parameter(f"lora_{letter}{'_' * is_stack}{stack}", parameter)
             if not is_stack:
-                # The class alone changes, so that the weights keep their names.
+                # Change only the class, so that the weights keep their names.
                 module.__class__ = _AdaptedEmbedding if is_embedding else _Adapted
             elif stack == STACKS[-1]:
                 module.__class__ = type("AdaptedExperts", (_AdaptedStacks, type(module)), {})
@@ -125,12 +125,13 @@ def load_model(
         if name.endswith("ForSequenceClassification")
         else AutoModelForCausalLM
     )
-    # the grouped matrix product that transformers prefers for experts wants rows of a multiple of 16 bytes
+    # Use eager experts: the grouped matrix product that transformers prefers requires rows of a multiple of
+    # 16 bytes.
     model: torch.nn.Module = auto.from_pretrained(
         directory, config=config, dtype=dtype, experts_implementation="eager"
     ).eval()
-    # transformers keeps some norms in float32 where float16 was asked for, which no backend does: of such a
-    # weight the noise would lack the rounding that theirs have
+    # transformers keeps some norms in float32 if float16 is requested, which no backend does. Convert these
+    # weights, because their noise would otherwise lack the rounding that the backends' weights have.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if adapter is not None:
@@ -188,7 +189,7 @@ def _of_next_tokens(logarithms: Tensor, data: Mapping[str, Any]) -> Tensor:
 def entropies_of(logarithms: Tensor) -> Tensor:
     """Return the entropies [...], in nats, of distributions with log-probabilities [..., V];
     differentiable."""
-    # a token that cannot be sampled has no part, and no gradient
+    # A token that cannot be sampled contributes neither to the value nor to the gradient.
     can_be = logarithms.isfinite()
     return -torch.where(
         can_be, logarithms.exp() * logarithms.where(can_be, torch.zeros_like(logarithms)), 0.0
@@ -312,7 +313,7 @@ class ReferenceTrainer:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._master = [parameter.detach().float().clone() for parameter in self._parameters]
-        # Megatron-Core decays matrices alone; transformers stacks the biases of all experts, which makes a
+        # Megatron-Core decays only matrices. transformers stacks the biases of all experts, which makes a
         # matrix of vectors.
         decays = [
             parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()
@@ -338,7 +339,7 @@ class ReferenceTrainer:
         scores = [self._read(each) for each in self._scores(data)]
         loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
-        # Before the backward pass, which frees the graph.
+        # Compute this before the backward pass, which frees the graph.
         balancing = self._size_of_gradients(routing.by_expert)
         ((loss if routing.loss is None else loss + routing.loss) * self._loss_scale).backward()
         norm = self._update(rate, decay)
@@ -353,8 +354,8 @@ class ReferenceTrainer:
         }
         values = {name: float(value) for name, value in metrics.items()}
         scales = self._scales(data, sequences, tokens, [values.detach() for values in scores])
-        # loads are relative to the mean load; that of an expert without tokens is 0, and rounding may send it
-        # one
+        # Loads are relative to the mean load. An expert without tokens has load 0, and rounding may send it a
+        # token.
         loads = {
             name: max(1.0, value)
             for name, value in routing.metrics.items()
@@ -398,14 +399,14 @@ class ReferenceTrainer:
 
     def _update(self, rate: float, decay: float) -> float:
         for master, parameter in zip(self._master, self._parameters, strict=True):
-            # A backend's buffers have zeros for a parameter that no gradient reaches; weight decay moves it
-            # all the same.
+            # A backend's buffers hold zeros for a parameter that no gradient reaches, and weight decay
+            # changes it all the same.
             master.grad = (
                 torch.zeros_like(master)
                 if parameter.grad is None
                 else parameter.grad.float() / self._loss_scale
             )
-        # With an infinite bound nothing is clipped, and the norm comes back all the same.
+        # An infinite bound clips nothing, and the norm is returned all the same.
         norm = torch.nn.utils.clip_grad_norm_(self._master, self._hyper.clip or float("inf"))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -437,7 +438,8 @@ class ReferenceTrainer:
         for name, sizes in parts.items():
             found[name] = self._joined(name, list(filter(math.isfinite, sizes)))
         rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), *scores)
-        # a share is of the whole: of one that is 0, another rounding may make the share of a token
+        # A share is relative to the whole: with other rounding, a share of 0 may become the share of one
+        # token.
         found |= {name: max(size, 1.0) for name, size in found.items() if name.endswith("_share")}
         return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
 

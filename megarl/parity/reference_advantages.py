@@ -24,7 +24,7 @@ Columns = Mapping[str, Any]
 def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
     """Return the signals of one call, computed from rewards, values or the teacher's log-probabilities, each
     [B, S] float32: ``advantages``, or for a value loss ``prev_values`` and ``returns``."""
-    # In float64, so that no rounding of the reference counts against the driver.
+    # Compute in float64, so that no rounding of the reference counts against the driver.
     found = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
     if case.advantages_kind == "gae":
         return _generalized(case, data)
@@ -181,5 +181,5 @@ def _standardised(values: list[float]) -> list[float]:
     """Return the values less their mean, divided by their deviation; zeros if all values are equal."""
     mean = sum(values) / max(len(values), 1)
     deviation = (sum((value - mean) ** 2 for value in values) / max(len(values), 1)) ** 0.5
-    # Values that are alike but for rounding have no deviation to be divided by.
+    # Values that differ only by rounding have no deviation to divide by.
     return [(value - mean) / deviation if deviation > 1e-6 * max(1.0, abs(mean)) else 0.0 for value in values]

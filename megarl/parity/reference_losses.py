@@ -143,7 +143,7 @@ class ReferenceLoss:
         return {} if rounded is None else rounded(self._call(data, sequences, tokens), *scores)
 
     def _call(self, data: Mapping[str, Any], sequences: float, tokens: float) -> _Call:
-        # Above 0: a batch in which nothing counts has the loss 0.
+        # Keep the counts above 0: a batch in which nothing counts has the loss 0.
         return _Call(self.case, data, *(max(count, 1e-8) for count in (sequences, tokens, sequences / 2)))
 
 
@@ -165,7 +165,7 @@ def _bounds(case: Case, option: str) -> tuple[float, float]:
 
 
 def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
-    # A sum of nothing that has gradients all the same, for a batch in which no row counts.
+    # Start with a sum that is 0 but has gradients, for a batch in which no row counts.
     total, count = 0.0 * logprobs.sum(), 0
     for row, places in call.rows():
         total = total - logprobs[row, places].sum()
@@ -176,8 +176,8 @@ def _negative_log_likelihood(call: _Call, logprobs: Tensor) -> Loss:
 def _rewards_of_pairs(call: _Call, logprobs: Tensor) -> Iterator[tuple[Tensor, Tensor, float, Tensor]]:
     """Yield, for each unmasked pair, the rewards of the chosen and the rejected answer, the size of the terms
     that cancel in their difference, and the log-probabilities of the chosen answer."""
-    # column i of the reference is of the token that column i of the log-probabilities is of: it comes rolled
-    # by one
+    # The reference comes rolled by one, so that its column i and column i of the log-probabilities belong to
+    # the same token.
     reference = call.data["reference_policy_logprobs"].double()
     for pair in call.pairs_of_rows():
         rewards, size = [], 0.0
@@ -279,7 +279,7 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
     total = 0.0 * values.sum()
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
     for row, places in call.rows():
-        # the place of a target among log-probabilities is that of the token before it among tokens
+        # Among log-probabilities, the index of a target is that of the previous token among tokens.
         numbers = (
             values[row, places],
             *(call.at(key, row, places).tolist() for key in ("prev_values", "returns")),
@@ -333,7 +333,7 @@ def _of_teacher_and_policy(call: _Call, scored: Tensor) -> Iterator[tuple[Tensor
     """Yield, for each target token, the probabilities [K] that the teacher and the policy give to the
     teacher's tokens."""
     for row, places in call.rows():
-        # the teacher's column of a token stands at the token before it
+        # The teacher's column for a token has the index of the token before it.
         yield from zip(
             call.data["teacher_topk_logits"][row, places].double().exp(),
             scored[row, places].double().exp(),
@@ -437,8 +437,8 @@ def _ratio(current: Tensor, previous: Tensor, case: Case) -> Tensor:
     if "noratio" in options:
         return current
     if "gspo-token" in options:
-        # equation 14: sg(s) pi / sg(pi) has the value s and the derivative s by the log of pi; where s is
-        # clamped it is a constant
+        # In equation 14, sg(s) pi / sg(pi) has the value s, and the derivative s with respect to log pi. If s
+        # is clamped, it is a constant.
         with torch.no_grad():
             logarithm = (current - previous).mean()
             value = torch.exp(torch.clip(logarithm, -clamp, clamp))
@@ -512,7 +512,7 @@ def _divergence(current: Tensor, reference: Tensor, generation: Tensor, case: Ca
             slope = torch.maximum(1 - torch.exp(-above), -(bound + torch.relu(-above)))
         value = (weight * torch.clip(estimate, -bound, bound)).sum()
     moving = (weight * slope * current).sum()
-    # The value of one, and the gradient of the other.
+    # Return the value of the first with the gradient of the second.
     return value + moving - moving.detach()
 
 
@@ -575,7 +575,7 @@ def _extremes(name: str, values: list[Tensor]) -> dict[str, float]:
     return {f"{name}_min": float(joined.min()), f"{name}_max": float(joined.max())}
 
 
-# By kind: the loss, and the sizes of the numbers that cancel in its metrics.
+# Each kind has its loss, and a function that returns the sizes of the numbers that cancel in its metrics.
 _LOSSES: Mapping[str, tuple[Callable[..., Loss], Callable[..., dict[str, float]] | None]] = {
     "nll": (_negative_log_likelihood, None),
     "rm": (_bradley_terry, _rounded_in_margins),

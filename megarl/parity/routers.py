@@ -79,7 +79,7 @@ class Routers:
                 gate.requires_grad_(False)
 
     def _listen(self, gate: torch.nn.Module, given: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:
-        # transformers' routers that take sigmoids are those with a correction bias
+        # In transformers, routers that use sigmoids are those with a correction bias.
         self._heard.append((answer[0], answer[2], hasattr(gate, "e_score_correction_bias")))
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ def _balance(probabilities: Tensor, went_to: Tensor) -> Tensor:
     """Return the load-balancing loss by expert, [E], from probabilities and assignments of tokens, both [t,
     E] and zero for tokens that do not count."""
     assignments = went_to.sum().clamp(min=1)
-    # A token that does not count went to no expert.
+    # A token that does not count was assigned to no expert.
     tokens = (went_to.sum(1) > 0).sum().clamp(min=1)
     share = went_to.sum(0) / assignments
     return went_to.shape[1] * share * probabilities.sum(0) / tokens

@@ -111,10 +111,10 @@ class CaseRunner:
             outcome = self._judged(case, ready, shares)
         except (
             Exception
-        ):  # answers of another form, which a fault can give, are the case's failure and no end of all cases
+        ):  # A fault can return data of another form, which fails this case but must not end the others.
             return CaseOutcome(case, error=traceback.format_exc(), seconds=time.monotonic() - started)
-        # a planted fault that the fixed bounds of float32 catch is caught: before it is planted, its case has
-        # passed
+        # A planted fault that the fixed bounds of float32 catch is caught, because its case has passed before
+        # without the fault.
         measures = case.has_measured_bounds or fault is None
         if not outcome.passes and measures and not ready.confirms:
             ready = self._keep(case, self._with_more_members(case, ready))
@@ -152,7 +152,7 @@ class CaseRunner:
             logprobs = token_logprobs(reference, tokens, case.sampling)
             batch = with_signals(case, tokens, logprobs)
             expected = trained(case, reference, batch)
-            # beside adapters the reference policy is the model without them
+            # With adapters, the reference policy is the model without them.
             if case.lora:
                 expected.base_logprobs = token_logprobs(load_model(model), tokens, case.sampling)
             bounds = (

@@ -185,7 +185,7 @@ def policy_config(case: Case, model: Path) -> Config:
         if case.stacks:
             config["peft"]["target_parameters"] = [f"experts.{name}" for name in STACKS]
         if case.outer:
-            # by name, and with them all that an empty list is
+            # Name the outer layers, and add everything that an empty list would select.
             config["peft"] |= {"target_modules": ["*_proj*", *OUTER], "exclude_modules": NOT_ADAPTED}
     if case.temperature != 1.0 or case.filters:
         sampling = case.sampling
@@ -215,7 +215,7 @@ def _megatron(case: Case) -> Config:
         "context_parallel_size": case.cp,
         **_exchange(case),
         "pipeline_model_parallel_layout": case.layout or None,
-        # null is GPTModel where Megatron-Core has one
+        # null selects GPTModel if Megatron-Core has one.
         "model_class": "hybrid" if case.model_class == "hybrid" else None,
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
@@ -302,7 +302,7 @@ def _torch_optimizer(case: Case) -> Config:
         optimizer = {"name": "torch.optim.AdamW", "kwargs": {**common, "betas": list(BETAS), "eps": case.eps}}
     else:
         optimizer = {"name": "torch.optim.SGD", "kwargs": {**common, "momentum": MOMENTUM}}
-    # as Megatron does
+    # Megatron-Core does not decay vectors either.
     return {"optimizer": {**optimizer, "weight_decay_on_vectors": False}, **_torch_schedule(case)}
 
 

@@ -14,7 +14,7 @@ from megarl.parity.options import joined
 MOST_TRIALS = 300
 SMALL = 8
 _KEPT = ("backend", "seed")
-# what costs most goes first: ranks, then whole features, then sizes
+# Remove what costs most first: ranks, then whole features, then sizes.
 _ORDER = [
     *("tp", "sp", "plan", "pp", "vpp", "layout", "first", "last", "cp", "comm", "ep", "etp", "dp"),
     *(
@@ -45,7 +45,7 @@ _ORDER = [
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
 assert sorted([*_ORDER, *_KEPT]) == sorted(_DEFAULTS), "every field has its place in the order"
 
-# fields that are only right together are changed together
+# Change fields together if they are valid only together.
 _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
     "tp": lambda case: {"tp": 1, "sp": False, "etp": 1, "plan": "built-in"},
     "pp": lambda case: {"pp": 1, "vpp": 1, "first": 0, "last": 0, "layout": ""},
@@ -86,7 +86,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
         yield replace(case, advantages=default)
         yield from (replace(case, advantages=advantages) for advantages in _without_one_word(value))
     elif isinstance(value, int) and not isinstance(value, bool):
-        # rotary embeddings rotate pairs: a head has an even width
+        # Rotary embeddings rotate pairs, so a head has an even width.
         possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
         yield from (_changed(case, name, smaller) for smaller in possible)
     else:

@@ -220,7 +220,7 @@ def spell(text: str) -> str:
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
-    # Turn a.m. and p.m. into one word first: single letters with points are not recognized as words.
+    # Turn a.m. and p.m. into one word first: single letters with points are not recognised as words.
     text = _OF_DAY.sub(r"\1m", text)
     text = _IN_TEXT.sub(_words_of_command, text)
     text = _ORDINAL.sub(" ", text)

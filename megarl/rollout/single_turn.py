@@ -127,7 +127,7 @@ class SingleTurn:
 
     def __init__(self, section: EnvConfig) -> None:
         on_error = section["on_error"]
-        # Mask an outage, because no response can cause it.
+        # Mask an outage, unless errors end the run, because no response can cause it.
         self._on_fault = {
             "error": on_error,
             "timeout": section["on_timeout"],

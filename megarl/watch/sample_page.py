@@ -342,6 +342,6 @@ def _json(data: Any) -> str:
     text = UNSAFE.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, ensure_ascii=False, allow_nan=False)
     )
-    # Escape these characters: within a script element a browser recognizes no strings, so that </script would
+    # Escape these characters: within a script element a browser recognises no strings, so that </script would
     # end it anywhere.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -9,7 +9,7 @@ engine's protocol with all of these.
 
 import warnings
 
-# nothing here, and nothing in the heads, writes into what the model returns
+# Ignore the warning about views: neither this package nor the heads write into the model's outputs.
 warnings.filterwarnings(
     "ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning
 )

@@ -166,7 +166,7 @@ class Adapters:
         self._first = FirstFactors(settings, self.adapted, seed)
         model.requires_grad_(False)
         if self._score is not None:
-            # PEFT's modules_to_save: the score layer is trained in full, with the adapters.
+            # The score layer is trained in full next to the adapters, as PEFT's modules_to_save.
             self._score.requires_grad_(True)
         for name in self.adapted:
             self._put_beside(linears[name] if name in linears else vocabulary[name])
@@ -178,9 +178,10 @@ class Adapters:
         else:
             shapes = (rank, layer.in_features), (layer.out_features, rank)
         for factor, shape in zip(FACTORS, shapes, strict=True):
-            # On the layer itself, so that plans and fully_shard divide it with the weight.
+            # Register the factors on the layer itself, so that plans and fully_shard divide them together
+            # with the weight.
             layer.register_parameter(factor, nn.Parameter(torch.empty(shape, device="meta")))
-        # the class and not a wrapper: the layer keeps its name, and so do its weights
+        # Change the class instead of wrapping the layer, so that the layer and its weights keep their names.
         layer.__class__ = AdaptedEmbedding if isinstance(layer, nn.Embedding) else AdaptedLinear
         adapted = cast(AdaptedLinear, layer)
         adapted.settings, adapted.switch = self.settings, self.switch
@@ -287,7 +288,7 @@ class _Exported(Mapping[str, torch.Tensor]):
         if down is None or up is None:
             return piece
         first, last = block_of(parameter).rows
-        # in float32, because what sends it rounds once
+        # Merge in float32, because the sender rounds once.
         return merged(piece.to(up.device, torch.float32), up[first:last], down, self._scaling)
 
     def __iter__(self) -> Iterator[str]:
@@ -303,6 +304,6 @@ def _factors_of(
     module = name.removesuffix(".weight")
     down, up = (factors.get(f"{module}.{factor}") for factor in FACTORS)
     if down is not None and up is not None and is_embedding(module):
-        # the weight has a row where A has a column
+        # Transpose: an embedding's weight has a row for each column of A.
         return up.T, down
     return down, up

@@ -48,7 +48,7 @@ from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
-STEPS = 2  # the first makes the state, the second reads it
+STEPS = 2  # The first step makes the state, and the second one reads it.
 
 
 class DTensorBackend(HuggingFaceBackend):
@@ -68,7 +68,7 @@ class DTensorBackend(HuggingFaceBackend):
         self.groups = self._meshes.groups
         share = sequence_share(tensor, context, self._sequence_parallel)
         self.shapes = Shapes(math.lcm(share, self.policy["make_sequence_length_divisible_by"]), share)
-        # Kept apart from the padded rows, which checkpoints and exports leave out.
+        # Store the true size separately from the padded rows, which checkpoints and exports leave out.
         self._true_vocabulary = self.hf_config.get_text_config().vocab_size
         self._vocabulary_rows = padded_vocabulary(self._true_vocabulary, tensor)
         self.vocabulary = VocabularyShard(
@@ -81,7 +81,7 @@ class DTensorBackend(HuggingFaceBackend):
         self._store = DividedParameters(self.model, self._saved(), self._rows, self.runtime.device)
         self._bucket_bytes = bucket_bytes(self.policy["refit_buffer_size_gb"])
         self._weights = WeightStream(
-            # Megatron's order: a manifest does not depend on the backend.
+            # Use Megatron's order, so that a manifest does not depend on the backend.
             in_sending_order(self._own(), self.hf_config),
             self._rows,
             self._dtype,
@@ -104,7 +104,7 @@ class DTensorBackend(HuggingFaceBackend):
             way = (parameter.device_mesh, parameter.placements, parameter.ndim)
             if parameter.requires_grad and (way not in smallest or parameter.numel() < smallest[way].numel()):
                 smallest[way] = parameter
-        # Stand-ins, because a step on the model's own parameters would change them.
+        # Use substitutes, because a step on the model's own parameters would change them.
         stand_ins = [nn.Parameter(torch.ones_like(parameter.detach())) for parameter in smallest.values()]
         optimizer = build_optimizer(
             self.policy, ((str(number), parameter) for number, parameter in enumerate(stand_ins))
@@ -115,7 +115,7 @@ class DTensorBackend(HuggingFaceBackend):
             for _ in range(STEPS):
                 optimizer.step()
         except Exception as error:
-            # an operation that does not know DTensors may say so by any class of error
+            # Catch every error, because an operation without DTensor support may raise any class of it.
             reason = (
                 f"its step fails on parameters that DTensor divides ({type(error).__name__}: "
                 f"{str(error).splitlines()[0]})"
@@ -128,7 +128,7 @@ class DTensorBackend(HuggingFaceBackend):
     def _divided_model(self, source: HuggingFaceSource) -> Any:
         """Build the model with this rank's pieces of the weights."""
         model = self._undivided()
-        # Tied embeddings are one parameter, which a set holds once.
+        # Collect in a set, because tied embeddings are one parameter.
         padded = {
             module.weight
             for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -143,7 +143,8 @@ class DTensorBackend(HuggingFaceBackend):
         if settings is not None:
             self.adapters = Adapters(settings, model, self._seed)
         for parameter in model.parameters():
-            # what no step changes needs no more digits than the computation reads
+            # Store parameters that are not trained in the dtype of the computation, because more digits would
+            # never be read.
             kept = self._kept_dtype if parameter.requires_grad else self._dtype
             parameter.data = parameter.data.to(kept)
         self._rows = {name: parameter.shape[0] for name, parameter in model.named_parameters()} | {
@@ -161,19 +162,20 @@ class DTensorBackend(HuggingFaceBackend):
                 custom=self._settings["custom_parallel_plan"],
             )
             divide_over_tensor_ranks(model, self._meshes.tensor, plan)
-        # where there is nobody to reduce with, whole gradients take no more memory than this rank's part of
-        # them
+        # Without other ranks to reduce with, full gradients take no more memory than this rank's part of
+        # them.
         self._reduces_once = self._meshes.sharding.size() == 1 and not self.offloads
         self._stays_whole = self._reduces_once and self._dtype is torch.float32 and computes_locally(model)
         if self._settings["activation_checkpointing"]:
-            # Before FSDP2 wraps the layers: checkpointing has to be inside of what gathers parameters.
+            # Do this before FSDP2 wraps the layers, because checkpointing has to be inside of the code that
+            # gathers parameters.
             recompute_layers(model)
         shard_fully(
             model, self._meshes.sharding, self._dtype, offload=self.offloads, pin=self.runtime.is_cuda
         )
-        # After it was divided, so that no rank ever has memory for the whole model.
+        # Allocate memory after the model is divided, so that no rank ever holds the whole model.
         give_memory(model, torch.device("cpu") if self.offloads else self.runtime.device)
-        # Kept, because FSDP2 puts gathered tensors in their place during a pass.
+        # Store the parameters, because FSDP2 replaces them by gathered tensors during a pass.
         self._parameters = dict(model.named_parameters())
         self.load_hf(source)
         if self.adapters is not None:
@@ -240,12 +242,12 @@ class DTensorBackend(HuggingFaceBackend):
                     self.model, inputs, head, backward=backward, loss_scale=scale, before_last=before_last
                 )
         except BaseException:
-            # torch below 2.13 has no way back from a pass that was interrupted
+            # torch below 2.13 cannot reset the state of an interrupted pass.
             getattr(self.model, "reset_iter_state", lambda: None)()
             raise
         finally:
-            # a pass without backward leaves the outermost parameters gathered, and the next one would not see
-            # what was written meanwhile
+            # Reshard: a pass without backward leaves the outermost parameters gathered, and the next pass
+            # would not see values that are written in between.
             reshard(self.model)
 
     def _counted(self) -> Iterable[nn.Parameter]:
@@ -329,7 +331,7 @@ class DTensorBackend(HuggingFaceBackend):
             divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
-                # Merged for generation: a product less in every layer and step.
+                # Merge adapters for generation, which saves a product in every layer and step.
                 part = part if self.adapters is None else self.adapters.merged(name, part, factors)
                 (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
             yield model

@@ -60,7 +60,7 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
             f"multiple of {copy} ranks"
         )
     _forget_earlier_meshes()
-    # A pipeline dimension of 1, so that groups have the form that the engine expects.
+    # Include a pipeline dimension of 1, so that the groups have the form that the engine expects.
     root = init_device_mesh(
         device_type, (1, world // copy, context, tensor), mesh_dim_names=("pp", "dp", "cp", "tp")
     )
@@ -71,7 +71,8 @@ def build_meshes(device_type: str, *, context: int, tensor: int, ring: bool = Fa
         pipeline=root["pp"].get_group(),
         ring=ring,
     )
-    # Context-parallel ranks hold copies of the weights: dividing these over them too saves memory.
+    # Divide weights over context-parallel ranks too, because these hold copies of them, and dividing saves
+    # memory.
     sharding: Any = root["dp", "cp"]._flatten("dp_cp")
     return Meshes(sharding, root["cp"], root["tp"], groups)
 
@@ -84,7 +85,8 @@ def _forget_earlier_meshes() -> None:
         clear()
 
 
-# as torch names them: all keys and values on every rank, or one rank's part after another
+# torch's names: allgather puts all keys and values on every rank, and alltoall passes one rank's part after
+# another.
 ROTATE_METHODS = (None, "allgather", "alltoall")
 
 
@@ -126,7 +128,7 @@ def context_parallel(
         if size > 1
         else ContextShare()
     )
-    # By identity: == of tensors compares their elements.
+    # Compare by identity, because == of tensors compares their elements.
     kept = {id(buffer) for buffer in no_restore}
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):
@@ -143,6 +145,6 @@ def context_parallel(
 
 @torch.no_grad()
 def _replace(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    # In place: the caller's own tensors have to be the parts.
+    # Change the buffer in place, because the caller's own tensors have to become the parts.
     buffer.resize_(value.shape)
     buffer.copy_(value)

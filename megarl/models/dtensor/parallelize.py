@@ -44,7 +44,7 @@ def divide_over_tensor_ranks(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
                 f"{count}; write a divisor"
             )
     tied = is_tied(model)
-    # None: nothing is broadcast, because the model has no values yet.
+    # Pass None, so that nothing is broadcast, because the model has no values yet.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if tied:
         tie(model)
@@ -70,18 +70,19 @@ def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bo
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
     }
-    # Layers first: fully_shard of an outer module takes only parameters that no inner one has.
+    # Shard the layers first: fully_shard of an outer module takes only parameters that no inner module has.
     for layer in layers_of(model):
         fully_shard(layer, **options)
     if not is_tied(model):
-        # A tied embedding stays with the output layer, in the group of the whole model: one parameter has one
-        # group.
+        # Leave a tied embedding in the group of the whole model, with the output layer, because a parameter
+        # has one group.
         fully_shard(model.get_input_embeddings(), **options)
-    # what is left (the last norm, the output layer, a tied embedding) is needed again as soon as the backward
-    # pass starts
+    # Keep the remaining parameters (the last norm, the output layer, a tied embedding) gathered, because the
+    # backward pass needs them at its start.
     fully_shard(model, reshard_after_forward=False, **options)
     for module in sharded_modules(model):
-        # FSDP2 averages by default; losses here are divided by counts of the whole global batch already.
+        # Sum instead of averaging, which is FSDP2's default, because losses are already divided by counts of
+        # the whole global batch.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
@@ -138,7 +139,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    # By parameter: tied ones have two places, and must stay one.
+    # Use the parameter as the key, so that tied modules, which share one, still share one afterwards.
     whole: dict[DTensor, nn.Parameter] = {
         parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad)
         for _, _, parameter in places
@@ -171,7 +172,7 @@ def _add_gradient(parameter: DTensor, gradient: torch.Tensor, *, partial: bool) 
         partial: each tensor-parallel rank holds the full parameter, but computed only a part of its gradient.
     """
     if partial:
-        # Dimension 1 of the mesh are the tensor-parallel ranks.
+        # Dimension 1 of the mesh has the tensor-parallel ranks.
         dist.all_reduce(gradient, group=parameter.device_mesh.get_group(1))
     if isinstance(parameter.grad, DTensor):
         _memory_of(parameter.grad).add_(gradient)
@@ -194,7 +195,8 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
                 for number, hook in hooks.items()
                 if getattr(hook, "__self__", None) is module._get_fsdp_state()
             ]
-            # with a hook of theirs left in place, gradients would go to parameters that nobody looks at
+            # Check the number of hooks: if one of fully_shard's hooks stayed, gradients would go to
+            # parameters that are never read.
             assert len(own) == 1, (
                 f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one before and "
                 "one behind it"
@@ -204,7 +206,7 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, all_of_them in kept:
-            # put back as they were, for order counts
+            # Restore the hooks as they were, because their order matters.
             hooks.clear()
             hooks.update(all_of_them)
 
@@ -229,7 +231,7 @@ def _without_values(model: Any, device: torch.device) -> None:
     buffers = [
         (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
     ]
-    # to_empty gives buffers new memory as well, so that their values are put back below.
+    # Restore the buffers' values below, because to_empty gives buffers new memory as well.
     model.to_empty(device=device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer

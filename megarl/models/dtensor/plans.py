@@ -42,7 +42,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": lambda: ColumnLinear(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowLinear(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
-    # names that transformers' own plans use besides
+    # Further names that transformers' own plans use.
     "colwise_gather_output": lambda: ColumnLinear(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowLinear(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": NormOfParts,
@@ -109,7 +109,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
         )
     else:
         plan = model_plan(model)
-    # Entries that name nothing go: a plan of ours names norms that not every model has.
+    # Drop entries that match no module, because a plan of ours names norms that not every model has.
     return _divide_vocabulary({key: style for key, style in plan.items() if _modules_of(key, model)}, model)
 
 

@@ -64,7 +64,7 @@ class _CopyForParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # autograd may give the same memory to others
+        # Clone the gradient, because autograd may pass the same memory to other functions.
         return _add_up(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -73,13 +73,13 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         whole = parts.contiguous()
         if whole is parts:
-            # The sum is written into the argument, which autograd has to know.
+            # Report to autograd that the sum is written into the argument.
             ctx.mark_dirty(parts)
         return _add_up(whole, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Every rank computes alike from the sum, so each has the whole gradient already.
+        # Every rank does the same computation with the sum, so that each one already has the full gradient.
         return gradient, None
 
 
@@ -113,7 +113,7 @@ def _gather(run: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torc
     ranks = group.size()
     whole = run.new_empty(ranks * run.shape[0], *run.shape[1:])
     dist.all_gather_into_tensor(whole, run.contiguous(), group=group)
-    # the collective puts ranks behind one another along the first dimension
+    # The collective concatenates the ranks' parts along the first dimension.
     return whole if dimension == 0 else torch.cat(whole.chunk(ranks), dim=dimension)
 
 

@@ -129,7 +129,8 @@ def write_block(parameter: DTensor, whole: torch.Tensor) -> None:
 def _fill(parameter: DTensor, values: torch.Tensor) -> None:
     local = parameter.to_local()
     local[: values.shape[0]].copy_(values)
-    # Padding of the vocabulary: never sampled, but part of products, where NaN would spread.
+    # Fill the padding of the vocabulary with zeros: it is never sampled, but takes part in products, in which
+    # a NaN would spread.
     local[values.shape[0] :].zero_()
 
 
@@ -145,7 +146,7 @@ def gather_parts(
     ranks = next(iter(blocks.values())).sharding_size
     for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
         widths = [spaces[name] for name in names]
-        # Zeros: pieces may be shorter than their space, and the rest travels too.
+        # Start with zeros, because pieces may be shorter than their space, and the rest is sent too.
         row = torch.zeros(sum(widths), dtype=dtype, device=device)
         for name, space in zip(names, row.split(widths), strict=True):
             piece = parameters[name].to_local().flatten()
@@ -194,7 +195,7 @@ class DividedParameters:
         self, model: Any, parameters: Mapping[str, DTensor], rows: Mapping[str, int], device: torch.device
     ) -> None:
         self._model, self._parameters, self._rows, self._device = model, parameters, rows, device
-        # no process groups: nothing is ever sent over this mesh
+        # Create no process groups, because nothing is ever sent over this mesh.
         self._mesh = DeviceMesh(
             "cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("world",), _init_backend=False
         )
@@ -234,7 +235,8 @@ class DividedParameters:
 
     def _share_of(self, whole: torch.Tensor) -> DTensor:
         first, last = self._range(whole.shape[0])
-        # On the host: checkpoints of all tensors together have no room on the device.
+        # Keep the shares in host memory, because the device has no room for the checkpoint's tensors all
+        # together.
         local = whole[first:last].to("cpu", copy=True)
         return DTensor.from_local(
             local,

@@ -46,14 +46,14 @@ class VocabularyEmbedding(ParallelStyle):
         if isinstance(module, AdaptedEmbedding):
             _divide(module, "lora_A", device_mesh, Shard(0))
             _divide(module, "lora_B", device_mesh, Replicate())
-        # where each rank has a run of the output, it finds a part of the gradient of an adapter's B
+        # If each rank has a part of the output, it computes only a part of the gradient of an adapter's B.
         parts = frozenset() if layout.is_replicate() else frozenset({"lora_B"})
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             weight = _local(module.weight)
             local = ids - group.rank() * weight.shape[0]
             mine = (local >= 0) & (local < weight.shape[0])
-            # Row 0 stands for tokens of other ranks, and is multiplied by 0, its gradient too.
+            # Look up row 0 for tokens of other ranks, and multiply it by 0, which also zeroes its gradient.
             places = local.where(mine, torch.zeros_like(local))
             rows = sum_of_parts(F.embedding(places, weight) * mine[..., None], layout, group)
             if not isinstance(module, AdaptedEmbedding) or not module.switch.is_on:
@@ -90,7 +90,7 @@ class WholeInput(ParallelStyle):
                 return (_whole(inputs[0], self.layout, group), *inputs[1:]), keywords
             return inputs, {**keywords, self.KEYWORD: _whole(keywords[self.KEYWORD], self.layout, group)}
 
-        # transformers passes hidden states by name or by position, as the model has it.
+        # Look in both, because transformers' models pass hidden states by name or by position.
         module.register_forward_pre_hook(bring_together, with_kwargs=True)
         return module
 
@@ -119,8 +119,8 @@ class ColumnLinear(ColwiseParallel):
         before, after = self.input_layouts[0], self.output_layouts[0]
         if not _is_linear(module) or not (after.is_replicate() or after == Shard(-1)):
             return super()._apply(module, device_mesh)
-        # an adapter's B is cut as the weight is; of A, which every rank has, each finds the part of the
-        # gradient that its rows of B ask for
+        # An adapter's B is divided like the weight. Every rank holds A in full, and computes the part of A's
+        # gradient that comes from its rows of B.
         parts = frozenset({"lora_A"}) if isinstance(module, AdaptedLinear) else frozenset()
         for name, _ in list(module.named_parameters(recurse=False)):
             _divide(module, name, device_mesh, Replicate() if name in parts else Shard(0))
@@ -223,13 +223,13 @@ class RowLinear(RowwiseParallel):
             _divide(module, "lora_A", device_mesh, Shard(1))
             _divide(module, "lora_B", device_mesh, Replicate())
 
-        # where each rank has a run of the output, it finds a part of the gradient of the bias, and of an
-        # adapter's B
+        # If each rank has a part of the output, it computes only a part of the gradients of the bias and of
+        # an adapter's B.
         parts = frozenset() if after.is_replicate() else frozenset({"bias", "lora_B"})
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             features = _features(inputs, before, group)
-            # The bias comes after the sum: added before it, it would count once a rank.
+            # Add the bias after the sum: if each rank added it before, it would count once for each rank.
             output = sum_of_parts(F.linear(features, _local(module.weight)), after, group)
             if isinstance(module, AdaptedLinear):
                 up = _local(module.lora_B, partial="lora_B" in parts)
@@ -257,7 +257,8 @@ class NormOfParts(ParallelStyle):
         plain = module.forward
 
         def forward(*inputs: Any, **keywords: Any) -> Any:
-            # The norm's own forward reads its attributes, which are local tensors for the time of the call.
+            # Replace the norm's attributes by local tensors during the call, because its own forward reads
+            # them.
             present = dict(module._parameters)
             try:
                 module._parameters.update(
@@ -272,13 +273,13 @@ class NormOfParts(ParallelStyle):
 
 def _divide(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     parameter = module.get_parameter(name)
-    # None: no rank broadcasts, because the model has no values yet.
+    # Pass None, so that no rank broadcasts, because the model has no values yet.
     divided = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-    # Registered under the same name: checkpoints and refits go by names.
+    # Register it under the same name, by which checkpoints and refits identify it.
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-# where a module keeps the names of its parameters of whose gradients it finds a part
+# Attribute of a module with the names of parameters of whose gradients each rank computes only a part.
 _PARTS = "names_of_partial_gradients"
 
 
@@ -304,14 +305,14 @@ def _computing(
 ) -> nn.Module:
     """Replace a module's forward pass and return the module. ``parts`` are its parameters of whose gradients
     each rank computes a part."""
-    # setattr: mypy takes a method for something that cannot be replaced
+    # Use setattr, because mypy does not allow assigning to a method.
     setattr(module, "forward", forward)  # noqa: B010
     setattr(module, _PARTS, parts)
     return module
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # By forward: a subclass that computes otherwise goes through torch's style.
+    # Compare the forward methods: a subclass that computes differently uses torch's style.
     return isinstance(module, nn.Linear) and type(module).forward in (
         nn.Linear.forward,
         AdaptedLinear.forward,
@@ -323,7 +324,7 @@ def _local(parameter: Any, *, partial: bool = False) -> Any:
     With ``partial``, each rank computes a part of the gradient of a full parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
-    # Partial, so that DTensor sums the gradient over the ranks and does not take one rank's for all.
+    # Declare the gradient as partial, so that DTensor sums it over the ranks instead of using one rank's.
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 

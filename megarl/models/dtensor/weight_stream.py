@@ -65,7 +65,7 @@ def _set_out(
     own = rows[dist.get_rank()]
     for name, space, sent in zip(bucket.names, own.split(bucket.spaces), bucket.sent, strict=True):
         piece = pieces[name].flatten()[sent]
-        # Rounded to the dtype of the export here, which halves what travels.
+        # Round to the export's dtype here, which halves the amount that is sent.
         space[: len(piece)].copy_(piece)
     pending = dist.all_gather_into_tensor(rows.view(-1), own, async_op=True) if len(rows) > 1 else None
     return InFlightBucket(bucket.unshard_plan, rows, pending, spare)
@@ -122,7 +122,8 @@ class WeightStream:
             yield _set_out(bucket, pieces, self._dtype, self._device, spare)
 
     def _plan(self, divided: Mapping[str, DTensor]) -> Iterator[_Bucket]:
-        # a tensor-parallel plan knows nothing of the parameters that it leaves alone: all its ranks have them
+        # Set the tensor ranks here: a DTensor does not show them for parameters that a tensor-parallel plan
+        # leaves whole on all its ranks.
         rank, size = self._tensor_rank, self._tensor_size
         blocks = {
             name: replace(block_of(divided[name]), tensor_rank=rank, tensor_size=size) for name in self._order
@@ -168,7 +169,7 @@ def _sent(block: Block) -> slice:
     count = (last - first) * math.prod(block.part[1:])
     if block.tensor_dimension is not None:
         return slice(0, count)
-    # Ranks with the same block send a share each: nobody sends what another one does.
+    # Ranks with the same block send a share each, so that nothing is sent twice.
     begin = min(block.tensor_rank * _space(block), count)
     return slice(begin, min(begin + _space(block), count))
 
@@ -185,7 +186,7 @@ def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
     which may have fewer rows; None if there is nothing to copy."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
-    if block.tensor_dimension is None:  # whole rows: one run of elements
+    if block.tensor_dimension is None:  # Whole rows are one run of elements.
         sent = _sent(block)
         count = min(target + sent.stop, math.prod(shape)) - (target + sent.start)
         return Copy.run_of(count, begin, target + sent.start) if count > 0 else None

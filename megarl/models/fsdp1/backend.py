@@ -31,7 +31,7 @@ from megarl.models.huggingface.sending_order import in_sending_order
 
 logger = logging.getLogger(__name__)
 PRECISIONS = frozenset({"float32", "bfloat16"})
-# their step looks at a whole matrix, of which an FSDP1 rank holds a flat piece
+# A step of these uses a whole matrix, of which an FSDP1 rank holds a flat piece.
 NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon"})
 
 
@@ -50,12 +50,12 @@ class FSDP1Backend(HuggingFaceBackend):
         policy, runtime = self.policy, self.runtime
         model = build_on_meta(self.hf_config, scores=scores(policy), trust_remote_code=self._trusts)
         if policy["activation_checkpointing_enabled"]:
-            # Before FSDP wraps the layers, so that their parameters are gathered once for pass and
-            # recomputation.
+            # Do this before FSDP wraps the layers, so that their parameters are gathered once for both the
+            # pass and the recomputation.
             recompute_layers(model)
         answer_requests(model.get_output_embeddings())
         fill = Filler(model, source, runtime.device, self._kept_dtype)
-        # FSDP1 flattens parameters: whether one was a vector shows nowhere afterwards.
+        # Store the dimensions: FSDP1 flattens parameters, after which nothing shows whether one was a vector.
         self._dimensions: Mapping[str, int] = {name: len(place.shape) for name, place in fill.held.items()}
         self.vocabulary = VocabularyShard(self.hf_config.get_text_config().vocab_size)
         self.shapes = Shapes(row_multiple=policy["make_sequence_length_divisible_by"])
@@ -117,13 +117,13 @@ class FSDP1Backend(HuggingFaceBackend):
             return
         if self._generating is None:
             model = build_on_meta(self.hf_config, trust_remote_code=self._trusts)
-            # On the meta device it takes no memory between two rollouts.
+            # Keep the model on the meta device, where it takes no memory between two rollouts.
             self._generating = model, {name: (held, held.get()) for name, held in held_by(model).items()}
         model, places = self._generating
         try:
             for name, tensor in self.export_hf():
                 places[name][0].put(nn.Parameter(tensor, requires_grad=False))
-            # Buffers alone move by this; the parameters came from the device.
+            # This only moves buffers, because the parameters are already on the device.
             yield model.to(self.runtime.device)
         finally:
             for held, empty in places.values():
@@ -142,6 +142,7 @@ def _data_parallel() -> ParallelGroups:
     assert everyone is not None, "torch.distributed is initialised before a backend is built"
     alone: dist.ProcessGroup = everyone
     if dist.get_world_size() > 1:
-        # Each rank makes a group of its own: without this option all ranks would have to make all of them.
+        # Use this option because each rank makes its own group: without it, all ranks would have to take part
+        # in making every group.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return ParallelGroups(tensor=alone, context=alone, data=everyone, pipeline=alone)

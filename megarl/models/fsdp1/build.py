@@ -45,7 +45,7 @@ class Held:
 
 def held_by(model: nn.Module) -> dict[str, Held]:
     """Return every parameter once, by its first name: a tied output layer has the embedding's name."""
-    # By identity of the parameter: tied ones have several names and are stepped once.
+    # Use the parameter as the key: tied parameters have several names, but are stepped once.
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

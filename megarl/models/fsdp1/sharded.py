@@ -94,11 +94,13 @@ class Sharded:
             param_init_fn=fill,
             device_id=runtime.device,
             device_mesh=init_device_mesh(runtime.device.type, (dist.get_world_size(),)),
-            # Else parameters would be flat ones without names, which checkpoints and groups of vectors need.
+            # Otherwise parameters would be flat and without names, which checkpoints and the group of vectors
+            # need.
             use_orig_params=True,
         )
         if fill.dtype is not torch.float32:
-            # before the next line: FSDP looks for them once, when it first asks which unit is the outermost
+            # Set these before the next line: FSDP looks for them only once, when it first determines the
+            # outermost unit.
             for _, parameter in self.parameters():
                 parameter._in_backward_optimizers = [_SumInFloat32(parameter)]  # type: ignore[attr-defined]
         self.module.register_comm_hook(self._group, _sum_gradients)
@@ -108,7 +110,7 @@ class Sharded:
         """Return the parameters of each unit, in the same order on all ranks."""
         unit_of: dict[nn.Module, FullyShardedDataParallel] = {}
         units = FullyShardedDataParallel.fsdp_modules(self.module)
-        for unit in units:  # outer ones come first, so that inner ones have the last word
+        for unit in units:  # Outer units come first, so that inner ones override them.
             unit_of.update(dict.fromkeys(unit.modules(), unit))
         return {
             unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit}
@@ -144,7 +146,7 @@ class Sharded:
     def _gathered(
         self, unit: FullyShardedDataParallel, held: dict[str, Held]
     ) -> list[tuple[str, torch.Tensor]]:
-        # recurse=False: one unit at a time, so that no rank holds more than a layer.
+        # Use recurse=False to gather one unit at a time, so that no rank holds more than a layer.
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             return [
                 (name, parameter.detach().view(held[name].shape).clone()) for name, parameter in named(held)
@@ -172,9 +174,9 @@ class Sharded:
             for group in optimizer.param_groups
         ]
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
-        # Summed: a rank may have no part of any parameter, and so no state, when others have.
+        # Sum over ranks: a rank may hold no part of any parameter, and so no state, while others do.
         dist.all_reduce(begun, group=self._group)
-        # No rank has stepped: there is no state that FSDP could gather.
+        # No rank has stepped yet, so that there is no state for FSDP to gather.
         if not begun:
             return {"state": {}, "param_groups": groups}
         with self._state_dict_type():
@@ -215,7 +217,7 @@ class Sharded:
             handle = unit._handle
             if handle is not None:
                 handle.flat_param_to(target)
-                # FSDP keeps a second reference to its shard, and would bring back the old memory.
+                # Update FSDP's second reference to its shard, which would otherwise restore the old memory.
                 handle.flat_param._local_shard = handle.flat_param.data
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(target)

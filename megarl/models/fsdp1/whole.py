@@ -48,10 +48,10 @@ class FullModel:
         for name, parameter in named(self._held):
             master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             self._masters[name] = master
-            # The data and not the parameter, so that tied modules keep one.
+            # Replace the data and not the parameter, so that tied modules still share one.
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
-                # The gradient of each micro-batch is added in float32: in 16 bits small ones would be lost
+                # Add each micro-batch's gradient in float32, because in 16 bits a small one would be lost
                 # next to the sum.
                 parameter.register_post_accumulate_grad_hook(_adding_to(master))
 
@@ -96,7 +96,7 @@ class FullModel:
         target = self._runtime.device if place == "device" else torch.device("cpu")
         self.module.to(target)
         for master in self._masters.values():
-            # The tensor's data and not the parameter, which the optimizer holds.
+            # Replace the data and not the tensor, which the optimizer holds.
             master.data = master.data.to(target)
 
 

@@ -20,8 +20,8 @@ from megarl.models.engine.attention import ROWS, SequenceLayout, attention, cach
 from megarl.models.engine.decoded_rows import DecodedRows
 
 IMPLEMENTATION = "megarl"
-# what some models ask of their attention beyond scale and window; leaving it out in silence would compute
-# another model
+# Features that some models request of their attention beyond scale and window. Ignoring one silently would
+# compute a different model.
 _UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias", "head_mask")
 
 _default: list[SequenceLayout] = [ROWS]
@@ -81,7 +81,8 @@ def attention_forward(
     mask = None if decoded_rows is None else decoded_rows.mask(sliding_window, query.dtype)
     if mask is not None and decoded_rows is not None:
         if sliding_window is not None and not decoded_rows.fixed:
-            # what is before the window costs time, and other kernels' rounding, for nothing
+            # Drop keys before the window: they would take time, and lead to other kernels with other
+            # rounding, without a benefit.
             key, value, mask = (
                 key[:, :, -sliding_window:],
                 value[:, :, -sliding_window:],

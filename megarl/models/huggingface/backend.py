@@ -50,7 +50,7 @@ from megarl.models.huggingface.optimizer import (
 )
 from megarl.weight_sync.slices import Slice, Slices
 
-# where the loss scale stands in a checkpoint: among the hyperparameters of the first group
+# Keys of the loss scale in a checkpoint, among the hyperparameters of the first group.
 SCALE_KEYS = ("loss_scale", "loss_scale_clean_steps")
 
 
@@ -98,15 +98,15 @@ class HuggingFaceBackend(ABC):
     groups: ParallelGroups
     vocabulary: VocabularyShard
     shapes: Shapes
-    # what passes go through
+    # The module that passes are computed with.
     module: nn.Module
-    # whether parameters, gradients and optimizer state stay in host memory between uses
+    # Whether parameters, gradients and optimizer state stay in host memory between uses.
     offloads: bool
-    # what the optimizer steps, each once
+    # The parameters that the optimizer updates, each once.
     _parameters: dict[str, nn.Parameter]
-    # dimensions of each whole parameter by name, where this rank's part does not show them
+    # Number of dimensions of each whole parameter by name, if this rank's part does not show it.
     _dimensions: Mapping[str, int] | None = None
-    # whether tensor-parallel ranks have activations of their own between the layers that are divided
+    # Whether each tensor-parallel rank has different activations between the layers that are divided.
     _sequence_parallel: bool = False
     _store: ParameterStore
 
@@ -139,7 +139,7 @@ class HuggingFaceBackend(ABC):
         self.scheduler: LRScheduler | None = None
         self._build(source)
         if with_optimizer:
-            # Here, and not by an error of the first step, after minutes of sampling.
+            # Check here, instead of failing in the first step after minutes of sampling.
             self._refuse_optimizer()
             self.optimizer = build_optimizer(policy, self._parameters.items(), self._dimensions, seed)
             self.scheduler = build_scheduler(policy, self.optimizer)
@@ -197,21 +197,21 @@ class HuggingFaceBackend(ABC):
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-            # Also the float32 sum of a 16-bit parameter, which torch's zero_grad does not know.
+            # Clear the float32 sum of a 16-bit parameter too, which torch's zero_grad does not know.
             setattr(parameter, SUM, None)
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
         factor = self.loss_scale.factor
-        # The norm of what the loss without its scale would give; gradients themselves are divided only if
-        # they are used.
+        # Compute the norm of the loss without its scale. The gradients themselves are divided only if they
+        # are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
-        # Before the caller is asked: an overflow is the scale's fault, and lowers it.
+        # Check this before the caller decides, because an overflow is caused by the scale, and lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
             return StepOutcome(norm, False)
-        # Local pieces: an operation on DTensors would be dispatched once a parameter.
+        # Use local pieces, because every operation on DTensors would be dispatched for each parameter.
         gradients = local_gradients(self._parameters.values())
         if factor != 1.0:
             for gradient in gradients:
@@ -268,7 +268,7 @@ class HuggingFaceBackend(ABC):
             return
         if part == "gradients":
             self.zero_grad()
-        # FSDP keeps them in host memory, and brings them by itself.
+        # Move nothing: FSDP keeps these in host memory, and moves them itself.
         elif self.offloads:
             return
         elif part == "parameters":
@@ -324,9 +324,10 @@ class HuggingFaceBackend(ABC):
         if optimizer is not None and trained is not None:
             loaded, schedule = checkpoint.load_optimizer(state, self.runtime, optimizer)
             if not self._sequence_parallel:
-                # States are those of ranks, which in the layout that was saved may have been replicas.
+                # Random states are saved per rank. Share one, because tensor-parallel ranks of now may have
+                # been different replicas in the saved layout.
                 share_random_state(self.runtime, self.groups.tensor)
-            # Taken out again, or the optimizer would keep them among its hyperparameters.
+            # Remove these keys, because the optimizer would keep them among its hyperparameters.
             factor, clean_steps = (loaded["param_groups"][0].pop(key, None) for key in SCALE_KEYS)
             if self.loss_scale.dynamic and factor is not None:
                 self.loss_scale.factor, self.loss_scale.clean_steps = factor, clean_steps

@@ -33,8 +33,8 @@ from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
 from megarl.models.huggingface.optimizer import KERNEL_ARGUMENTS, OPEN_KERNEL
 
 PLAIN_FILE = "optimizer.pt"
-# how a step is computed, not what it computes: the running configuration decides; where it leaves the kernel
-# open, the checkpoint does
+# These keys decide how a step is computed, but not its result. The running configuration chooses them; if it
+# leaves the kernel open, the checkpoint does.
 IMPLEMENTATION = frozenset({*KERNEL_ARGUMENTS, OPEN_KERNEL})
 
 OptimizerState = dict[str, Any]
@@ -85,7 +85,8 @@ def save_optimizer(
     Raises:
         CheckpointError: ``directory`` is not empty, or cannot be written.
     """
-    # Tensors through DCP, so that any layout reads them; numbers and texts in one file of rank 0.
+    # Write tensors through DCP, so that any layout can read them, and numbers and texts in one file by rank
+    # 0.
     tensors = {
         _key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)
     }
@@ -148,7 +149,8 @@ def load_optimizer(
         rng = directory / random_state_file(dist.get_rank())
         if is_file(rng):
             runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
-    # version 0.1 kept nothing for a run without a schedule; updates of the optimizer stand for its steps
+    # Version 0.1 stored nothing for a run without a schedule, so that the optimizer's updates are used as the
+    # schedule's steps.
     updates = max((int(values["step"]) for values in state.values() if "step" in values), default=0)
     schedule = plain["schedule"] or {"kind": None, "state": {"last_epoch": updates}}
     return {"state": state, "param_groups": plain["param_groups"]}, schedule
@@ -206,7 +208,7 @@ def install(
     """
     here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     there = [list(group["params"]) for group in loaded["param_groups"]]
-    # By names and order: torch assigns state by a number, and would give it to other parameters.
+    # Compare names and their order: torch assigns state by number, and would give it to other parameters.
     if here != there:
         raise CheckpointError(
             f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this "
@@ -237,16 +239,16 @@ def _plain(value: Any) -> Any:
 
 def _empty(stored: TensorStorageMetadata, like: torch.Tensor) -> torch.Tensor:
     if tuple(stored.size) == tuple(like.shape):
-        # Like the weight, so that DCP reads this rank's shard alone; a scalar state stays whole.
+        # Make it like the weight, so that DCP reads only this rank's shard. A scalar state stays whole.
         return torch.zeros_like(like, dtype=stored.properties.dtype)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
 
 
 def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBuffer | None = None) -> None:
     try:
-        with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations
+        with warnings.catch_warnings(action="ignore"):  # DCP warns of its own future deprecations.
             dcp.save(dict(state), storage_writer=RankWriter(directory, buffer))
-    except CheckpointException as error:  # raised on all ranks; not even an Exception
+    except CheckpointException as error:  # DCP raises it on all ranks, and it is not an Exception.
         raise CheckpointError(
             f"{directory} cannot be written: {error}. See to free space and permissions there"
         ) from error
@@ -255,7 +257,8 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBu
 def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None:
     with failing_alike():
         stored = _metadata(directory).state_dict_metadata
-    # DCP itself ignores what is only in the checkpoint, and would load half of another model.
+    # Refuse differences here: DCP itself ignores tensors that are only in the checkpoint, and would load half
+    # of another model.
     only_there, only_here = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
     other = sorted(name for name in state.keys() & stored.keys() if not _fits(stored[name], state[name]))
     if only_there or only_here or other:

@@ -54,7 +54,7 @@ def generate(
         backend: gives the policy section, the device and the process groups.
         data, config, tokenizer, greedy: as for ``decode``.
     """
-    # Asked of the cache that transformers would make, which knows the kinds of the model's layers.
+    # Inspect the cache that transformers would make, because it reflects the kinds of the model's layers.
     simple, device = _keeps_positions_alone(DynamicCache(config=model.config)), backend.runtime.device
     graphs = graphs_on(
         device, None if simple else "the model keeps more than keys and values, in a cache of transformers"
@@ -107,7 +107,8 @@ class _CachedForward:
             self.decoded.step(lengths, positions)
             return self._forward(tokens[:, None])
 
-        # The key has the positions looked at: a recorded step cannot look at more later.
+        # Include the number of positions in the key, because a recorded step cannot attend to more of them
+        # later.
         return self.graphs.run(positions, forward, lengths, tokens)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -156,12 +157,12 @@ class _OwnCacheForward:
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor:
         """Read prompts and return the logits after the last token; see ``Forward``."""
-        # Asked of prompts on the host; without padding attention needs no mask.
+        # Check this on the host, where the prompts' lengths are: without padding, attention needs no mask.
         self.is_padded = bool((lengths < end).any())
         logits = self._forward(tokens, lengths.to(tokens.device))
         if len(prompt_of) > len(tokens):
-            # transformers' caches have rows, and no prompts: a row's copy is made once, after the prompt was
-            # read.
+            # transformers' caches have rows but no prompts, so that a row is copied once, after the prompt
+            # has been read.
             self.cache.batch_select_indices(prompt_of)
         return logits[prompt_of]
 
@@ -183,7 +184,7 @@ class _OwnCacheForward:
 def _keeps_positions_alone(cache: DynamicCache) -> bool:
     """Return whether every layer caches only the keys and values of its last positions, and no state that is
     computed from all positions."""
-    # By exact type: a subclass may keep more.
+    # Compare the exact type, because a subclass may keep more.
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
@@ -201,7 +202,8 @@ def _next_logits(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        # Of prompts too the last position alone: the logits of all would be the largest tensor.
+        # Compute logits for the last position only, even for prompts: the logits of all positions would be
+        # the largest tensor.
         logits_to_keep=1,
         **options,
     )
@@ -213,7 +215,7 @@ def _all_columns(logits: torch.Tensor, vocabulary: VocabularyShard) -> torch.Ten
     tensor-parallel rank."""
     if vocabulary.group is not None:
         ranks = dist.get_world_size(vocabulary.group)
-        # Transposed, so that the gather puts the ranks' columns one behind another.
+        # Transpose, so that the gather concatenates the ranks' columns.
         columns = logits.t().contiguous()
         whole = torch.empty(
             ranks * columns.shape[0], columns.shape[1], dtype=columns.dtype, device=columns.device

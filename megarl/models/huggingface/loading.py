@@ -30,7 +30,7 @@ from megarl.models.huggingface.attention import IMPLEMENTATION
 logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
-# old checkpoints store the rotary frequencies, which every model computes from its config
+# Old checkpoints store the rotary frequencies, which every model computes from its config.
 _IGNORABLE = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
@@ -47,7 +47,7 @@ def parameters_on_meta() -> Iterator[None]:
                 parameter.to("meta"), requires_grad=parameter.requires_grad
             )
 
-    # On the class: constructors of all modules below call it.
+    # Replace it on the class, because the constructors of all modules below call it.
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -77,7 +77,7 @@ def build_on_meta(
         ModelError: vLLM would compute another model from the config, or the model has other inputs besides
             text.
     """
-    # A copy, because the vocabulary and dropout below are changed; the caller exports its own.
+    # Copy, because vocabulary and dropout are changed below, whereas the caller exports its own config.
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     if text is not config:
@@ -103,8 +103,8 @@ def build_on_meta(
         "attn_pdrop",
     ):
         if getattr(text, name, 0.0):
-            # with dropout the log-probabilities of a training step would not be those that were computed
-            # before it
+            # With dropout, the log-probabilities of a training step would differ from those that were
+            # computed before it.
             logger.warning("%s = %s in the model's config.json: training uses 0", name, getattr(text, name))
             setattr(text, name, 0.0)
     if vocabulary is not None:
@@ -162,7 +162,8 @@ def recompute_layers(model: Any) -> None:
     The layer's ``forward`` is wrapped inside all hooks, so that parameters are gathered around it, not by it.
     """
     for layer in layers_of(model):
-        # The reentrant kind takes no keyword arguments, by which sequence layouts travel.
+        # Use the non-reentrant kind: the reentrant one accepts no keyword arguments, by which sequence
+        # layouts are passed.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

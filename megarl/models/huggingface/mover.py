@@ -14,7 +14,7 @@ from megarl.models.huggingface.loading import is_tied, tie
 
 def move_model(model: Any, device: torch.device) -> Any:
     """Move parameters and buffers to ``device``, and return the model."""
-    # Module.to() may make new parameters, one for each module, and so untie a shared one.
+    # Tie the weights again, because Module.to() may make new parameters, one for each module.
     tied = is_tied(model)
     model.to(device)
     if tied:

@@ -34,9 +34,10 @@ from megarl.models.engine.low_precision_adam import LowPrecisionAdamW, StateSett
 
 OPTIMIZER = "policy.optimizer"
 SCHEDULER = "policy.scheduler"
-# a step of theirs needs more than the gradients there are: a closure, sparse gradients, a measured quantity
+# A step of these needs more than the available gradients: a closure or sparse gradients.
 UNSUITABLE = frozenset({"LBFGS", "SparseAdam"})
-# arguments that choose a kernel, and the key by which parameter groups say that the configuration did not
+# Arguments that choose a kernel, and the key in a parameter group that records that the configuration did not
+# choose one.
 KERNEL_ARGUMENTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 OPEN_KERNEL = "kernel_is_open"
 
@@ -83,12 +84,13 @@ def build_optimizer(
     names: dict[torch.Tensor, str] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            # By shard too: ranks with the same part of a parameter have to round it alike, others need not.
+            # Include the shard: ranks with the same part of a parameter have to round it alike, whereas
+            # others need not.
             names[parameter] = f"{_shard_number(parameter)} {name}"
             count = parameter.ndim if dimensions is None else dimensions[name]
             (matrices if count > 1 else vectors).append(parameter)
     decays = chosen["weight_decay_on_vectors"] or "weight_decay" not in accepted
-    # Only where the optimizer knows the argument; others would refuse it in a group.
+    # Add the argument only if the optimizer knows it, because others would refuse it in a group.
     without_decay = {} if decays else {"weight_decay": 0.0}
     groups: list[dict[str, Any]] = [
         *([{"params": matrices}] if matrices else []),
@@ -98,13 +100,13 @@ def build_optimizer(
         chosen["master_dtype"], chosen["exp_avg_dtype"], chosen["exp_avg_sq_dtype"], seed=seed
     )
     if not states.are_plain:
-        # A rule of the configuration has refused other optimizers with such states.
+        # A rule of the configuration has already refused other optimizers with such states.
         decoupled = kind is torch.optim.AdamW
         made = _construct(
             OPTIMIZER,
             LowPrecisionAdamW,
             groups,
-            # torch's own default of each class, which the kwargs may replace.
+            # Use torch's own default of each class, which the kwargs may replace.
             {"weight_decay": 1e-2 * decoupled, "decoupled": decoupled, **kwargs},
         )
         made.settings, made.place_of = states, lambda parameter: (names[parameter], 0)
@@ -113,8 +115,8 @@ def build_optimizer(
         kwargs.get(name) is None for name in KERNEL_ARGUMENTS
     ):
         for group in groups:
-            # Kept in the group, which a checkpoint saves: a run that was begun with another kernel goes on
-            # with it.
+            # Store the choice in the group, which a checkpoint saves, so that a run that began with another
+            # kernel continues with it.
             group.update({"fused": True, OPEN_KERNEL: True})
     return _construct(OPTIMIZER, kind, groups, kwargs)
 
@@ -139,7 +141,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: torch.optim.Optimizer) -> L
     """
     chosen = policy["scheduler"]
     if not chosen:
-        # A schedule all the same, because it counts the steps that a later one is resumed at.
+        # Make a schedule in any case, because it counts the steps at which a later schedule resumes.
         return ConstantLR(optimizer, factor=1.0, total_iters=1)
     if isinstance(chosen, Mapping):
         return _one_schedule(SCHEDULER, chosen, optimizer)
@@ -177,12 +179,13 @@ def resume_schedule(policy: PolicyConfig, scheduler: LRScheduler, saved: Mapping
         return scheduler
     for group in optimizer.param_groups:
         group["lr"] = settings["lr"]
-        # torch takes the base rate of a new schedule from there, and would keep the checkpoint's.
+        # Remove it, because torch takes the base rate of a new schedule from it, and would keep the
+        # checkpoint's.
         group.pop("initial_lr", None)
     resumed, steps = build_scheduler(policy, optimizer), saved["state"]["last_epoch"]
     with warnings.catch_warnings(
         action="ignore"
-    ):  # torch expects a step of the optimizer between two of the schedule
+    ):  # torch expects an optimizer step between two steps of the schedule.
         for _ in range(steps):
             resumed.step()
     log_changed_rate(steps, before, schedule_values(optimizer)["lr"])
@@ -204,7 +207,7 @@ def schedule_values(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of the squares of all entries, 0-d float64 on ``device``."""
-    # float64, so that the norm is the same number however parameters are divided over ranks.
+    # Use float64, so that the norm is the same number for every division of parameters over ranks.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64).to(device) for gradient in gradients]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
@@ -224,7 +227,7 @@ def global_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) 
         device: device for collectives.
     """
     total = squared_norm(local_gradients(parameters), device)
-    # Over the world: each element counts on one rank, see _counted.
+    # Sum over all ranks, because each element counts on exactly one rank (see _counted).
     dist.all_reduce(total)
     return float(total.sqrt())
 
@@ -234,13 +237,13 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) ->
     they are not changed."""
     if not bound:
         return
-    factor = bound / (norm + 1e-6)  # the small number of torch.nn.utils.clip_grad_norm_ and of Megatron
+    factor = bound / (norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ and Megatron add the same small number.
     if factor < 1.0:
         for gradient in gradients:
             gradient.mul_(factor)
 
 
-# where torch's own scaler starts; how fast it grows and falls is torch's too
+# The initial value of torch's own scaler, and its rates of growth and decrease.
 INITIAL = 2.0**16
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
@@ -270,7 +273,7 @@ class LossScale:
         if not self.dynamic:
             return True
         if not math.isfinite(norm):
-            # Never below 1: a loss that overflows unscaled is not saved by scaling it down.
+            # Never go below 1: if a loss overflows without a scale, scaling it down does not help.
             self.factor, self.clean_steps = max(1.0, self.factor * BACKOFF), 0
             return False
         self.clean_steps += 1
@@ -290,7 +293,7 @@ def _split_milestones(chosen: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping
 
 def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
     kind = _resolve(f"{key}.name", chosen.get("name"), LRScheduler, "torch.optim.lr_scheduler.LinearLR")
-    # It is an LRScheduler in newer torch, but its step wants a metric.
+    # Refuse it: it is an LRScheduler in newer torch, but its step requires a metric.
     if issubclass(kind, ReduceLROnPlateau):
         raise _refusal(
             f"{key}.name",
@@ -324,7 +327,7 @@ def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set
     """Raise ConfigError for arguments that ``kind`` does not accept, and return the names that it does."""
     parameters = inspect.signature(kind).parameters
     accepted = {name for name in parameters if name not in given}
-    # With **kwargs no name is unknown; the constructor itself refuses what it does not take.
+    # With **kwargs, every name is accepted here; the constructor itself refuses those that it does not know.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return accepted | set(kwargs)
     unknown = [

@@ -24,7 +24,7 @@ def output_of(model: Any, model_input: ModelInput, request: Request | None = Non
     with asking(request):
         output = model(
             input_ids=model_input.tokens,
-            # Given, because transformers would count through a packed row.
+            # Pass positions, because transformers would count through a packed row.
             position_ids=model_input.positions,
             sequence_layout=model_input.layout,
             use_cache=False,
@@ -93,7 +93,8 @@ def forward_backward(
         result = head(output_of(model, model_input, request), model_input, request)
         if backward:
             assert result.loss is not None, "a backward pass needs a head that returns a loss"
-            # Each micro-batch goes backward at once: its activations are gone before the next one.
+            # Run backward for each micro-batch at once, so that its activations are freed before the next
+            # one.
             (result.loss * loss_scale if loss_scale != 1.0 else result.loss).backward()
         outputs.append(
             result if result.loss is None else dataclasses.replace(result, loss=result.loss.detach())

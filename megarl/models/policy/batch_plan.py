@@ -66,7 +66,7 @@ class ShardedBatch:
         """Return the replicas' results for their rows, in the order of the batch."""
         restored = parts[0].new_empty(len(self.order), *parts[0].shape[1:])
         for deal, part in zip(self.dealt, parts, strict=True):
-            # By row numbers: packing and dynamic batching deal rows in another order.
+            # Restore by row numbers, because packing and dynamic batching distribute rows in another order.
             restored[torch.as_tensor(deal.rows, dtype=torch.int64)] = part
         return restored[: self.rows]
 
@@ -99,7 +99,7 @@ def shard_batch(
         PackingError: a sequence does not fit the token budget, or there are fewer rows than replicas.
     """
     rows = data.size
-    # Only here: a copy that is trained on would count twice.
+    # Add copies only for log-probabilities: in training, a copied row would count twice.
     if phase == "logprob":
         data = _filled(data, replicas * rows_together)
     packing, dynamic = policy.get("sequence_packing"), policy.get("dynamic_batching")

@@ -50,7 +50,7 @@ def get_cpu_state_dict(
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         copies[name] = torch.empty_like(local, device="cpu", pin_memory=pin_memory)
         copies[name].copy_(local, non_blocking=pin_memory)
-    # Once for all: copies into page-locked memory are only queued.
+    # Synchronize once for all copies, because copies into page-locked memory are only queued.
     runtime().synchronize()
     return copies
 
@@ -67,7 +67,7 @@ class DTensorPolicyWorker(EngineWorker):
         """Build the DTensor backend; see ``EngineWorker``."""
         return DTensorBackend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
-    # generation
+    # Generation.
 
     def generate(
         self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None
@@ -76,7 +76,7 @@ class DTensorPolicyWorker(EngineWorker):
         self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
 
-    # context parallelism for callers that bring their own loop
+    # Context parallelism for callers with a custom loop.
 
     @staticmethod
     def create_context_parallel_ctx(
@@ -116,7 +116,7 @@ class DTensorPolicyWorker(EngineWorker):
         with cp_context or contextlib.nullcontext():
             yield
 
-    # where a model is
+    # Location of a model.
 
     def move_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
         """Move parameters and buffers to ``device``, and return the model."""

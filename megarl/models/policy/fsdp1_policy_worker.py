@@ -36,7 +36,7 @@ class FSDP1PolicyWorker(EngineWorker):
         self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
 
-    # placement by hand
+    # Manual offloading.
 
     def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move a model to host memory and return it. Gradients of the worker's own model are freed. With

@@ -106,7 +106,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         MegarlError: a worker could not be created; none is left behind.
     """
 
-    # engines take whole weights until they say otherwise
+    # Engines take full weights unless they request slices.
     _wanted_slices: WantedSlices | None = None
     _sliced_names: Sequence[str] = ()
 
@@ -141,7 +141,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
-        # A model that also sees has the sizes of its text one level down.
+        # A multimodal model stores the sizes of its text model one level below.
         facts = facts.get("text_config") or facts
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
@@ -184,7 +184,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Number of tokens that the model has an output for."""
         return self._vocab_size
 
-    # log-probabilities
+    # Log-probabilities.
 
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
@@ -271,7 +271,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._check(data, required=["token_mask"] if skips else [])
         masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict(
-            # What workers do not read does not travel to them.
+            # Do not send columns that workers do not read.
             {name: data[name] for name in ("input_ids", "input_lengths", *masks)}
         )
         sharded = shard_batch(
@@ -280,7 +280,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         results = self._call_sharded(method, sharded.dealt, options)
         return BatchedDataDict({key: sharded.restore([result[key] for result in results]) for key in keys})
 
-    # training
+    # Training.
 
     def train(
         self,
@@ -305,7 +305,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 ``policy.max_consecutive_skips`` does not allow training to continue; its ``skipped`` is as
                 above.
         """
-        # Here, before anything travels; the workers check it again for callers without a driver.
+        # Check here, before anything is sent. The workers check again for callers without a driver.
         check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
         scored = getattr(loss_fn, "scored_tokens", None)
@@ -337,11 +337,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             future = self._start_sharded("train", sharded.by_stage(self._stages), options)
             answers = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
-            # Workers count rows of their replica; the caller knows those of its batch.
+            # Translate the row numbers: workers count the rows of their replica, and the caller those of its
+            # batch.
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
             raise
         if not eval_mode:
-            # The number of calls tells whether the figures are still those of the moment.
+            # Store the number of calls, which shows later whether these figures are still current.
             self._memory_after_train = self.worker_group.calls, [answer["gpu_info"] for answer in answers]
         results = future.selected(answers)
         metrics: dict[str, list[float]] = defaultdict(list)
@@ -369,7 +370,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel "
                 f"replicas{kept}): choose a multiple"
             )
-        # A plan by tokens makes micro-batches of its own, whatever their number of rows.
+        # A plan by tokens forms its own micro-batches, for any number of rows.
         if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
             return
         if (global_batch // replicas) % micro_batch:
@@ -385,7 +386,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 "reads together"
             )
 
-    # generation
+    # Generation.
 
     def generate(
         self,
@@ -429,7 +430,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         results = self._call_sharded(
             "generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options
         )
-        # a call that is made again samples what the one that failed would have
+        # Count only successful calls, so that a retry samples the same as the call that failed.
         self.generate_calls += 1
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
@@ -448,7 +449,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Do nothing: the policy itself generates."""
         return True
 
-    # where parameters, gradients and optimizer state are
+    # Location of parameters, gradients and optimizer state.
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         self._prepare("prepare_for_training")
@@ -466,7 +467,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def offload_after_refit(self) -> None:
         self._call_all("offload_after_refit")
 
-    # checkpoints
+    # Checkpoints.
 
     def save_checkpoint(
         self,
@@ -508,7 +509,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Write the present weights as a Hugging Face checkpoint."""
         self._call_all("export_hf", path=_absolute(path))
 
-    # refit: the weights to an engine that generates
+    # Refit: sending the weights to an engine that generates.
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Create the group over which weights are sent to engines on other devices. The engines'
@@ -526,8 +527,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "init_collective", ip=ip, port=port, world_size=world_size
         )
 
-    # the NeMo-RL policy API's two interfaces give this name to the sending and to the receiving half; the
-    # policy is both
+    # In NeMo-RL's policy API, two interfaces use this name, one for the sending and one for the receiving
+    # side; the policy is both.
     def prepare_refit_info(  # type: ignore[override]
         self, state_dict_info: Any = None
     ) -> dict[str, Any] | None:
@@ -547,7 +548,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Raises:
             RefitError: a weight is larger than a group may be.
         """
-        # All ranks have one layout of a group, so the least room counts.
+        # All ranks have the same layout of a group, so that the smallest room decides.
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
@@ -558,7 +559,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         one is requested."""
         if "_manifest" not in self.__dict__:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
-        # to tens or hundreds of workers two numbers travel in place of tens of thousands of names
+        # Send tens or hundreds of workers two numbers instead of tens of thousands of names.
         group = self._manifest.group_named(keys)
         return functools.reduce(
             operator.or_, self._results("get_part_ipc_handles", first=group.first, count=group.count)
@@ -575,9 +576,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             The names of these weights, for the engines' ``take_slices``.
         """
         if wanted != self._wanted_slices:
-            # A cached property: the workers make new mailboxes for slices.
+            # Drop the cached property, because the workers make new mailboxes for slices.
             self.__dict__.pop("mailboxes", None)
-            # from thousands of ranks one number comes in the place of hundreds of names
+            # Receive one number instead of hundreds of names from each of thousands of ranks.
             first, *others = self._results("send_slices", wanted=wanted, first_rank_only=True)
             if any(other != names_digest(first) for other in others):
                 raise RefitError(
@@ -643,7 +644,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         digests in any layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
-    # profiling and the end
+    # Profiling and shutdown.
 
     def memory_figures(self) -> dict[str, float]:
         """Return ``memory_gib`` and ``peak_memory_gib``, each of the worker that has most: the allocator's
@@ -663,7 +664,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         known = [
             known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")
         ]
-        # All or none: measured and published peaks in one sum would mean nothing.
+        # Use known peaks only if all are known, because a sum of measured and published peaks would be
+        # meaningless.
         if all(known):
             return [peak for peak in known if peak]
         return self._results("measure_peak_flops")
@@ -693,12 +695,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             return False
 
     def __del__(self) -> None:
-        # The interpreter may be half gone by now; Ray then ends the workers with their driver.
+        # Do nothing if the interpreter is shutting down and modules may be gone: Ray then ends the workers
+        # with their driver.
         group = getattr(self, "worker_group", None)
         if group is not None and sys is not None and not sys.is_finalizing():
             group.shutdown()
 
-    # plumbing
+    # Internal methods.
 
     def _check(self, data: BatchedDataDict[Any], required: Sequence[str] = ()) -> None:
         check_batch(

@@ -125,7 +125,7 @@ class PolicyEngines(RolloutEngine):
 
     def loaded(self, versions: list[Any]) -> None:
         """Store the weights' version from the results of ``update_weights_from_collective``."""
-        # One version on all ranks, or none: a copy with other weights must not answer.
+        # Accept a version only if all ranks have it, because a copy with other weights must not generate.
         found = set(versions)
         self._version = found.pop() if len(found) == 1 else None
 
@@ -184,7 +184,8 @@ class PolicyEngines(RolloutEngine):
         calls = self._policy.generate_calls
         self.shutdown()
         self._policy = self._make()
-        # else they would sample by the seeds of the first calls again
+        # Restore the count of calls, because the new workers would otherwise sample with the seeds of the
+        # first calls again.
         self._policy.generate_calls = calls
 
     def shutdown(self) -> bool:
@@ -223,7 +224,7 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
         },
         "peft": None,
         "merged_adapter": None,
-        # of batches that are never trained on; they have to fit the ranks
+        # These sizes are for batches that are never trained on, but must fit the ranks.
         "train_global_batch_size": ranks,
         "train_micro_batch_size": 1,
         "sequence_packing": {"enabled": False},
@@ -232,7 +233,8 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     if enabled_backend(policy) == "megatron":
         own["megatron_cfg"] = {**policy["megatron_cfg"], **_ONE_STAGE, "tensor_model_parallel_size": tensor}
     else:
-        # FSDP1 gathers a model only as a whole; engines of any policy of transformers run on DTensor
+        # Use DTensor for the engines of any policy of transformers, because FSDP1 can only gather a model as
+        # a whole.
         own["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor}
         own["dynamic_batching"] = {"enabled": False}
     return own  # type: ignore[return-value]

@@ -16,7 +16,7 @@ import site
 import sys
 import types
 
-# Do not import typing, which takes longer than running a test; a type checker recognizes the constant by its
+# Do not import typing, which takes longer than running a test; a type checker recognises the constant by its
 # name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:

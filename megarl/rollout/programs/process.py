@@ -294,7 +294,8 @@ def _become_program(
         sandbox.enter(libc, root, pipe, limits.file_mb)
     # Request the signal at the parent's death again, because a change of the user resets it.
     libc.prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # bubblewrap gives up the right itself, and some systems have to grant it one first.
+    # Leave this to bubblewrap, which gives up the right to new privileges itself, and on some systems has to
+    # gain one first.
     if not limits.bubblewrap:
         libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
     os.chdir(work)

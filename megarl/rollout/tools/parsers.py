@@ -123,8 +123,8 @@ def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Cal
         calls = [_call(number, *each) for number, each in enumerate(found)]
         if not calls:
             return response, calls
-        # Without special tokens the calls cannot be distinguished from the text, so that the content is what
-        # precedes them.
+        # If calls are written with special tokens, the response, which lacks these, does not show where a
+        # call begins. The content is then what precedes the calls in the full text.
         first = marks.search(text) if is_special else None
         return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
 
