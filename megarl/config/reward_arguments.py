@@ -176,15 +176,16 @@ def values_for(
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
         further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
-        rest = {**{name: _value(name, arguments, values, columns) for name in further}, **rest}
+        # In this order: a column called `prompts` is not what TRL gives under that name.
+        rest |= {name: _value(name, arguments, values, columns) for name in further}
         named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
     # A field of the data that is called so is what the function was written for: verl's extra_info, TRL's
-    # ground_truth.
-    if name in columns and SINGLE.get(name) not in (RESPONSE, PROMPT, STATE):
+    # ground_truth. What the policy has sampled never comes from the data, whatever columns they have.
+    if name in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
         found = columns[name]
     elif name in SEVERAL:
         found = values[SEVERAL[name]]
