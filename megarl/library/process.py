@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
         "words": list(words),
         "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()},
     }
-    last: list[str] = []
+    # What was shown is not wanted again but for its end; of the rest nothing may be lost, such as the beginning
+    # of a long object of JSON.
+    last: deque[str] = deque(maxlen=201 if shows else None)
     error: list[str] = []
     interrupted = False
     try:
@@ -70,7 +73,7 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
             if error or _BEGINS_ERROR.match(line):
                 error.append(line)
                 continue
-            last = [*last[-200:], line]
+            last.append(line)
             if shows:
                 show(line)
         except KeyboardInterrupt:
