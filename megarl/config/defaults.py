@@ -210,7 +210,7 @@ def _padding_of(policy: Config) -> int:
 
 
 # Keys that an environment with a name has from the ``env`` section where it lacks them.
-_OF_ALL_ENVIRONMENTS = (
+_OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
     "strip",
     "keep_special_tokens",
     "processes",
@@ -240,9 +240,8 @@ def _complete_environments(run: Config) -> None:
             given.setdefault("processes", given["num_workers"])
         if name in BUILT_IN_REWARDS and not {"rewards", "environment"} & given.keys():
             given.setdefault("reward", name)
-        shared = _OF_ALL_ENVIRONMENTS
-        if given.get("environment") == TOOLS:
-            shared = (*shared, *_OF_ENVIRONMENTS_WITH_TOOLS)
+        has_tools = given.get("environment") == TOOLS
+        shared = (*_OF_ALL_ENVIRONMENTS, *(_OF_ENVIRONMENTS_WITH_TOOLS if has_tools else ()))
         env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in shared}})
 
 

@@ -54,8 +54,8 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
         "words": list(words),
         "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()},
     }
-    # What was shown is not wanted again but for its end; of the rest nothing may be lost, such as the beginning
-    # of a long object of JSON.
+    # Of output that was shown, only the end is used again. Of the rest nothing may be lost: an object of JSON
+    # may have thousands of lines.
     last: deque[str] = deque(maxlen=201 if shows else None)
     error: list[str] = []
     interrupted = False
