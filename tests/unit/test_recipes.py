@@ -182,7 +182,9 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared, apart = "a device that policy and engine share", "engine's weights, a device"
-    assert (apart if "asynchronous" in recipe.stem else shared) in dry_run(capsys, recipe)
+    said = dry_run(capsys, recipe)
+    assert (apart if "asynchronous" in recipe.stem else shared) in said
+    assert "engines x devices of each" in said
     assert "a device that policy and engine share" not in dry_run(
         capsys, recipe, "~policy.generation.backend"
     )
