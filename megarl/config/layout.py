@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.config.policy import MegatronConfig
@@ -121,8 +123,17 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
     return megatron["virtual_pipeline_model_parallel_size"] or 1
 
 
-def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
-    """Return layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+def consecutive_layers(counts: Iterable[int]) -> list[range]:
+    """Return the numbers of the layers of parts that follow one another, by the number of layers of each."""
+    parts = list(counts)
+    return [range(end - count, end) for count, end in zip(parts, itertools.accumulate(parts), strict=True)]
+
+
+def layers_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[int]]:
+    """Return the numbers of the layers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+
+    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` where the
+    layout is written.
 
     Raises:
         ValueError: the layers cannot be divided as it says; the message says why.
@@ -133,11 +144,15 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
             megatron["num_layers_in_first_pipeline_stage"],
             megatron["num_layers_in_last_pipeline_stage"],
         )
-        return layers_per_stage(num_layers, stages, first, last)
-    chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
-    if len(chunks) % stages:
-        raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
-    if sum(chunks) != num_layers:
-        raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
-    # Megatron-Core gives chunk c to stage c modulo stages.
-    return [sum(chunks[stage::stages]) for stage in range(stages)]
+        number = pipeline_chunks(megatron)
+        counts = layers_per_stage(num_layers, stages, first, last)
+        chunks = [count // number for _ in range(number) for count in counts]
+    else:
+        chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
+        if len(chunks) % stages:
+            raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
+        if sum(chunks) != num_layers:
+            raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
+    numbers = consecutive_layers(chunks)
+    # Megatron-Core gives chunk c to stage c modulo stages, so that a stage's layers are not neighbours.
+    return [list(itertools.chain.from_iterable(numbers[stage::stages])) for stage in range(stages)]

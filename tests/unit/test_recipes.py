@@ -373,7 +373,7 @@ def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None
         else 0
     )
     published = PUBLISHED_PARAMETERS.get(model.replace("-Instruct", ""))
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == (
+    assert stage_parameters(facts, 1, 0, [range(facts.num_layers)]) + experts == (
         published or parameters_in_transformers(model)
     )
 
