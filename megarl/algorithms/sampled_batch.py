@@ -154,7 +154,8 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
         if told.get("digest", "") not in {"", hash_of(path)}:
             raise ValueError(f"{path} is not as it was written")
         return _read(path, told, data)
-    except (OSError, KeyError, IndexError, SafetensorError) as error:
+    # A file that holds another kind of JSON has no keys to look up.
+    except (OSError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
 
 

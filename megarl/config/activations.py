@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
@@ -186,7 +187,14 @@ def head_activation_bytes(
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
 
 
-def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Return the number of micro-batches whose activations a stage holds at once in the 1F1B schedule
-    (Narayanan et al. 2021, section 2.2.1)."""
-    return min(stages - stage, micro_batches)
+def in_flight(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
+    """Return the maximum number of micro-batches whose activations a stage holds at once.
+
+    In the 1F1B schedule (Narayanan et al. 2021, section 2.2.1) a stage has run a forward pass for itself
+    and for each stage behind it before its first backward pass. In the interleaved schedule (section 2.2.2)
+    a pass runs one chunk of its layers: two for each stage behind it, and those of all other chunks, come
+    before the first backward pass.
+    """
+    before = stages - stage - 1
+    passes = before + 1 if chunks == 1 else 2 * before + (chunks - 1) * stages + 1
+    return Fraction(min(passes, micro_batches * chunks), chunks)

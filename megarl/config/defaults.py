@@ -15,7 +15,7 @@ from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
 from megarl.config.data_sources import DataConfig
 from megarl.config.engines import engine_kind, is_engine
-from megarl.config.environments import BUILT_IN_REWARDS, EnvConfig, named_environments
+from megarl.config.environments import BUILT_IN_REWARDS, TOOLS, EnvConfig, named_environments
 from megarl.config.generation import EngineCheckConfig, GenerationConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import in_full, model_sections
@@ -212,7 +212,7 @@ def _padding_of(policy: Config) -> int:
 
 
 # Keys that a named environment takes from the ``env`` section if it lacks them.
-_OF_ALL_ENVIRONMENTS = (
+_OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
     "strip",
     "keep_special_tokens",
     "processes",
@@ -225,6 +225,8 @@ _OF_ALL_ENVIRONMENTS = (
     "on_bad_call",
     "on_tool_error",
 )
+# Further keys, which only environments with tools take: in others a rule would refuse them as unread.
+_OF_ENVIRONMENTS_WITH_TOOLS = ("tools", "max_tool_calls")
 
 
 def _complete_environments(run: Config) -> None:
@@ -240,7 +242,9 @@ def _complete_environments(run: Config) -> None:
             given.setdefault("processes", given["num_workers"])
         if name in BUILT_IN_REWARDS and not {"rewards", "environment"} & given.keys():
             given.setdefault("reward", name)
-        env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in _OF_ALL_ENVIRONMENTS}})
+        has_tools = given.get("environment") == TOOLS
+        shared = (*_OF_ALL_ENVIRONMENTS, *(_OF_ENVIRONMENTS_WITH_TOOLS if has_tools else ()))
+        env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in shared}})
 
 
 def _fill_sizes_of_validation(run: Config) -> None:

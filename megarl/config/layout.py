@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.config.policy import MegatronConfig
@@ -122,8 +124,17 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
     return megatron["virtual_pipeline_model_parallel_size"] or 1
 
 
-def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
-    """Return the number of layers of each pipeline stage of a ``megatron_cfg``, summed over its chunks.
+def consecutive_layers(counts: Iterable[int]) -> list[range]:
+    """Return the layer numbers of consecutive parts of a model, given the number of layers of each part."""
+    parts = list(counts)
+    return [range(end - count, end) for count, end in zip(parts, itertools.accumulate(parts), strict=True)]
+
+
+def layers_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[int]]:
+    """Return the layer numbers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+
+    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` where the
+    layout is written.
 
     Raises:
         ValueError: the layers cannot be divided as configured; the message gives the reason.
@@ -134,11 +145,16 @@ def stage_layer_counts(megatron: MegatronConfig, num_layers: int) -> list[int]:
             megatron["num_layers_in_first_pipeline_stage"],
             megatron["num_layers_in_last_pipeline_stage"],
         )
-        return layers_per_stage(num_layers, stages, first, last)
-    chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
-    if len(chunks) % stages:
-        raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
-    if sum(chunks) != num_layers:
-        raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
-    # Megatron-Core assigns chunk c to stage c modulo the number of stages.
-    return [sum(chunks[stage::stages]) for stage in range(stages)]
+        number = pipeline_chunks(megatron)
+        counts = layers_per_stage(num_layers, stages, first, last)
+        chunks = [count // number for _ in range(number) for count in counts]
+    else:
+        chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
+        if len(chunks) % stages:
+            raise ValueError(f"its {len(chunks)} chunks do not divide over {stages} pipeline stages")
+        if sum(chunks) != num_layers:
+            raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
+    numbers = consecutive_layers(chunks)
+    # Megatron-Core assigns chunk c to stage c modulo the number of stages, so that the layers of a stage are
+    # not consecutive.
+    return [list(itertools.chain.from_iterable(numbers[stage::stages])) for stage in range(stages)]

@@ -7,6 +7,7 @@ part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -24,12 +25,12 @@ from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_a
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
-from megarl.config.layout import Layout, stage_layer_counts
+from megarl.config.layout import Layout, layers_of_stages, pipeline_chunks
 from megarl.config.parameters import (
     expert_layer_parameters,
     layer_parameters,
+    layers_by_kind,
     sparse_layers,
-    stage_layers,
     stage_parameters,
 )
 from megarl.config.policy import (
@@ -140,7 +141,7 @@ def estimate(
         reference: whether there is a reference policy.
         device: device type of the ranks.
     """
-    layers = stage_layer_counts(policy["megatron_cfg"], facts.num_layers)
+    layers = layers_of_stages(policy["megatron_cfg"], facts.num_layers)
     kept = operations("megatron", device, BYTES[policy["precision"]])
     return [
         _stage_memory(stage, layers, policy, facts, layout, plan, reference, kept)
@@ -150,7 +151,7 @@ def estimate(
 
 def _stage_memory(
     stage: int,
-    layers: list[int],
+    layers: list[list[int]],
     policy: PolicyConfig,
     facts: ModelFacts,
     layout: Layout,
@@ -163,14 +164,13 @@ def _stage_memory(
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
-    kinds = stage_layers(facts, stage, layers)
+    kinds = layers_by_kind(facts, layers[stage])
     experts = sparse_layers(kinds) * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
     each = optimizer_bytes(megatron["optimizer"], element, gradient)
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
-        first = sum(layers[:stage])
-        numbers, held = range(first, first + layers[stage]), (facts.num_experts // expert, expert_tensor)
+        numbers, held = layers[stage], (facts.num_experts // expert, expert_tensor)
         embedding, output = vocabulary_adapter_parameters(adapters, facts, layout.tensor)
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
@@ -203,12 +203,14 @@ def _stage_memory(
     activations, recomputed = _activations(trained, _recomputed(megatron))
     return RankMemory(
         stage=stage,
-        layers=layers[stage],
+        layers=len(layers[stage]),
         parameters=parameters,
         weights=parameters * element,
         gradients=trained_parameters * gradient,
         optimizer=int((1 - share) * state),
-        activations=in_flight(stage, layout.pipeline, plan.micro_batches) * activations,
+        activations=math.ceil(
+            in_flight(stage, layout.pipeline, plan.micro_batches, pipeline_chunks(megatron)) * activations
+        ),
         recomputed=recomputed,
         logits=logits.training + trained.head * last,
         scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
@@ -400,7 +402,7 @@ def estimate_sharded(
         enabled_backend(policy),
     )
     whole, layer = (
-        stage_parameters(facts, layout.tensor, 0, [facts.num_layers]),
+        stage_parameters(facts, layout.tensor, 0, [range(facts.num_layers)]),
         layer_parameters(facts, 0, layout.tensor),
     )
     parameters = -(-whole // shards)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -23,10 +24,9 @@ _NO_PARAMETER = ".router.expert_bias"
 _NUMBER = re.compile(r"\.layers\.\d+\.")
 
 
-def stage_layers(facts: ModelFacts, stage: int, layers: list[int]) -> Counter[LayerKind]:
-    """Return the number of layers of each kind in one pipeline stage."""
-    first = sum(layers[:stage])
-    return Counter(map(facts.kind_of, range(first, first + layers[stage])))
+def layers_by_kind(facts: ModelFacts, layers: Iterable[int]) -> Counter[LayerKind]:
+    """Return the number of layers of each kind among the layers with these numbers."""
+    return Counter(map(facts.kind_of, layers))
 
 
 def sparse_layers(kinds: Counter[LayerKind]) -> int:
@@ -39,16 +39,16 @@ def first_layer(facts: ModelFacts, kind: LayerKind) -> int:
     return next(layer for layer in range(facts.num_layers) if facts.kind_of(layer) == kind)
 
 
-def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[int]) -> int:
+def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: Sequence[Iterable[int]]) -> int:
     """Return the number of parameters on one tensor-parallel rank of one pipeline stage, without routed
-    experts.
+    experts. ``layers`` are the numbers of each stage's layers.
 
     The first stage holds the embedding, and the last one the final norm and the output layer. If embedding
     and output layer are tied and there are several stages, the last one holds a copy of the embedding. A
     scoring model has one row in place of the output layer. The vocabulary is padded to a multiple of
     ``tensor``.
     """
-    first, last, start = stage == 0, stage == len(layers) - 1, sum(layers[:stage])
+    first, last = stage == 0, stage == len(layers) - 1
     rules = [
         rule
         for rule in _model_rules(facts)
@@ -56,9 +56,7 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: list[in
     ]
     # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
     outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
-    return outside + sum(
-        layer_parameters(facts, layer, tensor) for layer in range(start, start + layers[stage])
-    )
+    return outside + sum(layer_parameters(facts, layer, tensor) for layer in layers[stage])
 
 
 def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
@@ -89,9 +87,9 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
 
 def model_parameters(facts: ModelFacts, tensor: int = 1) -> int:
     """Return the number of parameters of the whole model, or of one of the ``tensor`` ranks that share it."""
-    layers = [facts.num_layers]
-    sparse = sparse_layers(stage_layers(facts, 0, layers))
-    return stage_parameters(facts, tensor, 0, layers) + sparse * expert_layer_parameters(facts, 1, tensor)
+    layers = range(facts.num_layers)
+    sparse = sparse_layers(layers_by_kind(facts, layers))
+    return stage_parameters(facts, tensor, 0, [layers]) + sparse * expert_layer_parameters(facts, 1, tensor)
 
 
 def rules_of_layer(facts: ModelFacts, layer: int) -> list[Rule]:

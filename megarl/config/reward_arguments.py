@@ -177,15 +177,16 @@ def values_for(
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
         further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
-        rest = {**{name: _value(name, arguments, values, columns) for name in further}, **rest}
+        # In this order: a column called `prompts` is not what TRL gives under that name.
+        rest |= {name: _value(name, arguments, values, columns) for name in further}
         named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
     # Prefer a field of the data with this name, because the function was written for it: verl's extra_info,
-    # TRL's ground_truth.
-    if name in columns and SINGLE.get(name) not in (RESPONSE, PROMPT, STATE):
+    # TRL's ground_truth. But prompt and response are never taken from the data, whatever columns they have.
+    if name in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
         found = columns[name]
     elif name in SEVERAL:
         found = values[SEVERAL[name]]

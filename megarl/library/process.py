@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
         "words": list(words),
         "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()},
     }
-    last: list[str] = []
+    # Of output that was shown, only the end is used again. Of the rest nothing may be lost: an object of JSON
+    # may have thousands of lines.
+    last: deque[str] = deque(maxlen=201 if shows else None)
     error: list[str] = []
     interrupted = False
     try:
@@ -71,7 +74,7 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
             if error or _BEGINS_ERROR.match(line):
                 error.append(line)
                 continue
-            last = [*last[-200:], line]
+            last.append(line)
             if shows:
                 show(line)
         except KeyboardInterrupt:

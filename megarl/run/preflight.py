@@ -241,8 +241,9 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for the run's
     files."""
-    # Report once what cannot be created, and once each file system without room.
-    unmakable, on_device = set[str](), dict[int, list[tuple[str, Path, int]]]()
+    # Report once what cannot be created or written, and once each file system without room.
+    unmakable, unwritable = set[str](), set[Path]()
+    on_device: dict[int, list[tuple[str, Path, int]]] = {}
     for key, (place, size) in _places_of_run(config).items():
         try:
             nearest = nearest_directory(place)
@@ -253,7 +254,8 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
                 bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
                 yield Violation(key, at(config, key), bound, "give a directory that can be made")
             continue
-        if device not in on_device and not os.access(nearest, os.W_OK | os.X_OK):
+        if nearest not in unwritable and not os.access(nearest, os.W_OK | os.X_OK):
+            unwritable.add(nearest)
             bound = f"{nearest} cannot be written by user {os.geteuid()}"
             yield Violation(key, at(config, key), bound, "give a directory that you may write to")
         on_device.setdefault(device, []).append((key, place, size))

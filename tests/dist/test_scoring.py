@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_values
+from megarl.config.layout import consecutive_layers
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.parameters import stage_parameters
 from megarl.parity.pool import WorkerPool
@@ -262,9 +263,11 @@ def test_the_memory_estimate_counts_its_parameters(
     assert facts is not None and facts.head is not None
     held = pool.run(world, scoring_jobs.held_parameters, config)
     if layout in MEGATRON:
-        assert held == [stage_parameters(facts, 2, stage, [2, 1]) for stage in (0, 0, 1, 1)]
+        assert held == [
+            stage_parameters(facts, 2, stage, consecutive_layers([2, 1])) for stage in (0, 0, 1, 1)
+        ]
     else:
-        assert sum(held) == stage_parameters(facts, 1, 0, [3])
+        assert sum(held) == stage_parameters(facts, 1, 0, [range(3)])
 
 
 # what is refused

@@ -18,7 +18,7 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import head_activation_bytes, in_flight, layer_activation_bytes, operations
 from megarl.config.adapters import adapter_parameters
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.layout import Layout, layers_per_stage
+from megarl.config.layout import Layout, consecutive_layers, layers_of_stages, layers_per_stage
 from megarl.config.load import load_config
 from megarl.config.memory import estimate, optimizer_bytes
 from megarl.config.memory_run import GRAPHS, checkpoint_bytes, checkpoints_kept, disk_bytes, host_memory
@@ -70,7 +70,7 @@ def real_model(name: str, folder: Path) -> tuple[ModelFacts, Any]:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_one_rank_holds_as_many_parameters_as_transformers(name: str, tmp_path: Path) -> None:
     facts, model = real_model(name, tmp_path)
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) == sum(
+    assert stage_parameters(facts, 1, 0, [range(facts.num_layers)]) == sum(
         parameter.numel() for parameter in model.parameters()
     )
 
@@ -94,7 +94,10 @@ def test_ranks_and_stages_hold_each_parameter_once(
     if facts.tied_embeddings and len(stages) > 1:
         expected += padded * facts.hidden_size
     assert (
-        sum(stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages)))
+        sum(
+            stage_parameters(facts, tensor, stage, consecutive_layers(stages)) * tensor
+            for stage in range(len(stages))
+        )
         == expected
     )
 
@@ -119,6 +122,78 @@ def test_micro_batches_in_flight_by_playing_the_schedule(stages: int, micro_batc
             peak = max(peak, held)
         assert held == 0
         assert in_flight(stage, stages, micro_batches) == peak
+
+
+@settings(max_examples=60, derandomize=True)
+@given(stages=st.integers(2, 6), groups=st.integers(1, 4), chunks=st.integers(2, 4))
+def test_micro_batches_in_flight_are_those_of_megatron_s_interleaved_schedule(
+    stages: int, groups: int, chunks: int
+) -> None:
+    """Forward passes of Megatron-Core's warm-up, and the one before the first backward pass."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    micro_batches = groups * stages
+    for stage in range(stages):
+        with pytest.MonkeyPatch.context() as patch:
+            sizes = {
+                "pipeline_model_parallel_world_size": stages,
+                "pipeline_model_parallel_rank": stage,
+                "virtual_pipeline_model_parallel_world_size": chunks,
+            }
+            for name, size in sizes.items():
+                patch.setattr(parallel_state, f"get_{name}", lambda size=size: size)
+            total, _, warm_up, left = schedules.get_pp_rank_microbatches(micro_batches, chunks, stages)
+        held = warm_up + (left > 0)
+        assert total == micro_batches * chunks
+        assert in_flight(stage, stages, micro_batches, chunks) * chunks == held
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline_model_parallel_size": 3, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+        {"pipeline_model_parallel_size": 4},
+        {
+            "pipeline_model_parallel_size": 3,
+            "virtual_pipeline_model_parallel_size": 2,
+            "num_layers_in_first_pipeline_stage": 2,
+            "num_layers_in_last_pipeline_stage": 4,
+        },
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 5},
+    ],
+)
+def test_layers_of_stages_are_megatron_s(changes: dict[str, Any]) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    section: Any = {
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        **changes,
+    }
+    dtype = torch.float32
+    config = TransformerConfig(
+        num_layers=12, hidden_size=24, num_attention_heads=2, pipeline_dtype=dtype, **changes
+    )
+    chunks = range(section["virtual_pipeline_model_parallel_size"] or 1)
+    expected = []
+    for stage in range(changes["pipeline_model_parallel_size"]):
+        layers: list[int] = []
+        for chunk in chunks if len(chunks) > 1 else [None]:
+            start = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+            layers += range(start, start + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage))
+        expected.append(layers)
+    assert layers_of_stages(section, 12) == expected
+
+
+def test_written_layers_of_interleaved_stages() -> None:
+    section: Any = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tt|ttt|L"}
+    assert layers_of_stages(section, 6) == [[0, 3, 4, 5], [1, 2]]
 
 
 def test_activations_of_a_gpu_by_listing_the_tensors() -> None:

@@ -30,14 +30,14 @@ from converters.model_config.architecture import ModelFacts
 from megarl.config.activations import layer_activation_bytes, operations, sparse_layer_activation_bytes
 from megarl.config.adapters import adapter_parameters
 from megarl.config.arithmetic import BatchPlan
-from megarl.config.layout import Layout
+from megarl.config.layout import Layout, consecutive_layers
 from megarl.config.memory import estimate
 from megarl.config.model_facts import facts_of, read_model_facts
 from megarl.config.parameters import (
     expert_layer_parameters,
     layer_parameters,
+    layers_by_kind,
     sparse_layers,
-    stage_layers,
     stage_parameters,
 )
 from megarl.errors import ConfigError
@@ -176,9 +176,13 @@ def test_ranks_and_stages_hold_each_parameter_once(
     if facts.tied_embeddings and len(stages) > 1:
         outside += padded * facts.hidden_size
     assert outside == sum(
-        stage_parameters(facts, tensor, stage, stages) * tensor for stage in range(len(stages))
+        stage_parameters(facts, tensor, stage, consecutive_layers(stages)) * tensor
+        for stage in range(len(stages))
     )
-    sparse = sum(sparse_layers(stage_layers(facts, stage, stages)) for stage in range(len(stages)))
+    sparse = sum(
+        sparse_layers(layers_by_kind(facts, consecutive_layers(stages)[stage]))
+        for stage in range(len(stages))
+    )
     if facts.mlp_bias:  # such experts are not cut
         expert_tensor = 1
     assert inside == sparse * expert_layer_parameters(facts, expert, expert_tensor) * expert * expert_tensor
@@ -293,8 +297,19 @@ def memory(expert: int, expert_tensor: int, facts: ModelFacts = FACTS, **changes
     )
 
 
+def test_kinds_of_layers_are_counted_on_the_stages_that_hold_them() -> None:
+    """The dense one of six layers is the second: interleaved one by one, it belongs to the second stage."""
+    plain = memory(1, 1)
+    first, last = memory(1, 1, virtual_pipeline_model_parallel_size=3)
+    dense = layer_parameters(FACTS, 1, 2)
+    sparse = layer_parameters(FACTS, 2, 2) + expert_layer_parameters(FACTS, 1, 1)
+    assert dense != sparse
+    assert first.parameters - plain[0].parameters == sparse - dense == plain[1].parameters - last.parameters
+    assert (first.layers, last.layers) == (3, 3)
+
+
 def test_experts_divide_over_their_own_ranks() -> None:
-    outside = [stage_parameters(FACTS, 2, stage, [3, 3]) for stage in range(2)]
+    outside = [stage_parameters(FACTS, 2, stage, consecutive_layers([3, 3])) for stage in range(2)]
     for expert, expert_tensor in [(1, 1), (2, 1), (4, 2), (8, 1), (2, 4)]:
         first, last = memory(expert, expert_tensor)
         experts = expert_layer_parameters(FACTS, expert, expert_tensor)

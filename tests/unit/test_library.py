@@ -292,6 +292,27 @@ def test_a_command_that_ends_before_it_reads_says_its_own_code(monkeypatch: pyte
     assert run_command(["train"], {}, shows=False) == (1, "")
 
 
+@pytest.mark.parametrize("shows", [False, True])
+def test_long_output_is_whole_unless_it_was_shown(
+    monkeypatch: pytest.MonkeyPatch, shows: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A conversion that leaves out many tensors prints one of their names a line, in one object of JSON."""
+    names = [f"layers.{number}" for number in range(500)]
+    program = f"import json; print(json.dumps({{'left_out': {names}}}, indent=1))"
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda _, **options: real([sys.executable, "-c", program], **options),
+    )
+    code, text = run_command(["convert"], {}, shows=shows)
+    assert code == 0
+    if shows:
+        assert capsys.readouterr().out.count("\n") == 504 and text.count("\n") == 200
+    else:
+        assert json.loads(text) == {"left_out": names}
+
+
 def test_options_of_a_conversion_are_those_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[list[str]] = []
 

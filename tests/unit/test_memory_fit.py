@@ -208,7 +208,7 @@ def test_engines_on_devices_of_their_own_are_summed_by_hand() -> None:
     # weights, float32 gradients, and half of 12 bytes a parameter: two data-parallel ranks share the state
     state = rank.parameters * (2 + 4 + 12 // 2)
     assert (refit.policy, refit.engine) == (rest + state, 0)
-    assert (generation.policy, generation.engine) == (0, int(0.6 * 80 * GIB)) == (0, loading.engine)
+    assert (generation.policy, generation.engine) == (0, int(0.9 * 80 * GIB)) == (0, loading.engine)
     transfers = [moment.transfer for moment in (training, refit, generation, loading)]
     assert transfers == [number * VOCABULARY_OF_7B for number in (2, 3, 2, 2)]
     assert fullest_moment(config) == training

@@ -223,6 +223,19 @@ def test_a_disk_without_room_for_the_checkpoints(
     assert findings(config) == []
 
 
+def test_each_directory_of_a_file_system_has_to_be_writable(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "others").mkdir()
+    config["checkpointing"]["checkpoint_dir"] = str(tmp_path / "others" / "checkpoints")
+    real = os.access
+    monkeypatch.setattr(
+        preflight.os, "access", lambda path, mode: path != tmp_path / "others" and real(path, mode)
+    )
+    assert keys(config) == ["checkpointing.checkpoint_dir"]
+    assert "others cannot be written by user" in findings(config)[0].bound
+
+
 def test_checkpoints_on_another_file_system_need_no_room_in_the_runs_directory(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -465,9 +465,10 @@ def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None
         with pytest.raises(UnusableCheckpointError, match="is not as it was written"):
             ledger.read(1, data)
     path.write_bytes(content)
-    (tmp_path / "step_1.json").write_text("{")
-    with pytest.raises(UnusableCheckpointError, match="step 1"):
-        ledger.read(1, data)
+    for text in ("{", "[]", "3", '{"digest": ""}', '{"digest": "", "columns": 3}'):
+        (tmp_path / "step_1.json").write_text(text)
+        with pytest.raises(UnusableCheckpointError, match="step 1"):
+            ledger.read(1, data)
     (tmp_path / "run.json").write_text(json.dumps([1]))
     with pytest.raises(UnusableCheckpointError, match="step 1"):
         ledger.read(1, data)

@@ -182,7 +182,9 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared, apart = "a device that policy and engine share", "engine's weights, a device"
-    assert (apart if "asynchronous" in recipe.stem else shared) in dry_run(capsys, recipe)
+    said = dry_run(capsys, recipe)
+    assert (apart if "asynchronous" in recipe.stem else shared) in said
+    assert "engines x devices of each" in said
     assert "a device that policy and engine share" not in dry_run(
         capsys, recipe, "~policy.generation.backend"
     )
@@ -371,7 +373,7 @@ def test_known_sizes_give_the_published_number_of_parameters(model: str) -> None
         else 0
     )
     published = PUBLISHED_PARAMETERS.get(model.replace("-Instruct", ""))
-    assert stage_parameters(facts, 1, 0, [facts.num_layers]) + experts == (
+    assert stage_parameters(facts, 1, 0, [range(facts.num_layers)]) + experts == (
         published or parameters_in_transformers(model)
     )
 

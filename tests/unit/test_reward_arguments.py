@@ -122,6 +122,28 @@ def test_a_function_of_each_form_works_as_it_is(tmp_path: Path, form: str) -> No
     assert scored(name) == 1.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def reward(completions, prompts):\n    return [float(c == 'it is 42' and p == 'What is it?') "
+        "for c, p in zip(completions, prompts)]",
+        "def reward(completions, **kwargs):\n    return [float(c == 'it is 42' and p == 'What is it?') "
+        "for c, p in zip(completions, kwargs['prompts'])]",
+        "def reward(responses, answers):\n    return [float(r == 'it is 42' and a == 'column') "
+        "for r, a in zip(responses, answers)]",
+        "def reward(completion, **kwargs):\n    return float(completion == 'it is 42' "
+        "and kwargs['prompt'] == 'What is it?' and kwargs['state']['answer'] == '42')",
+    ],
+)
+def test_a_column_of_the_data_never_takes_the_place_of_the_response(tmp_path: Path, text: str) -> None:
+    names = ("completions", "prompts", "responses", "answers", "completion", "prompt", "state")
+    columns = {name: "column" for name in names}
+    task = Task("it is 42", "42", 4, "What is it?", {**RECORD, **columns})
+    name = path_of(tmp_path, text)
+    check_reward(name, columns=names)
+    assert scored(name, task) == 1.0
+
+
 def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Path) -> None:
     """TRL and verifiers hand over messages where the data have messages, and texts where they have texts."""
     conversational = (

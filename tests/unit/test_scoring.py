@@ -18,6 +18,7 @@ from converters.families.read import read_architecture
 from converters.model_config.heads import ScoreHead
 from converters.model_config.prediction_layers import as_stored
 from megarl.config.defaults import complete_policy
+from megarl.config.layout import consecutive_layers
 from megarl.config.model_facts import facts_of_policy
 from megarl.config.parameters import stage_parameters
 from megarl.errors import ModelError
@@ -144,7 +145,8 @@ def test_estimates_know_that_there_is_no_output_layer(model: Path) -> None:
     assert facts is not None and plain is not None
     # tied, the first of two stages has no part of the output layer and the last one a copy
     difference = [
-        stage_parameters(plain, 1, stage, [2, 1]) - stage_parameters(facts, 1, stage, [2, 1])
+        stage_parameters(plain, 1, stage, consecutive_layers([2, 1]))
+        - stage_parameters(facts, 1, stage, consecutive_layers([2, 1]))
         for stage in (0, 1)
     ]
     assert difference == [0, (101 - 1) * 36]

@@ -383,6 +383,23 @@ def test_an_environment_with_a_name_has_what_stands_around_it() -> None:
     )
 
 
+def test_environments_with_tools_share_what_is_written_around_them() -> None:
+    raw = raw_grpo()
+    raw["grpo"]["max_rollout_turns"] = 3
+    raw["env"] = {
+        "tools": {"calculator": {}},
+        "max_tool_calls": 2,
+        "tool_parser": "hermes",
+        "sums": {"environment": "tools", "reward": "math"},
+        "own": {"environment": "tools", "reward": "math", "tools": {"python": {}}, "max_tool_calls": 5},
+        "plain": {"reward": "math"},
+    }
+    env = complete(raw)["env"]
+    assert env["sums"]["tools"] == {"calculator": {}} and env["sums"]["max_tool_calls"] == 2
+    assert env["own"]["tools"] == {"python": {}} and env["own"]["max_tool_calls"] == 5
+    assert env["plain"]["tools"] == {} and env["plain"]["max_tool_calls"] is None
+
+
 def test_a_spec_has_the_options_of_its_reward_alone() -> None:
     given = {"reward": "exact_match", "strip": False, "timeout_s": 2.0, "processes": 3}
     assert RewardSpec.of_section(given) == RewardSpec("exact_match", {"strip": False}, 2.0)

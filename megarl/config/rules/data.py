@@ -16,7 +16,7 @@ from megarl.config.data_sources import (
     set_module,
     sources_of,
 )
-from megarl.config.environments import fault_of_name, faults_of_ranges
+from megarl.config.environments import fault_of_name, faults_of_ranges, named_environments
 from megarl.config.nested import at
 from megarl.config.rules.view import Rule, View
 from megarl.config.schema import ABSENT
@@ -173,12 +173,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
 def environments_are_there(view: View) -> Iterator[Violation]:
     """Require that the environment of each source is one of the run's environments."""
     env = view.get("env")
-    names = (
-        # Exclude `options`, which is a section too, but holds the keys of a single user-defined environment.
-        [name for name, value in env.items() if isinstance(value, Mapping) and name != "options"]
-        if isinstance(env, Mapping)
-        else []
-    )
+    names = list(named_environments(env)) if isinstance(env, Mapping) else []
     for section, source in _sources(view):
         name = source.get("env_name")
         if name is not None and name not in names:
