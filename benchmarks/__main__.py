@@ -121,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for result in run_cases(names, arguments.quick, options):
         results.append(result)
         _show(result)
-        # the tree may have changed while cases ran
+        # The tree may have changed while the cases ran, so check again before the result is added.
         apart = refusal(earlier, result, [result["case"]])
         if apart:
             print(f"{result['case']}: not added to {arguments.out}:\n{apart}", file=sys.stderr)
@@ -150,7 +150,7 @@ def _fault_of_adding(
             "--add: there is no --out, so nothing to add to. Fix: name the baseline with --out DIR; its "
             "first run makes it"
         )
-    # describing this run asks git and reads versions: only where it is compared
+    # Describe this run only if it is compared, because that calls git and reads versions.
     reasons = refusal(earlier, circumstances(arguments.quick, options), names) if earlier else ""
     if not reasons:
         return ""
@@ -203,7 +203,7 @@ def _fault(names: Sequence[str], options: Options) -> str:
 def _report(arguments: argparse.Namespace) -> int:
     from benchmarks.report import page
 
-    # Of several runs of a case the last one is shown.
+    # If a case has several runs, show the last one.
     results = list({result["case"]: result for result in results_file.read(arguments.results)}.values())
     beside = arguments.results if arguments.results.is_dir() else arguments.results.parent
     out = arguments.out or beside / "report.html"

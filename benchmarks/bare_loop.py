@@ -35,7 +35,7 @@ class BareLoop:
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train().to(device)
         )
         self.micro_batch = micro_batch
-        # Weight decay on matrices alone, as Megatron-Core has it.
+        # Decay only matrices, as Megatron-Core does.
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -60,7 +60,7 @@ class BareLoop:
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Take one optimizer step, and return the loss before it: the sum over this process's rows, divided
         by the tokens of all rows."""
-        # rows are padded on the right, so the causal mask alone hides the padding
+        # Rows are padded on the right, so the causal mask alone hides the padding.
         targets = batch["input_ids"].masked_fill(batch["token_mask"] == 0, -100)[:, 1:]
         valid = (targets != -100).sum()
         parts = list(
@@ -76,7 +76,7 @@ class BareLoop:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
                 logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
             flat = logits.float().reshape(-1, logits.shape[-1])
-            # Over the tokens of all micro-batches and ranks, so that the parts add up.
+            # Divide by the tokens of all micro-batches and ranks, so that the parts add up to the mean.
             loss = F.cross_entropy(flat, expected.reshape(-1), ignore_index=-100, reduction="sum") / valid
             (loss * self.ranks).backward()  # FSDP2 takes the mean over its ranks
             total += float(loss.detach())

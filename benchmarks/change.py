@@ -34,7 +34,8 @@ from typing import Any
 FLOOR = 0.05
 TIMES = 2.0
 REACH = 3.4
-# Of two to six normal numbers of deviation 1; more are taken for six.
+# These are the mean ranges of two to six normally distributed numbers with deviation 1; for more than six
+# numbers, the range of six is used.
 _MEAN_RANGES = (1.128, 1.693, 2.059, 2.326, 2.534)
 FELL, UNSTEADY, GAINED, SAME, MISSING = "fell", "unsteady", "gained", "same", "missing"
 BAD = (FELL, UNSTEADY, MISSING)
@@ -89,7 +90,7 @@ def _of_case(runs: Sequence[Result], after: Result) -> Iterator[Change]:
     for run in runs:
         for point in run["points"]:
             for metric, summary in point["metrics"].items():
-                # A median of 0 has no quotient.
+                # A median of 0 cannot be divided by.
                 if summary["unit"].startswith("ratio to ") and summary["median"] > 0:
                     summaries.setdefault((name_of(point["parameters"]), metric), []).append(summary)
     points = {name_of(point["parameters"]): point["metrics"] for point in after["points"]}

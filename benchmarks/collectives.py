@@ -33,8 +33,8 @@ class Collective:
     ranks: int
 
 
-# operators of torch.distributed in C++, by what calls them: its Python functions, and the functional ones of
-# DTensor
+# These are torch.distributed's operators in C++, and what calls them: its Python functions, and the
+# functional ones of DTensor.
 _KINDS: Mapping[str, str] = MappingProxyType(
     {
         "c10d::allreduce_": "all_reduce",
@@ -52,12 +52,12 @@ _KINDS: Mapping[str, str] = MappingProxyType(
         "_c10d_functional::broadcast": "broadcast",
     }
 )
-# Operators of which the second argument is what a rank gives, not the first.
+# The second argument of these operators, not the first, is the tensor that a rank sends.
 _GIVEN_SECOND = (
     *("_allgather_base_", "_reduce_scatter_base_", "allgather_"),
     *("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"),
 )
-# They send no numbers.
+# These operators send no numbers.
 _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
@@ -83,7 +83,7 @@ class Recorded(TorchDispatchMode):
 
 
 def _ranks(function: Any, arguments: Any) -> int:
-    # Not strict: arguments that have defaults may be left out.
+    # Do not use strict: arguments with defaults may be missing.
     for place, argument in zip(function._schema.arguments, arguments, strict=False):
         if place.name == "process_group":
             return int(dist.ProcessGroup.unbox(argument).size())
@@ -91,7 +91,7 @@ def _ranks(function: Any, arguments: Any) -> int:
             return int(argument)
         if place.name == "group_name":
             return int(dist.distributed_c10d._resolve_process_group(argument).size())
-    # Without a group an operator is over all ranks.
+    # An operator without a group runs over all ranks.
     return dist.get_world_size()
 
 
@@ -102,7 +102,7 @@ def send(collectives: Sequence[Collective], repeats: int) -> Spent:
     Raises:
         ValueError: a collective has an unknown kind, or its group does not have all ranks.
     """
-    # Buffers are made before anything is timed.
+    # Create the buffers before anything is timed.
     calls = [_call(each) for each in collectives]
     spent = Spent()
     for turn in range(1 + repeats):

@@ -91,7 +91,7 @@ def _still_bad(
         for change in _gating(baseline, second, narrowed)[0]
         if change.verdict != MISSING and change.case not in failed
     }
-    # a ratio that nobody judged again has not been found good
+    # A ratio that was not measured again has not been found good, so it stays bad.
     still = [change for change in bad if judged.get(_key(change), MISSING) in BAD]
     notes = [f"{len(bad) - len(still)} more were bad once, and not when their cases were measured again"]
     unjudged = sum(_key(change) not in judged for change in still)

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with ExitStack() as stack:
         start_ray(stack)
-        # Before the runs, which would be the load that it states.
+        # Describe the environment before the runs, which would otherwise be the load that it reports.
         around = {"commit": environment.commit(), "environment": environment.describe()}
         missing = [
             seed
@@ -145,7 +145,7 @@ def _as_conversations(seed: int, plain: Path, work: Path, template: str | None) 
     run(load_config(CONFIGS / "grpo.yaml", [*common, *grpo]))
     rendered = work / "rendered.jsonl"
     rows = [json.loads(line) for line in (plain / "data" / "validation.jsonl").read_text().splitlines()]
-    # As the chat template renders it: the rows are evaluated as plain text.
+    # Write the prompts as the chat template renders them, because the rows are evaluated as plain text.
     if template is not None:
         rows = [{**row, "prompt": f"user: {row['prompt']}\nassistant: "} for row in rows]
     rendered.write_text("".join(json.dumps(row) + "\n" for row in rows))

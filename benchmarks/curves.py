@@ -129,8 +129,8 @@ ENGINES = {
 AGES = (ACCURACY, REWARD, "train/effective_sample_share")
 BESIDE = ("apart.yaml", "asynchronous.yaml")
 AGE = "grpo.async_grpo.max_trajectory_age_steps"
-# ``ratio_clip_min`` of 1 leaves no lower bound. ``ratio_clip_c`` is a number because a rule refuses old
-# answers without one; 1e9 bounds nothing.
+# ``ratio_clip_min`` of 1 leaves no lower bound. ``ratio_clip_c`` has to be a number, because a rule refuses
+# stale responses without one; 1e9 bounds nothing.
 UNBOUNDED = (
     *(
         "grpo.async_grpo.recompute_logprobs=false",
@@ -147,7 +147,8 @@ def _in_order(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> Way:
 
 
 def _ready_first(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> Way:
-    # As many batches ahead as the age allows: with one, what is complete first is seldom older than a step.
+    # Sample as many batches ahead as the age allows: with only one, the batch that is complete first is
+    # seldom older than one step.
     schedule = (
         "grpo.async_grpo.schedule=ready_first",
         f"grpo.async_grpo.lookahead_steps={age}",
@@ -156,10 +157,10 @@ def _ready_first(age: int, *changes: str, measures: tuple[str, ...] = AGES) -> W
 
 
 IN_ORDER = {
-    # those of both panels first, so that each has one colour
+    # The ways of both panels come first, so that each has the same colour in both.
     **{f"k = {age}": _in_order(age) for age in KS},
-    # Nothing is sampled ahead with k = 0, and nothing is recomputed
-    # without a bound: neither has an effective share.
+    # With k = 0 nothing is sampled ahead, and without a bound nothing is recomputed, so neither has an
+    # effective share.
     "k = 0": Way(layers=("apart.yaml",), measures=AGES[:2]),
     "k = 8, no bound": _in_order(8, *UNBOUNDED, measures=AGES[:2]),
 }
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in chosen.only or experiment.ways:
             result["ways"][name] = runs.figures_of(name)
             out.parent.mkdir(parents=True, exist_ok=True)
-            # After each way, so that a stop leaves the figures of those before.
+            # Write the file after each way, so that a stop keeps the figures of the ways before.
             out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             sys.stdout.write(
                 f"{name:14} {json.dumps(result['ways'][name]['mean'])} "
@@ -409,13 +410,13 @@ def taught_model(work: Path) -> Path:
     from megarl.quickstart.material import make_model, write_pairs, write_problems
     from megarl.run.run import run
 
-    # 250 are the steps of the quickstart's sft.yaml.
+    # The quickstart's sft.yaml has 250 steps.
     model = work / "sft" / "hf" / "step_250"
     if not model.exists():
         work.mkdir(parents=True, exist_ok=True)
         make_model(work / "model", 1)
-        # As the quickstart with seed 1: another seed, so that GRPO's
-        # problems are not those of the demonstrations.
+        # Write these files as the quickstart does with seed 1: the demonstrations have another seed, so that
+        # GRPO's problems differ from theirs.
         write_problems(work / "demonstrations.jsonl", TRAIN_PROBLEMS, 5001, mistake_share=CARELESS_SHARE)
         write_problems(work / "train.jsonl", TRAIN_PROBLEMS, 1)
         write_problems(work / "validation.jsonl", VALIDATION_PROBLEMS, VALIDATION_SEED, "validation")
@@ -458,7 +459,7 @@ def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str,
             if one["step"] < apart and one.get(metric) is not None
         ]
         if pairs:
-            # Some metric may be 0 at every step.
+            # A metric may be 0 at every step.
             largest[metric] = max(abs(one - other) for one, other in pairs) / (
                 max(abs(one) for one, _ in pairs) or 1.0
             )
@@ -506,7 +507,7 @@ def _draw(path: Path, title: str, panels: Mapping[str, Mapping[str, str]], ways:
                 alpha=0.12,
                 linewidth=0,
             )
-            # a few curves may be equal: then broad lines are seen below narrow ones
+            # Some of a few curves may be equal: broad lines are then visible below narrow ones.
             width = 2 + 2.5 * (len(lines) - 1 - place) if len(lines) < 4 else 2
             axes.plot(
                 steps, [statistics.mean(each) for each in values], color=colour, linewidth=width, label=name

@@ -11,7 +11,8 @@ import torch
 from benchmarks import memory
 from benchmarks.timing import HostClock
 
-# large enough to hide the cost of a launch, small enough for one core in a tenth of a second
+# The product is large enough to hide the cost of a launch, and small enough for one core in a tenth of a
+# second.
 PRODUCT = {"cpu": 768, "cuda": 8192}
 
 
@@ -39,7 +40,7 @@ class CudaClock:
 
     def start(self) -> None:
         """Start the clock; see ``Clock``."""
-        # Work given to the device earlier does not count.
+        # Wait for earlier work of the device, which must not count.
         self._cuda.synchronize()
         self._begun = self._cuda.Event(enable_timing=True)
         self._begun.record()
@@ -48,7 +49,7 @@ class CudaClock:
         """Return the seconds since ``start``; see ``Clock``."""
         ended = self._cuda.Event(enable_timing=True)
         ended.record()
-        # Both events have to be over before elapsed_time can be asked.
+        # elapsed_time requires that both events are over.
         self._cuda.synchronize()
         return float(self._begun.elapsed_time(ended)) / 1000
 
@@ -87,5 +88,5 @@ def gemm_rate(device: str = "cpu", repeats: int = 5) -> float:
         clock.start()
         torch.mm(one, other)
         taken.append(clock.seconds())
-    # Without the first, in which the library chooses and loads its kernel.
+    # Leave out the first product, in which the library chooses and loads its kernel.
     return 2.0 * size**3 / min(taken[1:])

@@ -13,7 +13,7 @@ from benchmarks.marks import is_loaded
 Points = Sequence[Mapping[str, Any]]
 MOST_PANELS, MOST_BARS, MOST_LINES = 4, 24, 8
 INK, RULE = "#222222", "#bbbbbb"
-# distinguishable also without colours' names: Okabe and Ito's, darkest first
+# These colours of Okabe and Ito, darkest first, can be told apart by colour-blind readers too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 
 
@@ -129,7 +129,8 @@ def _lines(points: Points, ratios: Sequence[str], axis: str) -> Any:
         _finish(panel, _title(points, ratio), panel.set_yscale, panel.axhline)
     handles, labels = panels[0].get_legend_handles_labels()
     if labels:
-        # about eleven letters of this size an inch, and room for the sample of a line
+        # About eleven letters of this size fit into an inch, and each entry also needs room for its sample of
+        # the line.
         columns = max(1, int(figure.get_figwidth() * 11 / (max(map(len, labels)) + 8)))
         figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(labels) // columns))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
@@ -151,7 +152,7 @@ def _bars(points: Points, ratios: Sequence[str]) -> Any:
                 panel.plot([metric["min"], metric["max"]], [row, row], color=INK, lw=1)
         panel.set_yticks(range(len(shown)), names)
         _finish(panel, _title(points, ratio), panel.set_xscale, panel.axvline)
-    # The first point stands on top; all panels share this axis.
+    # Draw the first point at the top; all panels share this axis.
     panels[0].invert_yaxis()
     return figure
 
@@ -189,7 +190,7 @@ def _svg(figure: Any) -> str:
     import matplotlib
 
     written = io.StringIO()
-    # Fixed ids and no date: equal results give equal pages.
+    # Use fixed ids and no date, so that equal results give equal pages.
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.family": "sans-serif"}
     ):

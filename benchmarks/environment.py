@@ -18,7 +18,7 @@ def commit() -> str:
     ``unknown`` without git."""
     try:
         head = _git("rev-parse", "HEAD")
-        # results are what this program writes: they do not change what was measured
+        # This program writes the results, so a change of them does not change what was measured.
         changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -33,14 +33,14 @@ def _git(*arguments: str) -> str:
 
 def describe(device: str = "cpu") -> dict[str, Any]:
     """Return processor, cores, versions, device and the load of the last minute, ready for JSON."""
-    # Cores that this process may use, which can be fewer than the machine has.
+    # Count the cores that this process may use, which can be fewer than the machine has.
     return {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "device": device,
-        # As the runner sets it for every case (OMP_NUM_THREADS).
+        # The runner sets this number for every case (OMP_NUM_THREADS).
         "threads": 1,
         "load_before": load(),
     }

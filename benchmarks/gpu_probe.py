@@ -194,7 +194,7 @@ def train(probe: Probe) -> Figures:
 
     first = probe.train()
     if probe.on_gpu:
-        # Compilation's memory is not a step's.
+        # Memory that compilation takes does not belong to a step.
         torch.cuda.reset_peak_memory_stats()
     seconds = probe.seconds(probe.train, probe.options.steps)
     operations = training_flops(AutoConfig.from_pretrained(probe.config["model_name"]), probe.lengths)
@@ -217,7 +217,7 @@ def logprobs(probe: Probe) -> Figures:
     def reference() -> Any:
         return probe.worker.get_reference_policy_logprobs(data=probe.logprob_shard)
 
-    # The first call compiles.
+    # The first call compiles, so it is not timed.
     present()
     each = [probe.seconds(present) for _ in range(probe.options.steps)]
     seconds = min(each)
@@ -225,7 +225,7 @@ def logprobs(probe: Probe) -> Figures:
     operations = forward_flops(AutoConfig.from_pretrained(probe.config["model_name"]), probe.lengths)
     yield "log-probabilities s", round(seconds, 3)
     yield "log-probabilities, share of the product's rate", round(operations / seconds / probe.gemm, 3)
-    # Its first call compiles as well.
+    # The first call of the reference policy compiles too.
     reference()
     yield "reference policy s", round(probe.seconds(reference, probe.options.steps), 3)
 
@@ -251,7 +251,7 @@ def generation(probe: Probe) -> Figures:
         )
         yield f"generation, {turn}: ms a token of each row", round(seconds / new * 1e3, 2)
     yield from _kernels_of(probe, "generation", lambda: probe.worker.generate(data=prompts))
-    # Parts may be chosen one by one, and each expects a worker that is ready to train.
+    # Parts may be chosen individually, and each expects a worker that is ready to train.
     probe.worker.prepare_for_training()
 
 
@@ -273,7 +273,7 @@ def syncs(probe: Probe) -> Figures:
                 seen["/".join(filename.split("/")[-3:]) + f":{line}"] += 1
 
         with warnings.catch_warnings():
-            # By default a line warns once, and each wait counts here.
+            # By default each source line warns only once, but every wait has to count here.
             warnings.simplefilter("always")
             warnings.showwarning = note
             torch.cuda.set_sync_debug_mode("warn")
@@ -352,7 +352,7 @@ def ipc(probe: Probe) -> Figures:
         target=_engine, args=(theirs, dict(description), probe.options.device), daemon=True
     )
     child.start()
-    # So that the child's death ends recv() here.
+    # Close the child's end here, so that the child's death ends recv().
     theirs.close()
     try:
         ours.recv()
@@ -367,7 +367,7 @@ def ipc(probe: Probe) -> Figures:
             wrong += sum(found.get(name) != value for name, value in expected.items())
         yield "refits, weights that arrived wrong", [REFITS, wrong]
         yield "refit s, GB/s", [round(min(taken), 3), round(size / min(taken) / 1e9, 1)]
-        # The first one takes the buffers.
+        # The first refit allocates the buffers, so compare with the second.
         yield "last refit over the second", round(taken[-1] / taken[1], 2)
         yield "MiB that refits keep on the device", round((probe.allocated() - before) / 2**20)
     finally:
@@ -404,7 +404,7 @@ def _engine(policy: Connection, description: Mapping[str, Any], device: str) -> 
         except EOFError:
             return
         with receiver.group(payload_for(handles, runtime().identity())) as weights:
-            # Copies, as in an engine: after the block the policy may fill the buffer again.
+            # Copy the weights, as an engine does: after the block the policy may fill the buffer again.
             copies = {name: tensor.clone() for name, tensor in weights}
         policy.send({name: _fingerprint(tensor) for name, tensor in copies.items()})
 
@@ -413,7 +413,7 @@ def _fingerprint(tensor: torch.Tensor) -> float:
     """Return a number that depends on the value and position of every element."""
     flat = tensor.flatten().double()
     places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
-    # From 1 on: an element with the factor 0 would not count.
+    # Factors start at 1, because an element with the factor 0 would not count.
     return float((flat * places.remainder_(8191).add_(1)).sum())
 
 
@@ -463,7 +463,7 @@ def measure(probe: Probe, chosen: Sequence[str], out: Path | None) -> dict[str, 
     for name in chosen:
         begun = time.perf_counter()
         try:
-            # One figure after another: a part that fails keeps those before.
+            # Store each figure at once, so that a part that fails keeps the figures before.
             for key, value in PARTS[name](probe):
                 found["figures"][key] = value
                 sys.stdout.write(f"{key:<48} {value}\n")
@@ -519,7 +519,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     from megarl.distributed.allocator import fast_pinning
 
-    # Before the first use of the device: torch reads its allocator's settings once.
+    # Set these variables before the device is first used, because torch reads its allocator's settings only
+    # once.
     if options.device == "cuda":
         os.environ.update(fast_pinning())
     options.transformer_engine = {"true": True, "false": False}.get(
@@ -534,7 +535,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "TOKENIZERS_PARALLELISM": "false",
         }
     )
-    # A store within the process: one rank needs no port.
+    # Use a store within the process, because a single rank needs no port.
     dist.init_process_group(
         "nccl" if options.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )

@@ -86,8 +86,8 @@ class Ours:
         share, rest = divmod(len(task.prompts), groups.data_size)
         assert not rest, f"{len(task.prompts)} prompts do not divide among {groups.data_size} ranks"
         self.share = slice(groups.data_rank * share, (groups.data_rank + 1) * share)
-        # a model of half the vocabulary, whose answers nobody reads, takes other tokens in the place of those
-        # that it lacks
+        # A model with half of the vocabulary lacks some tokens, so other tokens replace them; nobody reads
+        # its responses.
         vocabulary = config_of(task.model).vocab_size
         ids = [
             [token % vocabulary for token in tokenizer(text)["input_ids"]]
@@ -109,8 +109,8 @@ class Ours:
                 sampling_seeds(1, self.steps, len(self.task.prompts), self.task.answers),
                 self.task.answers,
             )
-            # The seeds that these rows have in the whole batch, so that ranks together answer as one rank
-            # does.
+            # Take the seeds that these rows have in the whole batch, so that several ranks together sample
+            # what one rank does.
             seeds = of_all[self.share.start * answers : self.share.stop * answers]
             batch = self._batch(self.collector.collect(self.records, self.task.answers, seeds).samples)
             with self.phases.phase("training"):
@@ -172,7 +172,7 @@ class ByHand:
 
         self.task, self.phases = task, Phases(*PHASES)
         self.model: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
-        # Padded on the left, so that all answers begin in the same column.
+        # Pad on the left, so that all responses begin in the same column.
         self.tokenizer: Any = AutoTokenizer.from_pretrained(task.model, padding_side="left")
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True
@@ -195,7 +195,7 @@ class ByHand:
         with self.phases.phase("generation"), torch.no_grad():
             texts = [text for text in self.task.prompts for _ in range(self.task.answers)]
             asked = self.tokenizer(texts, padding=True, return_tensors="pt")
-            # Answers of one length on every side. By default transformers samples among the 50 likeliest
+            # Responses have one length on every side. By default transformers samples among the 50 likeliest
             # tokens; 0 means all.
             options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0}
             ids = self.model.eval().generate(
@@ -203,7 +203,7 @@ class ByHand:
             )
         texts = self.tokenizer.batch_decode(ids[:, -new:], skip_special_tokens=True)
         rewards = torch.tensor([reward(text) for text in texts]).view(-1, self.task.answers)
-        # As on the other sides: nothing is divided by the deviation.
+        # Do not divide by the deviation, because the other sides do not.
         advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
         mask = torch.cat([asked["attention_mask"], torch.ones(len(ids), new, dtype=torch.int64)], 1)
         with self.phases.phase("logprobs"), torch.no_grad():
@@ -220,7 +220,7 @@ def answer_logprobs(model: Any, ids: Tensor, mask: Tensor, new: int) -> Tensor:
     """Return the log-probabilities [rows, new] of the last tokens of left-padded rows."""
     # Positions do not count the padding on the left.
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    # The last token's logits predict one that is not there.
+    # The last token's logits predict a token that does not exist.
     logits = model(
         input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False, logits_to_keep=new + 1
     ).logits[:, :-1]
@@ -266,8 +266,8 @@ class TRL:
         from trl import GRPOConfig, GRPOTrainer
 
         new = self.task.new_tokens
-        # As on the other sides: no division by the rewards' deviation, no divergence, one update for each
-        # batch.
+        # Configure what the other sides do: no division by the rewards' deviation, no divergence, and one
+        # update per batch.
         arguments = GRPOConfig(
             output_dir=directory,
             use_cpu=True,
@@ -294,7 +294,7 @@ class TRL:
             logging_strategy="no",
             save_strategy="no",
             disable_tqdm=True,
-            # torch warns of pinned memory where there is no GPU.
+            # torch warns of pinned memory if there is no GPU.
             dataloader_pin_memory=False,
             seed=1,
         )
@@ -308,7 +308,7 @@ class TRL:
 
     def _watch(self, trainer: Any) -> None:
         """Time the trainer's calls to generate, and those to create a batch, which include generation."""
-        # Private methods of TRL: none of its callbacks goes around them.
+        # Patch private methods of TRL, because none of its callbacks encloses them.
         generate, score = trainer._generate_single_turn, trainer._generate_and_score_completions
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -340,13 +340,13 @@ def _turns(phases: Phases, warm_up: int, between: Callable[[bool], Any]) -> Any:
             self.open: Any = None
 
         def on_step_begin(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
-            # Entered by hand, since no block spans two callbacks.
+            # Enter the context by hand, because no block can span two callbacks.
             self.open = phases.step(state.global_step >= warm_up)
             self.open.__enter__()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
             self.open.__exit__(None, None, None)
-            # The number counts this step by now.
+            # The trainer's number already counts this step.
             between(state.global_step > warm_up)
 
     return Turns()
@@ -365,8 +365,8 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
     ids, mask = (torch.zeros(len(lengths), width, dtype=torch.int64) for _ in range(2))
     for row, length in enumerate(lengths.tolist()):
         ids[row, width - length :], mask[row, width - length :] = batch["input_ids"][row, :length], 1
-    # transformers gives the row of the padding token no gradient, also where that token was drawn as part of
-    # an answer
+    # transformers gives the row of the padding token no gradient, even if that token was sampled as part of a
+    # response.
     model.get_input_embeddings().padding_idx = None
     now = answer_logprobs(model, ids, mask, new)
     found = {
@@ -375,7 +375,7 @@ def assert_same(ours: Ours, model: Any) -> dict[str, float]:
         if key in batch
     }
     policy_loss(now, now.detach(), _answers_of(batch["advantages"], lengths, new)).backward()
-    # A bound of infinity clips nothing: the norm alone is wanted.
+    # An infinite bound clips nothing, because only the norm is needed.
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
     off = {
         **{

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-SPREAD = 0.8  # of the logarithm: answers of one model to one kind of problem
+SPREAD = 0.8  # Deviation of the logarithm, for responses of one model to one kind of problem.
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Profile:
     longest: int
 
 
-# mean and cap of published reinforcement-learning runs: short answers, long reasoning at two caps, tool use
+# These are the mean and the cap of published reinforcement-learning runs: short responses, long reasoning
+# with two caps, and tool use.
 PROFILES = {
     "short": Profile(1060, 4096),
     "reasoning-4k": Profile(3200, 4096),
@@ -32,7 +33,7 @@ def draw_lengths(profile: Profile, count: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     normal = [generator.gauss(0.0, SPREAD) for _ in range(count)]
     low, high = 0.0, math.log(profile.longest) + 4 * SPREAD
-    # Bisection: the mean grows with the middle.
+    # Bisection works because the mean grows with the middle.
     for _ in range(40):
         middle = (low + high) / 2
         if sum(_cut(middle, value, profile) for value in normal) < profile.mean * count:

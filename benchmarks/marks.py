@@ -7,10 +7,10 @@ from typing import Any
 
 from benchmarks.cases import CASES
 
-# cores that other programs may have kept busy: a shell, a monitor
+# Other programs, such as a shell or a monitor, may keep this many cores busy.
 OTHERS = 0.15
-# what the kernel's one-minute average may say beyond the case's own, where a result does not know what others
-# did
+# The kernel's one-minute average may exceed the case's own load by this much, if a result does not record
+# what other programs used.
 ROOM = 0.5
 
 

@@ -13,7 +13,7 @@ import torch
 from converters.files.process import status_bytes
 
 MEBIBYTE = 1024 * 1024
-# writing 5 there starts the kernel's high-water mark again (Linux, Documentation/filesystems/proc.rst)
+# Writing 5 to this file resets the kernel's high-water mark (Linux, Documentation/filesystems/proc.rst).
 _RESET = Path("/proc/self/clear_refs")
 
 
@@ -21,8 +21,7 @@ def peak_of(action: Callable[[], Any]) -> float:
     """Return the peak memory of ``action``, including its result, beyond the resident memory at its
     beginning, in MiB."""
     gc.collect()
-    # memory that was freed but stayed in the allocator's lists would be used again without the kernel seeing
-    # it
+    # Return freed memory to the kernel, which would otherwise not see it when the allocator uses it again.
     ctypes.CDLL(None).malloc_trim(0)
     _RESET.write_text("5", encoding="ascii")
     before = status_bytes("VmHWM")

@@ -41,7 +41,8 @@ class Metric:
         """Return the median, smallest, largest and number of the samples, and the distance of their quartiles
         divided by the median, ready for JSON."""
         middle = statistics.median(self.samples)
-        # Quartiles need two samples. Inclusive ones stay among the samples, however few there are.
+        # Quartiles require two samples. The inclusive method stays within the range of the samples, however
+        # few there are.
         lower, _, upper = (
             statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else [middle] * 3
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.parity.pool import WorkerPool
 
-# Less than ``runner.CASE_SECONDS``, at which a case ends without a word on the rank that hangs.
+# This is less than ``runner.CASE_SECONDS``, at which a case ends without naming the rank that hangs.
 RANK_SECONDS = 500
 CPU_RANKS = 64
 
@@ -55,9 +55,9 @@ class Ranks:
 def in_processes(world: int, device: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run ``function(*arguments)`` in a new process per rank, with torchrun's environment variables and a
     process group, and return the results of all ranks."""
-    # CUDA cannot be used in a fork of a process that has used it already.
+    # Use spawn, because CUDA cannot be used in a fork of a process that has already used it.
     context = multiprocessing.get_context("spawn")
-    # The port is free again when this is closed, and rank 0 binds it shortly after.
+    # Closing the probe frees the port, and rank 0 binds it shortly after.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -67,7 +67,7 @@ def in_processes(world: int, device: str, function: Callable[..., Any], *argumen
     ]
     for process, (_, there) in zip(started, pipes, strict=True):
         process.start()
-        # The rank alone keeps its end, so that its death reads as the end of the pipe.
+        # Close the rank's end here, so that the rank's death ends the pipe.
         there.close()
     try:
         answers = [
@@ -121,6 +121,6 @@ def _serve(
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         answers.send((True, function(*arguments)))
         dist.destroy_process_group()
-    # SystemExit too: of a rank without an answer nobody learns the reason.
+    # Catch SystemExit too, because otherwise nobody learns why a rank does not reply.
     except BaseException:
         answers.send((False, traceback.format_exc()))

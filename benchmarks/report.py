@@ -43,7 +43,7 @@ def page(results: Sequence[Result]) -> str:
 
 def _where(results: Sequence[Result]) -> str:
     """Return a table of machines, versions and commits without duplicates."""
-    # Not a set: the rows keep the order of the results.
+    # Use a dict instead of a set, so that the rows keep the order of the results.
     rows = dict.fromkeys(_surroundings(result) for result in results)
     head = (
         "processor",

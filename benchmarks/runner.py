@@ -23,9 +23,9 @@ from benchmarks.usage import measured_usage
 from megarl import env
 
 CASE_SECONDS = 600.0
-# glibc's allocator keeps what was freed, as the one of a GPU does. Otherwise it learns from what is freed
-# whether large blocks are new pages each time: the same code learned one thing in one process, another in
-# the next, and was four times slower.
+# Let glibc's allocator keep freed memory, as a GPU's allocator does. Otherwise it learns from what is freed
+# whether large blocks get new pages each time: in one process the same code learned one thing, in the next
+# another, and was four times slower.
 _STEADY_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 LAST_WORDS_SECONDS = 20.0
 OUTPUT_SHOWN = 2000  # characters
@@ -82,17 +82,17 @@ def run_cases(
 
 def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], str | None]:
     """Return the points of a case and, if it failed, the reason."""
-    # A new interpreter: no case finds what another has imported, allocated or set.
+    # Start a new interpreter, so that no case finds what another has imported, allocated or set.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     points: list[Point] = []
     # What libraries print need not be UTF-8, and a process that is killed may stop within a character.
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
         process = context.Process(target=_serve, args=(case, quick, options, there, output.name))
-        # read by a process when it starts
+        # A process reads these variables when it starts.
         with env.variables(_STEADY_MALLOC):
             process.start()
-        # Otherwise the death of the process would not end the pipe here.
+        # Close this end, because otherwise the death of the process would not end the pipe.
         there.close()
         try:
             error = _receive(here, points)
@@ -107,7 +107,7 @@ def _collect(case: Case, quick: bool, options: Options) -> tuple[list[Point], st
 
 def _receive(results: Connection, points: list[Point]) -> str | None:
     """Append points as they arrive. Return the reason if the case failed, otherwise None."""
-    # One limit for the whole case, not one for each point.
+    # The limit is one for the whole case, not one for each point.
     deadline = time.monotonic() + CASE_SECONDS
     while results.poll(max(0.0, deadline - time.monotonic())):
         message = results.recv()
@@ -120,11 +120,11 @@ def _receive(results: Connection, points: list[Point]) -> str | None:
 def _serve(case: Case, quick: bool, options: Options, results: Connection, output: str) -> None:
     """Run in the case's process: send every point once it is measured, then None, or the reason of a failure.
     Output of libraries goes to a file."""
-    # Descriptors and not sys.stdout: libraries in C write to them as well.
+    # Replace the descriptors, not sys.stdout, because libraries in C write to them as well.
     with open(output, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # before torch is imported, which reads the first once
+    # Set these variables before torch is imported, which reads the first one only once.
     os.environ.update(
         {"OMP_NUM_THREADS": "1", "MEGARL_DEVICE": options.device, "TOKENIZERS_PARALLELISM": "false"}
     )
@@ -143,7 +143,7 @@ def _end(process: Any) -> None:
     if not process.is_alive():
         return
     with contextlib.suppress(psutil.NoSuchProcess):
-        # Before the process itself: once it is gone, they are no longer found below it.
+        # Kill the children before the process itself: once it is gone, they are no longer found below it.
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

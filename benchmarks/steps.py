@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.subject import Work
     from megarl.config.policy import PolicyConfig
 
-# the sums in another order, carried on through the optimizer steps of all repeats
+# This allows for sums in different orders, whose differences pass through the optimizer steps of all repeats.
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}
 WARM_UP = 2
 
@@ -62,12 +62,12 @@ def compare_steps(
     with collector_off():
         for turn in range(WARM_UP + repeats):
             for side, step in actions.items():
-                # Otherwise a rank would also be charged for what another was late with.
+                # Without the barrier, a rank would also be charged for the delay of another rank.
                 dist.barrier()
                 with measured.spent[side].repeat(turn >= WARM_UP, clock):
                     loss = step()
                 measured.losses[side].append(loss)
-            # Between turns, where no side's clock runs.
+            # Collect garbage between repeats, while no side's clock runs.
             gc.collect()
     worker.backend.close()
     return measured
@@ -99,7 +99,7 @@ def _rivals(
         bare = BareLoop(model, work.rows // work.micro_batches, device) if dist.get_rank() == 0 else None
         found["bare"] = (lambda: bare.step(batch)) if bare is not None else (lambda: 0.0)
     if "fsdp2" in names:
-        # FSDP2 divides the rows over all ranks, whatever the layout of the worker.
+        # FSDP2 divides the rows over all ranks, whatever the worker's layout is.
         sharded = FSDP2Loop(model, max(1, work.rows // layout.ranks // work.micro_batches), device)
         found["fsdp2"] = lambda: sharded.step(batch)
     return found
@@ -147,7 +147,7 @@ def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
     """
     losses = dict(ranks[0].losses)
     if "fsdp2" in losses:
-        # FSDP2's ranks know a share of the loss each, those of the worker the whole one.
+        # Each of FSDP2's ranks knows only a share of the loss, but each rank of the worker knows all of it.
         losses["fsdp2"] = [sum(step) for step in zip(*(rank.losses["fsdp2"] for rank in ranks), strict=True)]
     worker = losses.pop("worker")
     found = max(
@@ -159,6 +159,6 @@ def difference(ranks: Sequence[Measured], device: str = "cpu") -> float:
         default=0.0,
     )
     assert found < TOLERANCE[device], f"losses differ by {found:.2e}: worker {worker}, others {losses}"
-    # Sides that all fail to train would agree as well.
+    # Sides that all fail to train would agree as well, so check that the loss falls.
     assert worker[-1] < worker[0], f"training on one batch did not lower its loss: {worker}"
     return found

@@ -13,7 +13,7 @@ import torch
 from benchmarks import tiny
 from benchmarks.options import ONE_RANK, Layout, Options
 
-# half a million weights: what is paid for each token decides, not what is paid for each weight
+# The model has only half a million weights, so that the cost per token decides, not the cost per weight.
 NARROW = {
     "vocab_size": 379,
     "hidden_size": 128,
@@ -85,10 +85,10 @@ def batch_of(model: Path, work: Work, seed: int = 1) -> dict[str, torch.Tensor]:
     target."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(max(2, work.length // 2), work.length + 1, (work.rows,), generator=generator)
-    # The longest is always there, so that padded batches have one shape.
+    # Always include the longest row, so that padded batches have one shape.
     lengths[0] = work.length
     inside = torch.arange(work.length)[None] < lengths[:, None]
-    # 0 is padding and 1 ends a sequence: neither is sampled.
+    # 0 is padding and 1 ends a sequence, so neither is sampled.
     ids = (
         torch.randint(2, config_of(model).vocab_size, (work.rows, work.length), generator=generator) * inside
     )
@@ -129,7 +129,7 @@ def policy_of(
         "max_total_sequence_length": work.length,
         "precision": "bfloat16" if device == "cuda" else "float32",
     }
-    # A change of one key of a section keeps the keys that the layout has set there.
+    # If a change sets one key of a section, keep the keys that the layout has set there.
     both = {
         key: {**section.get(key, {}), **value} if isinstance(value, Mapping) else value
         for key, value in changes.items()

@@ -32,7 +32,7 @@ class HostClock:
 def collector_off() -> Iterator[None]:
     """Disable garbage collection inside the block, so that no repeat pays for the garbage of another."""
     enabled = gc.isenabled()
-    # Garbage from before belongs to no repeat.
+    # Collect garbage from before, which belongs to no repeat.
     gc.collect()
     gc.disable()
     try:
@@ -75,7 +75,8 @@ class Spent:
         clock.start()
         cpu = time.process_time()
         yield
-        # First: a GPU's clock waits here until the work is done, and the CPU seconds of that wait count.
+        # Read the clock first: a GPU's clock waits here until the work is done, and the CPU seconds of that
+        # wait count.
         wall = clock.seconds()
         if counts:
             self.wall.append(wall)
@@ -99,7 +100,7 @@ def spent_in_turn(
             for name, action in actions.items():
                 with spent[name].repeat(turn >= warm_up, clock):
                     action()
-            # Between turns, where no clock runs.
+            # Collect garbage between repeats, while no clock runs.
             gc.collect()
     return spent
 

@@ -43,7 +43,7 @@ def save_model(directory: Path, longest: int = LENGTH, **changes: int) -> Path:
     ``longest`` tokens. Return its Hugging Face directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    # Equal weights in every run, so that results of two commits compare.
+    # Use equal weights in every run, so that results of two commits can be compared.
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -102,7 +102,8 @@ def policy_config(
 def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
     """Return the section that enables a backend, with the same optimizer settings for each backend."""
     if backend == "megatron":
-        # The smallest learning rate is the largest: without it Megatron-Core's schedule would decay it.
+        # Set the smallest learning rate to the largest, because Megatron-Core's schedule would otherwise
+        # decay it.
         optimizer = {
             "lr": LEARNING_RATE,
             "min_lr": LEARNING_RATE,
@@ -120,7 +121,7 @@ def _section_of(backend: str, tensor_parallel: int) -> dict[str, Any]:
             }
         }
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS), "eps": EPSILON}
-    # Megatron-Core decays no biases and norms, AdamW all parameters unless it is configured.
+    # Megatron-Core does not decay biases and norms; AdamW decays all parameters unless it is configured.
     section: dict[str, Any] = {
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": adam, "weight_decay_on_vectors": False}
     }

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-# Of linux/prctl.h; Python's standard library does not have it.
+# linux/prctl.h defines this number, which Python's standard library does not have.
 _PR_SET_CHILD_SUBREAPER = 36
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 ORPHAN_SECONDS = 10.0
@@ -48,7 +48,7 @@ class Usage:
 def measured_usage() -> Iterator[Usage]:
     """Measure the usage inside the block. Processes that outlive their parents become children of this
     process, so that their seconds count too."""
-    # it lives as long as this process: nobody waits for it below
+    # Start the resource tracker now: it lives as long as this process, so nobody may wait for it below.
     multiprocessing.resource_tracker.ensure_running()
     before = {child.pid for child in psutil.Process().children()}
     usage, begun, used, busy = Usage(), time.monotonic(), _own_cpu(), machine_cpu()
@@ -57,7 +57,8 @@ def measured_usage() -> Iterator[Usage]:
         with _Unreported() as unreported:
             yield usage
     finally:
-        # Before the figures: CPU seconds of children count once somebody has waited for them.
+        # End the orphans before the figures are taken, because CPU seconds of children count only once
+        # somebody has waited for them.
         _end_orphans(before)
         _adopt_orphans(False)
         usage.wall, usage.cpu = time.monotonic() - begun, _own_cpu() - used + unreported.seconds
@@ -79,8 +80,8 @@ def machine_cpu(statistics: Path = Path("/proc/stat")) -> float | None:
         lines = [line.split() for line in statistics.read_text(encoding="ascii").splitlines()]
     except OSError:
         return None
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already. Stolen time is lost
-    # to another machine.
+    # The columns are user, nice, system, idle, iowait, irq, softirq and steal; user already includes guests.
+    # Leave out idle and iowait; stolen time is lost to another machine, and counts.
     counted = [[int(word) for word in words[1:9]] for words in lines if words[0] in cores]
     return sum(sum(ticks) - ticks[3] - ticks[4] for ticks in counted) / _CLOCK_TICKS if counted else None
 
@@ -96,7 +97,7 @@ class _Unreported:
         self._thread = threading.Thread(target=self._look_on, daemon=True)
 
     def __enter__(self) -> _Unreported:
-        # such as those of a Ray that runs already
+        # Such processes may run before the block, for example those of a running Ray.
         self._before = _unreported()
         self._thread.start()
         return self
@@ -122,8 +123,8 @@ def _unreported() -> dict[tuple[int, float], float]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
             if _ignores_children(process.ppid()):
-                # Numbers of ended processes are given out again, so that the time of birth belongs to the
-                # key; of the times, user and system with those of children that were waited for.
+                # The kernel reuses the numbers of ended processes, so the time of birth is part of the key.
+                # The four times are user and system, of the process and of children that were waited for.
                 found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
     return found
 
@@ -132,7 +133,7 @@ def _ignores_children(pid: int) -> bool:
     """Return whether a process ignores the end of its children."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
-    # The mask's lowest bit is signal 1.
+    # The lowest bit of the mask is signal 1.
     return bool(int(ignored, 16) >> (signal.SIGCHLD - 1) & 1)
 
 

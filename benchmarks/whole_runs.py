@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.marks import marks_of
 from benchmarks.tables import number
 
-# what a point says of its run, and the heading
+# These map what a point records about its run to headings.
 FACTS = {
     "algorithm": "algorithm",
     "model": "model",
@@ -22,7 +22,7 @@ FACTS = {
     "generation_layout": "layout, generation",
     "training_layout": "layout, training",
 }
-# metrics of the point, and the heading
+# These map metrics of a point to headings.
 MEASURED = {"tokens_per_second_per_gpu": "tokens/s/GPU", "step_seconds": "step time, s", "mfu": "MFU"}
 HEAD = ("backend", *FACTS.values(), *MEASURED.values(), "not to be quoted")
 

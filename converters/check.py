@@ -97,7 +97,7 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
     """Check names, shapes and dtypes like ``check_source``, without comparing repeated tensors. This reads
     headers only and does not import torch."""
     source.check_files()
-    # This set collects the names of stored tensors that hold tensors of the architecture.
+    # Names of stored tensors that the architecture uses; the others are reported as unexpected.
     accounted: set[str] = set()
     problems: list[str] = []
 
@@ -316,8 +316,8 @@ def check_plausible(
     experts = architecture.mixture.num_experts if architecture.mixture is not None else 1
     most_layers = max([count, *(shape[0] for shape in inside)]) if stacked else count
     most_experts = max([count, *(size for shape in inside for size in shape)])
-    # Count the slots for layers and experts together. The first two axes suffice, because an expert may be a
-    # single row of a layer's tensor.
+    # Upper bound on the number of (layer, expert) pairs: a stacked tensor holds at most one for each index of
+    # its first two axes, since an expert may be a single row of a layer's tensor.
     places = count + sum(math.prod(shape[:2]) for shape in inside)
     if layers > most_layers or experts > most_experts or layers * experts > places:
         counted = f"{layers} layers" + (f" of {experts} experts" if architecture.mixture is not None else "")

@@ -60,8 +60,8 @@ def config_differences(one: Architecture, other: Architecture) -> Iterator[Diffe
 
 
 def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the keys in which two ``config.json`` differ and which no architecture covers: dtype, special
-    tokens, labels, text generation.
+    """Yield the differences between two ``config.json`` in keys that an ``Architecture`` does not describe:
+    dtype, special tokens, labels, text generation.
 
     A missing key has the default of the config's class in transformers. A config without a dtype has the
     dtype of its weights.

@@ -158,7 +158,7 @@ def _material(work: Path) -> list[str]:
             "num_key_value_heads": 4,
         }
     )
-    # The config of two layers has two of them, and transformers wants one for each layer.
+    # The config was made for two layers and has two types, but transformers requires one for each layer.
     config.layer_types = ["full_attention"] * 4
     Qwen2ForCausalLM(config).save_pretrained(work / "model")
     write_problems(work / "train.jsonl", 1024, 1)

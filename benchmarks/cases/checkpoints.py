@@ -81,13 +81,13 @@ def measure_stall(quick: bool, options: Options) -> Iterator[Point]:
     with _trained(quick, options) as (worker, manager, _):
         memory = OwnMemory(manager.checkpoint_dir)
         content = _content_of(_save(worker, manager, 1))
-        # A bytearray: torch.frombuffer warns of memory that may not be written.
+        # Copy into a bytearray, because torch.frombuffer warns of memory that must not be written.
         source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         target = torch.empty_like(source)
         stalls, copies, behind = Spent(), Spent(), []
         with collector_off():
             for turn in range(2 if quick else 4):
-                # The first turn does not count: it makes what the later ones have.
+                # The first repeat does not count, because it creates the memory that later ones use again.
                 with stalls.repeat(turn > 0):
                     path, write = _begin(worker, manager, memory, 2 + turn, len(content))
                 behind.append(write.wait(_LONGEST_S))

@@ -114,7 +114,7 @@ def save_llama(directory: Path, size: int) -> int:
         "mlp.down_proj": (WIDTH, FFN),
     }
     a_layer = sum(2 * torch.Size(shape).numel() for shape in layer.values())
-    # Embedding and output layer have half of the bytes at most.
+    # Embedding and output layer take at most half of the bytes.
     vocabulary = min(VOCABULARY, size // (8 * WIDTH))
     layers = max(1, round((size - 4 * vocabulary * WIDTH) / a_layer))
     shapes = {
@@ -171,7 +171,8 @@ def _copy(source: Path, target: Path) -> float:
 
     def copy() -> None:
         for path in sorted(path for path in source.iterdir() if path.is_file()):
-            # Unbuffered: the limit is a copy of the bytes, not a second one inside Python.
+            # Open the files unbuffered: the limit is one copy of the bytes, without a second one inside
+            # Python.
             with (
                 path.open("rb", buffering=0) as reader,
                 (target / path.name).open("wb", buffering=0) as writer,

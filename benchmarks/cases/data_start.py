@@ -76,7 +76,8 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
         make_model(work / "model", 1)
         for rows in options.rows or (QUICK_ROWS if quick else ROWS):
             file = _write(work / "rows.jsonl", rows)
-            # The few rows of a quick run would stay in memory, and the second start would find nothing.
+            # Force the cache to disk: the few rows of a quick run would stay in memory, and the second start
+            # would not find them.
             most = 2**14 if quick else None
             limit = _apart(_tokenize_only, file, work / "model")
             first, second = (
@@ -117,7 +118,7 @@ def _write(path: Path, rows: int) -> Path:
 
 
 def _apart(action: Any, *arguments: Any) -> Start:
-    # spawn, because a forked process would have the imports and the memory of this one.
+    # Use spawn, because a forked process would have the imports and the memory of this one.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(action, arguments)
 

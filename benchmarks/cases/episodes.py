@@ -50,7 +50,7 @@ CPU = "CPU us of the driver a sampled token"
 SAID = np.random.default_rng(0).integers(5, 60, WORDS)
 """A response, without special tokens."""
 
-# ChatML, whose marks are tokens of their own as in the tokenizers that are published with it
+# ChatML's marks are single tokens here, as in the tokenizers that are published with it.
 MARKS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -229,7 +229,8 @@ def measure(quick: bool) -> Iterator[Point]:
     several: list[float] = []
     one: list[float] = []
     scored: list[tuple[float, float]] = []
-    # a collection of all that torch and transformers hold takes longer than a whole run of these
+    # Disable garbage collection: searching everything that torch and transformers hold takes longer than one
+    # of these runs.
     gc.disable()
     for _ in range(CPU_REPEATS):
         several.append(_led(_Quick, _Stream(in_waves=True, seconds=0), EPISODES, ALL_TURNS, encoder)[1])

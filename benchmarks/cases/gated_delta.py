@@ -18,7 +18,7 @@ from benchmarks.timing import Spent
 if TYPE_CHECKING:
     from megarl.config.policy import PolicyConfig
 
-# a quarter of the heads of Qwen3.5 9B, at their widths, in a narrower stream
+# These are a quarter of the heads of Qwen3.5 9B, with their widths, in a narrower residual stream.
 SIZES = {
     "vocab_size": 379,
     "hidden_size": 512,
@@ -84,7 +84,8 @@ def _compare(
 
     worker = tiny.worker_of(config)
     worker.prepare_for_training()
-    # the layer alone: no hooks of Megatron's gradient buffers, whose additions transformers has not
+    # Take the layer alone, without the hooks of Megatron's gradient buffers, whose additions transformers
+    # does not make.
     ours = worker.backend.stages[0].decoder.layers[0].self_attention
     model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32).to(device)
     theirs = model.model.layers[0].linear_attn
@@ -92,7 +93,7 @@ def _compare(
         device
     )
     wanted = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(device)
-    # as Megatron's layers hand them on
+    # Megatron's layers pass tensors on with positions first.
     by_position, pulled = hidden.transpose(0, 1).contiguous(), wanted.transpose(0, 1).contiguous()
     found: dict[str, tuple[Any, Any]] = {}
 

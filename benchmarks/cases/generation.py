@@ -67,14 +67,14 @@ def _config(model: Path, backend: str, rows: int) -> dict[str, Any]:
 def _prompts(rows: int, shortest: int, longest: int, alike: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(longest)
     lengths = torch.randint(shortest, longest + 1, (rows // alike,), generator=generator).tolist()
-    # Both ends of the range are always there.
+    # Always include both ends of the range.
     lengths[:2] = [shortest, longest]
     different = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     return [prompt for prompt in different for _ in range(alike)]
 
 
 def _metrics(measured: Mapping[str, Any], rows: int) -> dict[str, Metric]:
-    # Greedy answers part where two logits are equal but for rounding.
+    # Greedy responses diverge where two logits differ only by rounding, so some may differ.
     assert measured["equal"] >= 0.99 * rows, (
         f"only {measured['equal']} of {rows} answers are those of transformers"
     )
@@ -106,7 +106,7 @@ def _compare(config: PolicyConfig, prompts: Sequence[Sequence[int]], repeats: in
     longest = max(map(len, prompts))
     right, left, mask = (torch.zeros(len(prompts), longest, dtype=torch.int64) for _ in range(3))
     for row, prompt in enumerate(prompts):
-        # The worker takes prompts padded on the right, transformers on the left.
+        # The worker takes prompts padded on the right, and transformers takes them padded on the left.
         right[row, : len(prompt)] = left[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": right, "input_lengths": mask.sum(1)})
@@ -121,7 +121,7 @@ def _compare(config: PolicyConfig, prompts: Sequence[Sequence[int]], repeats: in
 
     @torch.no_grad()
     def theirs() -> list[list[int]]:
-        # Both sides sample the same number of tokens, whatever these are.
+        # Both sides generate the same number of tokens, whatever these tokens are.
         options = {
             "max_new_tokens": NEW_TOKENS,
             "min_new_tokens": NEW_TOKENS,

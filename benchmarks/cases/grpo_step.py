@@ -39,7 +39,7 @@ HALVES = {
     "dp": "two ranks apart, each on half of the prompts",
     "tp": "two ranks apart, each with a model of half the heads, inner width and vocabulary",
 }
-LOSS_TOLERANCE = 1e-5  # relative; sums in another order
+LOSS_TOLERANCE = 1e-5  # Relative; the sides sum in different orders.
 
 
 def measure(quick: bool) -> Iterator[Point]:
@@ -54,7 +54,7 @@ def measure(quick: bool) -> Iterator[Point]:
         if find_spec("trl")
         else "a loop by hand (TRL is not installed: pip install 'megarl-trainer[bench]')"
     )
-    # Two pools, of which a rank each runs at the same time without being in one group.
+    # Use two pools: one rank of each runs at the same time, without being in one group.
     with tempfile.TemporaryDirectory() as temporary, Ranks() as ranks, Ranks() as others:
         root, count = Path(temporary), 4 if quick else 32
         prompts = prompts_of(write_problems(root / "problems.jsonl", count, 1), count)
@@ -98,7 +98,7 @@ def _model(directory: Path, parts: int = 1) -> Path:
         size: -(-sizes[size] // parts)
         for size in ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     }
-    # Heads keep their size where there are fewer: by default it would follow from their number.
+    # Keep the size of a head if there are fewer heads: by default it would follow from their number.
     tiny.save_model(
         directory, 64, **{**sizes, **divided}, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"]
     )
@@ -143,7 +143,7 @@ def _compare(config: PolicyConfig, task: Task, on_policy: bool, repeats: int) ->
     from benchmarks.grpo_sides import TRL, ByHand, Ours, assert_same
 
     ours = Ours(config, task, on_policy)
-    # Before the first step, while both have the weights on disk.
+    # Compare before the first step, while both sides have the weights that are on disk.
     off = assert_same(ours, AutoModelForCausalLM.from_pretrained(task.model).float())
     other = TRL(task) if find_spec("trl") else ByHand(task)
     lengths: list[int] = []
@@ -176,8 +176,8 @@ def _metrics(measured: Mapping[str, Any], task: Task) -> dict[str, Metric]:
         else:
             metrics |= sides(phase, spent, f"the other's {phase}", other[phase])
     lengths, step = measured["lengths"], ours["step"].wall
-    # each answer's prompt is passed once, and each of its tokens; then log-probabilities, if any, then
-    # training
+    # Each response's prompt is computed once, and so is each of its tokens; log-probabilities, if there are
+    # any, and training follow.
     done = (2 if "logprobs" in ours else 1) * forward_flops(config_of(task.model), lengths) + training_flops(
         config_of(task.model), lengths
     )
@@ -215,12 +215,13 @@ def _steps(config: PolicyConfig, task: Task, repeats: int) -> dict[str, Any]:
             dist.barrier()
             results.append(ours.step(turn >= WARM_UP)[1])
             gc.collect()
-        # A step of its own, since recording takes time too.
+        # Record a separate step, because recording takes time too.
         with collectives.Recorded() as recorded:
             ours.step(counts=False)
         alone = collectives.send(recorded.found, repeats)
     ours.worker.backend.close()
-    # Numbers of the first step: later ones have grown the rounding of sums in another order.
+    # Return the numbers of the first step: in later ones, rounding differences from other orders of summation
+    # have grown.
     return {
         "ours": ours.phases.spent,
         "collectives": alone,
@@ -264,7 +265,7 @@ def _of_layout(
         AssertionError: loss or gradient norm of the first step differ by more than rounding.
     """
     pairs = zip(ranks[0]["numbers"], alone[0]["numbers"], strict=True)
-    # A loss near 0 has no relative difference that says anything.
+    # Divide by at least 1, because a relative difference means nothing for a loss near 0.
     off = max(abs(one - other) / max(abs(other), 1.0) for one, other in pairs)
     assert off < LOSS_TOLERANCE, (
         f"loss and gradient norm {ranks[0]['numbers']} are not those of one rank, {alone[0]['numbers']}"

@@ -30,7 +30,7 @@ def measure(quick: bool) -> Iterator[Point]:
         moments = {name: settings.format_of(name).zeros(count, CPU) for name in MOMENTS}
         shard = Shard("w", 0, master.bfloat16(), torch.randn(count).bfloat16(), moments, master)
         states = [master, *moments.values()]
-        # Ones and not empty memory: pages that were never written to need not be there.
+        # Fill the memory with ones, because the kernel does not allocate pages that were never written.
         source, target = (
             torch.ones(sum(state.nbytes for state in states), dtype=torch.uint8) for _ in range(2)
         )

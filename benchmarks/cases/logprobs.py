@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.subject import Work
     from megarl.config.policy import PolicyConfig
 
-# of float32, and of matrix products in bfloat16, at log-probabilities around -10
+# These are rounding errors of float32, and of matrix products in bfloat16, for log-probabilities around -10.
 TOLERANCE = {"cpu": 1e-4, "cuda": 0.2}
 
 
@@ -88,7 +88,7 @@ def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tup
     found: dict[str, torch.Tensor] = {}
 
     def ours() -> None:
-        # The first token has none: nothing is before it.
+        # The first token has no log-probability, because nothing precedes it.
         found["worker"] = worker.get_logprobs(data=data)["logprobs"][:, 1:]
 
     def plain() -> None:
@@ -99,7 +99,7 @@ def _compare(config: PolicyConfig, work: Work, repeats: int, device: str) -> tup
 
     spent = spent_in_turn({"worker": ours, "plain": plain}, repeats=repeats, clock=clock_of(device))
     worker.backend.close()
-    # What the sides say about padding is not compared.
+    # Do not compare what the sides return for padding.
     error = float(((found["worker"] - found["plain"]) * batch["token_mask"][:, 1:]).abs().max())
     assert error < TOLERANCE[device], f"log-probabilities differ by {error:.2e}"
     return spent, error
@@ -109,7 +109,7 @@ def _plain(model: Any, ids: Any, device: str) -> Any:
     """Return the log-probabilities [rows, S-1] of one micro-batch."""
     import torch
 
-    # The worker's precision there is bfloat16.
+    # On a GPU the worker computes in bfloat16.
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

@@ -36,7 +36,7 @@ CALLS = 2
 RANKS, QUICK_RANKS = (8, 64, 256, 1024), (8, 1024)
 DEFAULT_SLOT_BYTES = 2**29
 VERSION = 3
-# what torch says of a buffer of device memory, in its real lengths
+# This is torch's description of a buffer in device memory, with realistic lengths.
 _DEVICE = {
     "nbytes": 2**30,
     "storage_handle": bytes(66),
@@ -63,7 +63,7 @@ _MAILBOX = {
     "name": "0" * 5,
     "token": "0" * 32,
 }
-# of a group whose handle the driver carries
+# These entries belong to a group whose handle travels through the driver.
 _CARRIED = {"round": 0, "mailbox": _MAILBOX}
 
 
@@ -216,7 +216,7 @@ def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int, exper
     rows = tensor.shape[0]
     expert = _EXPERT.search(tensor.name)
     if expert is not None and experts:
-        # the first ranks have one more where they are not as many
+        # If the experts do not divide evenly, the first ranks have one more.
         first, more = rank * (experts // ranks) + min(rank, experts % ranks), rank < experts % ranks
         return None if first <= int(expert[1]) < first + experts // ranks + more else Slice(0, 0, 0)
     if module in ("k_proj", "v_proj"):
@@ -225,7 +225,7 @@ def _slice_read(tensor: TensorInfo, key_heads: int, rank: int, ranks: int, exper
     if module in ("embed_tokens", "lm_head"):
         share = -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // ranks
         start, stop = min(rank * share, rows), min((rank + 1) * share, rows)
-        # a rank that has padding alone reads nothing
+        # A rank that has only padding reads nothing.
         found = Slice(0, start, stop - start) if stop > start else Slice(0, 0, 0)
     elif module in (
         "q_proj",
@@ -273,7 +273,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
     architecture = architecture_of(layout)
     padded = padded_vocab_size(architecture.vocab_size, layout.tensor)
     shapes = {tensor.name: tensor for tensor in manifest.tensors}
-    # Ranks behind these have the same places again.
+    # Further ranks only repeat the positions of these.
     ranks = range(math.lcm(layout.tensor, layout.expert, layout.engine))
     everybody = {
         Beside(rank % layout.tensor, 0, rank % layout.expert, rank % layout.engine) for rank in ranks
@@ -292,7 +292,7 @@ def moved(manifest: Manifest, layout: Layout, wanted: Sequence[Mapping[str, Slic
         holders = cut * (layout.expert if of_expert else 1)
         sources = {Reach.OWN: 1, Reach.TENSOR: cut, Reach.ALL: holders}[reach]
         nbytes = sum(shapes[part.name].nbytes for part in rule.parts)
-        # A rank has one of the equal shards already.
+        # A rank already has one of the equal shards.
         gathered += nbytes * (sources - 1) // sources
         whole += nbytes * (holders - 1) // holders
     names = {name for slices in wanted for name in slices}
@@ -409,7 +409,7 @@ def driver_of(
     from megarl.models.policy.lm_policy import Policy
     from megarl.weight_sync.slices import slices_digest
 
-    # Without its constructor, which starts workers.
+    # Do not call the constructor, which starts workers.
     policy = object.__new__(Policy)
     slices = slices or ({},) * engine_ranks
     digests = [slices_digest(own) for own in slices]
@@ -477,7 +477,7 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
     from megarl.algorithms.refit import refit_policy_generation
 
     groups: list[Any] = [policy.worker_group, generation.worker_group]
-    # asked of the workers once
+    # The driver asks the workers for the manifest once, so read it before the counts are reset.
     _ = policy._manifest
     for group in groups:
         group.reset()
@@ -489,7 +489,7 @@ def counted(policy: Policy, generation: EngineGroup, way: str) -> Counted:
         policy.offload_after_refit()
         generation.prepare_for_generation(tags=["kv_cache"])
     else:
-        # a number that is drawn takes more or fewer bytes
+        # Fix the random number, because the size of a message depends on it.
         with mock.patch("secrets.randbits", return_value=2**61):
             refit_policy_generation(policy, generation, colocated_inference=way == "hand over")
     if generation.version != VERSION:

@@ -85,7 +85,7 @@ VIEWS = frozenset(
         "view_as",
     )
 )
-# Each gives the host a number, or makes a tensor whose shape depends on values.
+# Each of these operations returns a number to the host, or creates a tensor whose shape depends on values.
 HANDED_OVER = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"))
 
 
@@ -99,7 +99,7 @@ class Count:
 
 def _place() -> str:
     """Return the file and line of this project or of Megatron-Core that called torch."""
-    # Without the frames of this function and of the mode that called it.
+    # Leave out the frames of this function and of the dispatch mode that called it.
     for frame in reversed(traceback.extract_stack()[:-2]):
         if "/torch/" not in frame.filename and not frame.filename.endswith(
             ("benchmarks/cases/operations.py", "cuda_redirect.py")
@@ -182,7 +182,7 @@ def measure(quick: bool) -> Iterator[Point]:
             }
     finally:
         pool.close()
-    # Yielded before they are checked: a result that fails still shows its counts.
+    # Yield the counts before they are checked, so that a result that fails still shows them.
     for sequences, found in counts.items():
         yield Point(
             {"sequences": sequences, "tokens": TOKENS},
@@ -347,7 +347,7 @@ def _counted_of(worker: Any, config: PolicyConfig, sequences: int) -> dict[tuple
 
 
 def _warm_count(call: Callable[[], Any]) -> Count:
-    # The first call makes caches and buffers that later ones find.
+    # The first call creates caches and buffers that later calls reuse.
     call()
     with counting() as count:
         call()
@@ -417,7 +417,7 @@ def _stand_in(
     return output
 
 
-# An operator of its own, inside of which the mode is off: it counts as one operation.
+# Make this one operator, inside of which the dispatch mode is off, so that it counts as one operation.
 @torch.library.custom_op("megarl_benchmarks::varlen", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float
@@ -445,14 +445,14 @@ def _backward(
 
 
 def _runs(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    with torch._C.DisableTorchFunction():  # what happens inside a kernel is not counted
+    with torch._C.DisableTorchFunction():  # Do not count what happens inside a kernel.
         limits = offsets.tolist()
     for first, last in itertools.pairwise(limits):
         yield tuple(tensor[first:last] for tensor in tensors)
 
 
 def _whole(run: Sequence[Tensor]) -> list[Tensor]:
-    # [T, H, D] to [1, H, T, D].
+    # Turn [T, H, D] into [1, H, T, D].
     return [tensor.transpose(0, 1)[None].contiguous() for tensor in run]
 
 
@@ -464,7 +464,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _pull_back(ctx: Any, gradient: Tensor, unused: Tensor) -> tuple[Any, ...]:
     query, key, value, output, logsumexp, offsets = ctx.saved_tensors
-    # Offsets and scale have no gradient.
+    # Offsets and scale have no gradients.
     return (*_backward(gradient, query, key, value, output, logsumexp, offsets, ctx.scale), None, None)
 
 

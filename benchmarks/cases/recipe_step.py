@@ -35,7 +35,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     section = config["policy"]
     init_ray(log_to_driver=False)
     with ExitStack() as stack:
-        # First on the stack, so that Ray ends last.
+        # Put this on the stack first, so that Ray is shut down last.
         stack.callback(ray.shutdown)
         peak = _peak(options.device)
         tokenizer = get_tokenizer(
@@ -74,7 +74,7 @@ def batch_for(policy: Mapping[str, Any], longest: int, vocabulary: int) -> Batch
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     rows = policy["train_global_batch_size"]
-    # A sequence of one token has no target.
+    # Make every sequence at least two tokens long, because one token alone has no target.
     lengths = torch.tensor(
         [max(2, length) for length in draw_lengths(Profile(longest // 2, longest), rows, seed=0)]
     )
@@ -117,7 +117,7 @@ def _phases(policy: Any, batch: Any, repeats: int) -> dict[str, list[float]]:
     for turn in range(1 + repeats):
         begun = time.perf_counter()
         for name, (prepare, call) in calls.items():
-            # Getting ready counts for the step, not for its phase.
+            # Preparing counts for the step, but not for its phase.
             prepare()
             called = time.perf_counter()
             call()

@@ -40,7 +40,7 @@ from megarl.weight_sync.session import WeightReceiver, WeightSender
 from megarl.weight_sync.transfer_group import TransferGroup
 
 COUNTS = (300, 10_000)
-# of both buffers
+# This is the size of both buffers together.
 BUFFER_GIB = 0.125
 CALLS = 3
 """Calls per sample. A handover takes only some milliseconds, and a process that wakes up late costs a tenth
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 def measure_handover(quick: bool) -> Iterator[Point]:
     """Yield one point for each number of tensors, with an engine on the same device."""
-    # thousands of handles are more than a process may have open files
+    # Thousands of handles would be more files than a process may open.
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group(
@@ -158,7 +158,7 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         target=_handover_engine, args=(there, senders["refit"].manifest.description()), daemon=True
     )
     engine.start()
-    # Its start is not measured.
+    # Wait for the engine, so that its start is not measured.
     connection.recv()
     actions = {
         "flat": lambda: target.copy_(weights.flat),
@@ -166,10 +166,11 @@ def _handed_over(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
         "singly": lambda: _refit("singly", senders, connection),
     }
     try:
-        # the first one alone takes memory
+        # Only the first refit allocates memory.
         memory = peak_of(actions["refit"])
         seconds = in_turn(actions, repeats=repeats, calls=CALLS, collect=True)
-        # in turns of its own: PyTorch's manager clears its files away while what comes next runs already
+        # Measure this separately, because PyTorch's manager still removes its files while the next action
+        # runs.
         seconds |= in_turn(
             {"each": lambda: _one_handle_each(weights.named, connection)}, repeats=repeats, collect=True
         )
@@ -185,7 +186,7 @@ def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -
     """Send all groups as the driver does: each group is acknowledged before the group after the next is
     written."""
     sender = senders[way]
-    # names do not leave the driver, which has a manifest too
+    # Take the sender's manifest: the driver has one too, so that names do not leave it.
     manifest, room = sender.manifest, sender.begin(1)
     waiting = 0
     for group in manifest.groups(room):
@@ -198,8 +199,8 @@ def _refit(way: str, senders: dict[str, WeightSender], connection: Connection) -
 
 
 def _one_handle_each(weights: dict[str, Tensor], connection: Connection) -> None:
-    # Clones: share_memory_ works in place, and a weight that is shared already would cost nothing the next
-    # time.
+    # Clone the tensors: share_memory_ works in place, and a weight that is already shared would cost nothing
+    # the next time.
     copies = {name: tensor.clone().share_memory_() for name, tensor in weights.items()}
     connection.send(("handles", bytes(ForkingPickler.dumps(copies))))
     _expect(connection, "read")
@@ -234,7 +235,7 @@ def _handover_engine(connection: Connection, description: dict[str, Any]) -> Non
 def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     weights = _RandomWeights(nbytes, count)
     manifest = Manifest.of(weights.singly())
-    # the weights need not be gathered here
+    # The weights are full tensors already, so no memory is needed to gather them.
     room = buffer_bytes(
         BUFFER_GIB, BUFFERS, lists=LIST_BYTES * count, gathered=0, largest=manifest.largest[1]
     )
@@ -251,11 +252,11 @@ def _sent(nbytes: int, count: int, repeats: int) -> dict[str, Metric]:
     made: list[WeightBroadcaster] = []
 
     def first() -> None:
-        # Made while memory is measured, since it takes the buffers.
+        # Create the broadcaster while memory is measured, because it allocates the buffers.
         made.append(WeightBroadcaster(group, manifest))
         _ordered(orders, "refit", lambda: made[0].send(weights.delivery(), 0))
 
-    # the first one alone takes memory
+    # Only the first refit allocates memory.
     memory = peak_of(first)
     actions = {
         "flat": lambda: _ordered(orders, "flat", lambda: group.broadcast(weights.flat).wait()),

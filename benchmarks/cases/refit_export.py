@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from megarl.config.policy import PolicyConfig
 
 LAYERS, HIDDEN = 8, 64
-# experts of a layer; times the width of an expert it is always about the same
+# These are experts per layer. Their number times their width is always about the same.
 EXPERTS = (12, 125)
 WIDTHS = 10_920
 REPEATS, QUICK_REPEATS = 3, 2
-# that a refit may take, where its memory is measured
+# A refit may take this much where its memory is measured.
 BUFFER_GIB = 0.0625
-# tensor parallel, for experts too
+# These are tensor-parallel sizes, for experts too.
 RANKS = (1, 2)
 
 
@@ -64,7 +64,7 @@ def _save_mixture(directory: Path, experts: int) -> Path:
         vocab_size=64,
         hidden_size=HIDDEN,
         intermediate_size=HIDDEN,
-        # Even, because two tensor-parallel ranks cut it.
+        # Make the width even, because two tensor-parallel ranks shard it.
         moe_intermediate_size=2 * round(WIDTHS / experts / 2),
         num_experts=experts,
         num_experts_per_tok=2,
@@ -98,7 +98,7 @@ def _metrics(
         "memory": Metric.of("MiB above the model, the rank that takes most", [memory]),
         "configured": Metric.of("MiB that a refit may take", [BUFFER_GIB * 1024]),
     }
-    # what ranks send one another is no copy within memory
+    # With several ranks there is no such ratio, because sending between ranks is not a copy within memory.
     for way, name in (("stream", ""), ("laid", "laid_")) if ranks == 1 else ():
         beyond = [
             1e6 * (one - flat) / tensors for one, flat in zip(seconds[way], seconds["flat"], strict=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LAYERS, EXPERTS = 3, (8, 128)
 REPEATS, QUICK_REPEATS = 5, 2
-# weights that come at once
+# The engine gets this many weights at once.
 GROUP = 1000
 
 
@@ -42,7 +42,7 @@ def measure(quick: bool) -> Iterator[Point]:
     from converters.mapping.rules import hf_tensors
     from megarl.weight_sync.plan import TensorInfo
 
-    # as vLLM's runner for CPUs has it
+    # vLLM's runner for CPUs replaces these functions in the same way.
     torch.accelerator.empty_cache = torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.set_num_threads(1)
     for experts in EXPERTS:
@@ -66,7 +66,7 @@ def measure(quick: bool) -> Iterator[Point]:
         ]
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             model_config.save_pretrained(directory)
-            # No weights on disk and no tokenizer: the reload brings all weights.
+            # There are no weights on disk and no tokenizer, because the reload brings all weights.
             options = {
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
@@ -77,7 +77,7 @@ def measure(quick: bool) -> Iterator[Point]:
                 model=directory, dtype="bfloat16", kv_cache_memory_bytes=2**24, **options
             ).create_engine_config()
             stack.enter_context(set_current_vllm_config(config))
-            # vLLM's groups are made once a process, for both sizes.
+            # Create vLLM's groups only once per process, for both sizes.
             if not torch.distributed.is_initialized():
                 init_distributed_environment(1, 0, f"file://{Path(directory) / 'store'}", 0, "gloo")
                 initialize_model_parallel(1)
@@ -109,7 +109,7 @@ def _metrics(model: Any, model_config: Any, tensors: Sequence[TensorInfo], repea
             way()
         calls[name] = loader.call_count
         found[name] = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        # So that the second way cannot pass with what the first has left.
+        # Clear the weights, so that the second way cannot pass with what the first has left.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -130,7 +130,7 @@ def _reload(model: Any, model_config: Any, stacks: Any, weights: Sequence[tuple[
     """Load the weights as an engine's rank does in a refit on the policy's device."""
     from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
 
-    # Without its constructor: the attributes below are all that loading uses.
+    # Do not call the constructor: the attributes below are all that loading uses.
     engine: Any = SharedMemoryEngine.__new__(SharedMemoryEngine)
     engine.model, engine.model_config, engine.device = model, model_config, torch.device("cpu")
     engine._stacks, engine._reads = stacks, {}

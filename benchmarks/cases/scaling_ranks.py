@@ -41,7 +41,7 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
                 measured = ranks.run(
                     layout.ranks, compare_steps, policy, work, layout, ("fsdp2",), repeats, options.device
                 )
-                # The first layout is that of one rank.
+                # The first layout is that of a single rank.
                 alone = alone or measured
                 yield Point(
                     {"backend": backend, "ranks": layout.ranks}, _metrics(measured, alone, options.device)
@@ -56,8 +56,8 @@ def _metrics(ranks: Sequence[Measured], alone: Sequence[Measured], device: str) 
     assert off < TOLERANCE[device], f"losses differ by {off:.2e} from those of one rank"
     to_one_rank = Metric.ratio("core-seconds of one rank", worker.cpu, single.cpu)
     if len(ranks) > len(os.sched_getaffinity(0)):
-        # how ranks wait for a core is the machine's to say: on two cores the same code took 3.1 and 4.8 times
-        # as much
+        # With fewer cores than ranks, the machine decides how ranks wait for a core: on two cores the same
+        # code took 3.1 and 4.8 times as much.
         to_one_rank = Metric.of(
             "ratio, not judged with fewer cores than ranks, to core-seconds of one rank", to_one_rank.samples
         )

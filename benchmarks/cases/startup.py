@@ -52,8 +52,8 @@ trainer = GRPOTrainer(
 trainer.train()
 open(out + "/done", "w").write("1")
 """
-# the least that a run with Ray can take: a driver and a worker that load their libraries at the same time,
-# and nothing else
+# This program does the least that a run with Ray needs: a driver and a worker load their libraries at the
+# same time, and do nothing else.
 _RAY = """
 import importlib, sys
 import ray
@@ -74,7 +74,7 @@ ray.get(ready)
 open(out + "/done", "w").write("1")
 """
 _MODEL = "transformers.models.qwen2.modeling_qwen2"
-# What driver and worker import, by the name of the limit.
+# For each limit, these are the modules that the driver and the worker import.
 _LIMITS = {
     "Ray and megarl's modules": (
         "transformers.models.auto.tokenization_auto megarl.models.policy.lm_policy",
@@ -111,7 +111,7 @@ def measure(quick: bool) -> Iterator[Point]:
     )
     for name in (*limits, *commands):
         found = _metrics(costs[name], costs["python -c pass"], "an empty interpreter")
-        # a limit is not megarl's to keep
+        # A limit has no ratios, because it is not megarl's code.
         yield Point(
             {"command": name},
             found if name in commands else {key: found[key] for key in found if not key.endswith("ratio")},
@@ -137,11 +137,11 @@ def _runs(work: Path, repeats: int) -> Iterator[Point]:
     actions |= {name: _ray(work, model, *modules) for name, modules in _LIMITS.items()}
     if not has_trl:
         actions["import torch"] = _until_exit([sys.executable, "-c", "import torch"])
-    costs = _in_turn(actions, repeats, warm_up=0)  # commands have read the files before
+    costs = _in_turn(actions, repeats, warm_up=0)  # The commands above have already read the files.
     against, what = ("trl", "TRL's trainer") if has_trl else ("import torch", "import torch")
     for name in actions:
         found = _metrics(costs[name], costs[against], what)
-        # a limit is not megarl's to keep
+        # A limit has no ratios, because it is not megarl's code.
         yield Point(
             {"run": name},
             found
@@ -248,12 +248,12 @@ def _cost(command: Sequence[str], sign: Path | None, *, ends: bool) -> Cost:
     before, started, parts = os.times(), time.perf_counter(), dict[str, float]()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile() as said:
-        # In a session of its own, so that a kill reaches all that it started.
+        # Start a new session, so that a kill reaches all processes of the command.
         process = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         if ends:
-            # os.times counts children that were waited for.
+            # os.times counts only children that were waited for.
             code = process.wait(_LONGEST)
             wall, after = time.perf_counter() - started, os.times()
             cpu = after.children_user + after.children_system - before.children_user - before.children_system
@@ -275,11 +275,11 @@ def _watch(process: subprocess.Popen[bytes], sign: Path, started: float) -> tupl
     seen: dict[int, tuple[str, float]] = {}
     root, looked, code = psutil.Process(process.pid), 0.0, 0
     while not (sign.is_file() and sign.stat().st_size):
-        # a look costs some milliseconds of a core that the program may want
+        # Look only now and then, because a look takes some milliseconds of a core that the program may need.
         if time.perf_counter() - looked > _LOOK_EVERY:
             _look(root, seen)
             looked = time.perf_counter()
-        # It may end right after it has written the sign.
+        # The process may end right after it has written the sign.
         if process.poll() is not None and not (sign.is_file() and sign.stat().st_size):
             code = process.returncode or 1
             break
@@ -297,9 +297,10 @@ def _look(root: psutil.Process, seen: dict[int, tuple[str, float]]) -> None:
         for each in (root, *root.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times, before = each.cpu_times(), seen.get(each.pid, ("", 0.0))[0]
-                # a worker that has ended and was not waited for has no command line
+                # Remember the kind, because a worker that has ended and was not waited for has no command
+                # line.
                 is_worker = before == "workers" or "WorkerShell" in " ".join(each.cmdline())
-                # Without the seconds of its children, each of which is seen itself.
+                # Leave out the seconds of its children, each of which is counted itself.
                 seen[each.pid] = (
                     "driver" if each == root else "workers" if is_worker else "ray",
                     times.user + times.system,

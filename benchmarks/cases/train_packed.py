@@ -24,7 +24,7 @@ LONGEST = 160
 ROWS = 16
 ROWS_AT_ONCE = 4
 WAYS = ("padded", "dynamic", "packed")
-# float32, the sums in another order
+# This allows for float32 sums in different orders.
 TOLERANCE = 1e-5
 
 
@@ -49,7 +49,7 @@ def measure(quick: bool) -> Iterator[Point]:
 def scaled_lengths(profile: str) -> list[int]:
     """Return ``ROWS`` lengths of a profile, scaled down to at most ``LONGEST``."""
     chosen = PROFILES[profile]
-    # A sequence of one token has no target.
+    # Make every sequence at least two tokens long, because one token alone has no target.
     return [max(2, length * LONGEST // chosen.longest) for length in draw_lengths(chosen, ROWS, seed=0)]
 
 
@@ -115,11 +115,12 @@ def _compare(configs: Sequence[PolicyConfig], lengths: Sequence[int], repeats: i
             "sample_mask": torch.ones(ROWS),
         }
     )
-    # One worker for all ways, on the same weights; it reads how to batch from its configuration at each call.
+    # Use one worker with the same weights for all ways of batching; it reads the way from its configuration
+    # at each call.
     worker = MegatronPolicyWorker(configs[0], None, init_reference_model=False)
     shards = [shard_batch(batch, config, 1, phase="train", global_batch=ROWS).shards[0] for config in configs]
     measured: dict[str, list[float]] = {key: [] for way in WAYS for key in (way, f"{way}_loss")}
-    # Losses first, since a step changes the weights.
+    # Compute the losses first, because a step changes the weights.
     with collector_off():
         for way, config, shard in zip(WAYS, configs, shards, strict=True):
             worker.cfg = config

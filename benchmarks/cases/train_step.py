@@ -35,7 +35,8 @@ def measure(quick: bool, options: Options) -> Iterator[Point]:
     with tempfile.TemporaryDirectory() as directory, Ranks(options.device) as ranks:
         for size, model, works in _sizes(quick, options, Path(directory)):
             for backend in BACKENDS:
-                # what is paid for each weight and call is where layouts differ most
+                # With the size "tokens" one layout is enough: layouts differ most in what is paid per weight
+                # and per call.
                 for layout in (
                     (options.layout,) if options.layout else LAYOUTS[:1] if size == "tokens" else LAYOUTS
                 ):

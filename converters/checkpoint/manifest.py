@@ -200,7 +200,7 @@ class TensorHashes:
         """Add rows of a tensor to its hash: those from ``start`` on, or the next rows if ``start`` is
         None."""
         held = self._held[name]
-        # Hold the rows until it is their turn: the hash is over rows in order, while a fused parameter is
+        # Buffer rows that arrive out of order: the hash is over rows in order, while a fused parameter is
         # written in the order of its heads.
         held[self._taken[name] if start is None else start] = rows.contiguous()
         while self._taken[name] in held:

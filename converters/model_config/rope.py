@@ -95,8 +95,8 @@ def read_rope(
 
 
 def rotary_disagreements(config: Config) -> list[str]:
-    """Return the rotary parameters with which vLLM would compute a different model from transformers, each
-    with the reason."""
+    """Return the rotary-embedding parameters that vLLM interprets differently from transformers, each with
+    the reason."""
     parameters = _parameters(config)
     return [
         (

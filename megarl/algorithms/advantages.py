@@ -105,7 +105,7 @@ def group_advantages(
     # The rewards of a group that agrees may differ from their mean by rounding only; dividing that by itself
     # would turn noise into an advantage.
     agreed = _agreed(deviation, group_mean)
-    # Use where, because the reward of an invalid row may be NaN.
+    # Mask by torch.where instead of a product: the reward of an invalid row may be NaN, and NaN * 0 is NaN.
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
@@ -215,7 +215,8 @@ def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
-    """Check the result of a custom estimator, and return it with 0 where nothing is trained on."""
+    """Check the advantages that a custom estimator returned, and return them with 0 at tokens that are not
+    trained on."""
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -68,8 +68,8 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float,
             Key(
-                "with ``reward_model``: weight of ``env``'s reward, which is still reported as the "
-                "accuracy; 0 for the score alone.",
+                "with ``reward_model``: weight of ``env``'s reward in the sum with the reward model's "
+                "score; 0 takes the score alone. ``env``'s reward is reported as the accuracy in any case.",
                 default=1.0,
             ),
         ]

@@ -63,8 +63,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "value the state after a truncated response by the critic; false values it as 0, as after "
-                "a complete response, so that the response gets only the reward of its sampled part.",
+                "bootstrap from the critic's value of the state after a truncated response; false takes 0 "
+                "there, as after a complete response.",
                 default=False,
             ),
         ]
@@ -105,7 +105,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "number of passes of the critic, likewise; ``ppo_epochs`` when absent.",
+                "number of passes of the critic over all global batches of a step; ``ppo_epochs`` when "
+                "absent.",
                 AT_LEAST_1,
                 follows="ppo_epochs",
             ),

@@ -226,8 +226,8 @@ class ReadyFirst(ValidatesBeside):
             raise other_schedule(directory, len(batches), "in_order")
 
     def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
-        """Continue with the groups that ``save`` wrote: those that were in progress are sampled again, by
-        their seeds.
+        """Continue with the groups that ``save`` wrote; sample those that were in progress again, with the
+        same seeds.
 
         Args:
             groups: see ``groups_of``.

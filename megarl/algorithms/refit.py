@@ -94,8 +94,8 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
     Raises:
         RefitError: the engines and the policy did not connect.
     """
-    # The group has the engines' ranks and one of the policy, however many pipeline stages send one after
-    # another.
+    # The group has all ranks of the engines and one rank for the policy, which its pipeline stages take one
+    # after another; so their number does not matter.
     size = generation.ranks + 1
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()

@@ -121,9 +121,9 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "prompts of a validation set that are generated in one call; null for the whole set. A "
-                "policy that generates itself still samples ``policy.generation_batch_size`` responses at "
-                "a time.",
+                "prompts of a validation set whose responses are generated in one call; null for the whole "
+                "set. Without a rollout engine, the policy still samples ``policy.generation_batch_size`` "
+                "responses at a time.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -490,8 +490,8 @@ class Sampled(Algorithm):
 
 
 def rows_of_a_round(section: PolicyConfig, replicas: int) -> int:
-    """Return the rows that all data-parallel replicas of a model process at once; a global batch has a
-    multiple of it."""
+    """Return the number of rows that all data-parallel replicas of a model process in one pass; the rows of a
+    global batch are a multiple of it."""
     planned = section["sequence_packing"]["enabled"] or section["dynamic_batching"]["enabled"]
     return replicas * (1 if planned else section["train_micro_batch_size"])
 

@@ -12,7 +12,7 @@ from megarl.algorithms.supervised import Supervised, SupervisedConfig
 
 
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning."""
+    """Configuration of supervised fine-tuning."""
 
 
 class SFT(Supervised):

@@ -220,15 +220,15 @@ class EmptySteps:
     in_a_row: int = field(default=0, init=False)
 
     def look(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> None:
-        """Check a batch before it is trained on.
+        """Check that a batch has a token to train on, before it is trained on.
 
         Args:
             batch: the batch of a step, with its masks.
             samples: the same rows, with ``truncated`` and ``masked`` [B] bool.
-            step: its number.
+            step: number of the step.
 
         Raises:
-            BatchError: nothing counts, as in the steps before.
+            BatchError: all tokens are masked, in this batch and in those of the ``most`` - 1 steps before.
         """
         from megarl.models.engine.microbatches import under_mask
 

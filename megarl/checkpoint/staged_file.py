@@ -120,7 +120,8 @@ def open_staged(source: Path) -> dict[str, StagedFile]:
 def tensor_at(
     memory: mmap.mmap | None, place: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return the tensor at an address in memory, in a storage that holds nothing else."""
+    """Return the tensor at byte offset ``place`` of the memory, in a storage that holds nothing else.
+    ``memory`` is None only for an empty tensor."""
     import torch
 
     size = math.prod(shape) * dtype.itemsize

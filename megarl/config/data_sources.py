@@ -103,15 +103,16 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "DPO and reward models: field with the better answer: text, a number, messages that follow "
-                "the prompt, or a conversation, "
-                "whose last turn is the answer; ``prompt_key`` is absent where the fields of both answers "
-                "hold conversations."
+                "DPO and reward models: field with the chosen answer: text, a number, messages that follow "
+                "the prompt, or a conversation that ends with the answer. Omit ``prompt_key`` if both "
+                "answers are whole conversations."
             ),
         ]
     ]
     rejected_key: NotRequired[
-        Annotated[str, Key("DPO and reward models: field with the worse answer, likewise.")]
+        Annotated[
+            str, Key("DPO and reward models: field with the rejected answer, in the forms of ``chosen_key``.")
+        ]
     ]
     tools_key: NotRequired[
         Annotated[
@@ -193,11 +194,17 @@ class ValidationSource(DataSource):
         ]
     ]
     val_top_p: NotRequired[
-        Annotated[float, Key("``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)]
+        Annotated[
+            float, Key("``top_p`` of this set; ``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)
+        ]
     ]
     val_top_k: NotRequired[
         Annotated[
-            int | None, Key("``policy.generation.val_top_k`` when absent; null keeps all tokens.", AT_LEAST_1)
+            int | None,
+            Key(
+                "``top_k`` of this set; ``policy.generation.val_top_k`` when absent; null keeps all tokens.",
+                AT_LEAST_1,
+            ),
         ]
     ]
 

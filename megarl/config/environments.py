@@ -283,11 +283,11 @@ class EnvConfig(RewardOptions):
             Literal["raise", "zero", "mask"],
             Key(
                 "what happens to a response on which the reward function raises, returns no finite number "
-                "or dies: ``zero`` scores it 0; ``mask`` leaves the sample out of training, so that a "
-                "policy may learn to break the function; ``raise`` ends the run. Failures that no response "
-                "can cause (a scorer that does not reply, a process killed by others, a failed import, a "
-                "full machine) are masked unless ``raise``. A function that fails on every response of a "
-                "batch ends the run, as do three batches in a row without a score.",
+                "or dies: ``zero`` scores it 0; ``mask`` leaves it out of training (a policy may then "
+                "learn to break the function); ``raise`` ends the run. Failures that no response can cause "
+                "(a scorer that does not reply, a process killed by others, a failed import, a machine "
+                "without memory) are masked, except with ``raise``. The run also ends if the function "
+                "fails on every response of a batch, or after three batches in a row without a score.",
                 default="zero",
             ),
         ]

@@ -26,7 +26,8 @@ _FirstMoment: TypeAlias = Annotated[
     ),
 ]
 _SecondMoment: TypeAlias = Annotated[
-    MomentDtype, Key("dtype of the second moment, likewise.", default="float32")
+    MomentDtype,
+    Key("dtype of the second moment of Adam and AdamW; values as of ``exp_avg_dtype``.", default="float32"),
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
@@ -516,9 +517,9 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["none", "aux_loss", "seq_aux_loss"],
             Key(
-                "load-balancing loss of the routers: ``aux_loss`` over the global batch (one more forward "
-                "pass of each micro-batch counts the tokens of each expert), ``seq_aux_loss`` over each "
-                "sequence.",
+                "load-balancing loss of the routers: ``aux_loss`` balances the global batch, and costs one "
+                "more forward pass of each micro-batch, which counts the tokens of each expert; "
+                "``seq_aux_loss`` balances each sequence.",
                 default="none",
             ),
         ]
@@ -794,7 +795,7 @@ class PolicyConfig(TypedDict):
     enabled, FSDP1 is used."""
 
     model_name: Annotated[str, Key("Hugging Face id or local directory.")]
-    tokenizer: Annotated[TokenizerConfig, Key("the tokenizer.")]
+    tokenizer: Annotated[TokenizerConfig, Key("the tokenizer and its chat template.")]
     trust_remote_code: NotRequired[
         Annotated[bool, Key("run Python code that comes with the model (default false).", default=False)]
     ]

@@ -54,13 +54,13 @@ def updated(page: str, name: str, configs: Path) -> str:
     """Return the text of a page with its generated table replaced by the current one.
 
     Args:
-        page: the text, with ``<!-- generated: TABLE -->`` and ``<!-- end: TABLE -->`` around the table in
-            ``PAGES``.
+        page: the text, in which the table that ``PAGES`` names for it is between the lines ``<!-- generated:
+            TABLE -->`` and ``<!-- end: TABLE -->``.
         name: file name of the page.
         configs: recipe directory.
 
     Raises:
-        ValueError: the page does not have each of these lines once.
+        ValueError: one of these lines is missing or repeated.
     """
     table = PAGES[name]
     begin, end = _BEGIN.format(table), _END.format(table)

@@ -127,7 +127,9 @@ class MlflowConfig(TypedDict):
     """MLflow."""
 
     experiment_name: Annotated[str, Key("the experiment; created if the server has none of that name.")]
-    run_name: NotRequired[Annotated[str | None, Key("name of the run there; null lets MLflow choose one.")]]
+    run_name: NotRequired[
+        Annotated[str | None, Key("name of the run in MLflow; null lets MLflow choose one.")]
+    ]
     tracking_uri: NotRequired[
         Annotated[
             str | None,
@@ -143,7 +145,7 @@ class TrackioConfig(TypedDict):
     """Trackio."""
 
     project: Annotated[str, Key("the project.")]
-    name: NotRequired[Annotated[str | None, Key("name of the run there; a random number is appended.")]]
+    name: NotRequired[Annotated[str | None, Key("name of the run in Trackio; a random number is appended.")]]
     group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
     space_id: NotRequired[
         Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]
@@ -156,7 +158,10 @@ class TensorboardConfig(TypedDict):
     log_dir: NotRequired[
         Annotated[
             str | None,
-            Key("directory of the files; ``tensorboard`` in the logger's directory when absent or null."),
+            Key(
+                "directory of TensorBoard's files; ``tensorboard`` in the logger's directory when "
+                "absent or null."
+            ),
         ]
     ]
 
@@ -177,7 +182,14 @@ class SamplesConfig(TypedDict):
         ]
     ]
     num_validation_samples: NotRequired[
-        Annotated[int | None, Key("samples to keep per validation set, likewise.", AT_LEAST_0, default=64)]
+        Annotated[
+            int | None,
+            Key(
+                "samples to keep per validation set, the first ones; 0 for none, null for all.",
+                AT_LEAST_0,
+                default=64,
+            ),
+        ]
     ]
     period: NotRequired[
         Annotated[
@@ -387,7 +399,10 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for one part of a refit; ``step_s`` when absent.", ABOVE_0, follows="step_s"
+                "maximum seconds for one stage of a refit, such as connecting or sending the weights; "
+                "``step_s`` when absent.",
+                ABOVE_0,
+                follows="step_s",
             ),
         ]
     ]
@@ -406,12 +421,13 @@ class DeadlinesConfig(TypedDict):
             float,
             Key(
                 "minimum time limit of a phase that has been measured, unless the phase's own key is "
-                "smaller. After this long without a reply a phase is ended early if the process of a "
-                "worker is stopped, or if no silent worker has made progress for three quarters of it: "
-                "same position in the code, no use of processor, files or disks, also not by child "
-                "processes. A refit, in which workers wait for engines, is not ended early. The run also "
-                "ends, with exit code 4, if Ray's control process, or the raylet of the driver's node, is "
-                "stopped or silent for 40 s, or 0.7 of this if that is less.",
+                "smaller. It is also the time without a reply after which hangs are looked for. A phase "
+                "ends early if the process of a worker is suspended, or if no silent worker has made "
+                "progress for three quarters of this time: neither a new position in the code nor any use "
+                "of processor, files or disks, child processes included. Refits are exempt, because "
+                "workers wait for engines in them. The run ends with exit code 4 if Ray's control process, "
+                "or the raylet of the driver's node, is suspended or silent for 40 s, or for 0.7 of this "
+                "time if that is less.",
                 ABOVE_0,
                 default=300.0,
             ),
@@ -466,8 +482,9 @@ class ProfilerConfig(TypedDict):
         Annotated[
             list[int] | None,
             Key(
-                "steps to profile, ``[first, stop]``, counted from 1, ``stop`` excluded; null for "
-                "``MEGARL_NSYS_PROFILE_STEP_RANGE`` (``first:stop``), or none.",
+                "steps to profile, ``[first, stop]``, counted from 1, ``stop`` excluded; null reads "
+                "``first:stop`` from ``MEGARL_NSYS_PROFILE_STEP_RANGE``, and profiles nothing if that is "
+                "not set.",
                 default=None,
             ),
         ]
@@ -542,15 +559,17 @@ class RunConfig(TypedDict):
             ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")
         ]
     ]
-    data: Annotated[DataConfig, Key("the data.")]
+    data: Annotated[DataConfig, Key("the data sources, and how their records become prompts.")]
     env: NotRequired[
         Annotated[EnvConfig, Key("the rewards of GRPO and PPO; a distillation only measures them.")]
     ]
-    checkpointing: NotRequired[Annotated[CheckpointingConfig, Key("checkpoints.")]]
+    checkpointing: NotRequired[
+        Annotated[CheckpointingConfig, Key("when checkpoints are written, and which are kept.")]
+    ]
     logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of selected steps.")]]
     debug: NotRequired[Annotated[DebugConfig, Key("debugging aids.")]]
-    cluster: Annotated[ClusterConfig, Key("the machines.")]
+    cluster: Annotated[ClusterConfig, Key("the number of nodes and ranks, and the device that they use.")]
 
 
 Config = dict[str, Any]

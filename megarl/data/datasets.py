@@ -61,8 +61,8 @@ _COLUMNS = {
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
-# Prompt, answer, and the start and end of each span of the answer that is learned, one after another. Without
-# spans the whole answer is learned.
+# Token ids of the prompt, token ids of the answer, and the spans of the answer that are trained on, flattened
+# as start, end, start, end, ... Without spans the whole answer is trained on.
 _Tokens = tuple[list[int], list[int], list[int]]
 
 

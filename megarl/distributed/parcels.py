@@ -101,10 +101,11 @@ class Parcels:
 
 
 class Packer:
-    """Packs rows of a batch. What each column need not send is determined once for all parts of the batch.
+    """Packs rows of a batch for other processes. It determines once, for all parts of the batch, what can be
+    left out of each column, such as padding.
 
     Args:
-        columns: tensors [B, ...], whose dim 1 if any is the sequence, and lists of B items.
+        columns: tensors [B, ...], in which dim 1 (if present) is the sequence, and lists of B items.
     """
 
     def __init__(self, columns: Mapping[str, Any]) -> None:

@@ -144,8 +144,9 @@ def plan_dynamic(
         # sorted keeps the order of equal items, so that all ranks of a run, and a resumed run, make the same
         # plan.
         shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
-        # Groups are sorted, so that the last group of a slot is the longest of any shard. All shards run that
-        # shape, and therefore the same number of micro-batches, so that no collective waits.
+        # A slot has one group for each shard. Groups are in ascending order, so the last one of a slot is the
+        # longest. All shards pad to its length, and so run the same number of micro-batches: otherwise a rank
+        # would wait in a collective without end.
         slot_lengths = [
             padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]
         ]

@@ -144,8 +144,8 @@ class TrainingConsole:
             self._phase.done, self._phase.rest_s = step, remaining_s
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of a validation in their order. If there are several sets, each set (``NAME/...``)
-        gets its own line."""
+        """Print the metrics of a validation in the order of the mapping. If there are several validation
+        sets, each (``NAME/...``) gets its own line."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
         lines: dict[str, dict[str, str]] = {"": {}, **{name: {} for name in sets}}
         for name, value in metrics.items():

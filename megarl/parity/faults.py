@@ -81,7 +81,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
     """Return the functions that a fault changes, each with its new code.
 
     Raises:
-        ConfigError: the module does not contain the text exactly once, or no function contains it.
+        ConfigError: the fault's source text does not occur exactly once in the module, or is outside of any
+            function.
     """
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:

@@ -51,7 +51,7 @@ TASKS = {"arithmetic": "", "calculator": "calculator-"}
 """Tasks, each with the prefix of its two recipes' names."""
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 16_000, 256
 CARELESS_SHARE, GUESS_SHARE = 0.6, 0.7
-# One for every seed of a run, so that all are measured by the same problems.
+# All seeds of a run share this one, so that the same problems measure them.
 VALIDATION_SEED = 1000
 
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     if chosen.backend == "fsdp1" and chosen.adapter != "none":
-        # a rule says so as well, of the second part, minutes later
+        # A rule refuses this too, but only in the second part, minutes later.
         parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; take --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
         parser.error(
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "another family"
         )
     if chosen.asynchronous:
-        # what answers beside training has devices of its own
+        # Engines that sample while the policy trains need their own devices.
         chosen.generation = {"policy": "apart", "vllm": "vllm-apart"}.get(
             chosen.generation, chosen.generation
         )
@@ -222,7 +222,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
 
     from megarl.observe.plots import plot_run
 
-    hugging_face_logging.disable_progress_bar()  # bars of a tiny model's files say nothing
+    hugging_face_logging.disable_progress_bar()  # Progress bars for a tiny model's files are useless.
     started = time.monotonic()
     data, model = directory / "data", directory / "model"
     demonstrations, train, validation = (
@@ -230,7 +230,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         data / "train.jsonl",
         data / "validation.jsonl",
     )
-    # The last file that is made: where it is, all the others are.
+    # This file is made last: if it exists, all the others exist.
     if not validation.exists():
         console.rule(f"seed {seed}: making problems and a tiny {changes.family} model in {directory}")
         data.mkdir(parents=True, exist_ok=True)
@@ -275,7 +275,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
         model=str(exported),
         plot=str(plots[0]),
     )
-    # Last, because a run with this file counts as finished.
+    # Write this file last, because a run that has it counts as finished.
     write_json_atomic(directory / SUMMARY, asdict(summary))
     return summary
 
@@ -285,7 +285,7 @@ def _make_arithmetic(data: Path, model: Path, seed: int, family: str) -> None:
     from megarl.quickstart.material import make_model, write_pairs, write_problems
 
     make_model(model, seed, family)
-    # Another seed, so that GRPO's problems are not those of the demonstrations.
+    # The demonstrations have another seed, so that GRPO's problems differ from theirs.
     write_problems(data / "demonstrations.jsonl", TRAIN_PROBLEMS, seed + 5000, mistake_share=CARELESS_SHARE)
     write_problems(data / "train.jsonl", TRAIN_PROBLEMS, seed)
     write_pairs(data / "pairs.jsonl", TRAIN_PROBLEMS, seed)
@@ -309,7 +309,8 @@ def _check(task: str, exported: Path, before: Path, validation: Path) -> dict[st
     from megarl.quickstart.material import evaluate_checkpoint
 
     if task == "arithmetic":
-        # Three tokens: an answer has one or two digits, a token each, and then the end.
+        # Three tokens are enough: an answer has one or two digits, each of which is a token, and then the
+        # end.
         return {"accuracy_transformers": evaluate_checkpoint(exported, validation, max_new_tokens=3)}
     from megarl.quickstart.calculator import evaluate_conversations
 
@@ -331,7 +332,7 @@ def _train(config: Mapping[str, Any]) -> None:
 
 def _export(run_dir: Path) -> Path:
     """Return the newest Hugging Face model that a run exported."""
-    # By number: as text, step_60 would come behind step_100.
+    # Compare numbers: as text, step_60 would come after step_100.
     return max((run_dir / "hf").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
 
 

@@ -59,10 +59,11 @@ TOOLS: Sequence[Mapping[str, Any]] = (
 
 def _problems(seed: int, split: Split) -> Iterator[tuple[str, str, str, str]]:
     """Yield prompt, expression, answer, and the guess of a pupil without a calculator."""
-    # A text as the seed: another kind of random number of the same seed is another sequence.
+    # The seed is a text that names its use, so that another use of the same seed gives another sequence.
     draw = random.Random(f"products {seed}")
     while True:
-        # products of four digits: a pupil who has copied few shorter ones stumbles over them
+        # Every product has four digits, because a pupil who has copied only a few shorter ones would stumble
+        # over these.
         left, right, name, item = (
             draw.randint(32, 99),
             draw.randint(32, 99),
@@ -93,7 +94,7 @@ def write_products(path: Path, count: int, seed: int, split: Split = "train") ->
 def write_conversations(path: Path, count: int, seed: int, guess_share: float) -> None:
     """Write conversations of a pupil who guesses in a share of the problems, one ``{"messages", "tools"}``
     per line."""
-    # Two generators, so that the problems do not depend on the share.
+    # Use two generators, so that the problems do not depend on the share.
     problems, guesses = _problems(seed, "train"), random.Random(f"guesses {seed}")
     write_lines(path, (_conversation(*next(problems), guesses.random() < guess_share) for _ in range(count)))
 
@@ -122,7 +123,7 @@ def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> No
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    # One seed for all runs, which therefore have one tokenizer.
+    # Use one seed for all runs, so that all of them have the same tokenizer.
     problems = _problems(1, "train")
     rows = [_conversation(*next(problems), guesses=False) for _ in range(2000)]
     texts = list[str]()
@@ -146,7 +147,7 @@ def evaluate_conversations(
         problems_path: file that ``write_products`` wrote.
         with_tool: offer the calculator and let it reply; otherwise the first response counts.
     """
-    # Padded on the left, so that all responses begin in one column.
+    # Pad on the left, so that all responses begin in one column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
     rows = [json.loads(line) for line in problems_path.read_text(encoding="utf-8").splitlines()]
@@ -167,7 +168,7 @@ def evaluate_conversations(
         place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))
     }
     results = {place: int(found[1]) * int(found[2]) for place, found in calls.items()}
-    # The conversation as TEMPLATE writes it, up to the second response.
+    # Write the conversation as TEMPLATE does, up to the second response.
     texts = [
         f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>"
         for place, value in results.items()

@@ -45,7 +45,7 @@ Split = Literal["train", "validation"]
 
 NAMES = ("Tom", "Sara", "Ben", "Mia", "Leo", "Anna")
 ITEMS = ("apples", "books", "coins", "pens", "eggs", "cards")
-_VALIDATION_SHARE = 5  # one prompt in this many belongs to validation
+_VALIDATION_SHARE = 5  # One prompt in this many belongs to validation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def generate_problems(
             f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true "
             "answers only"
         )
-    # A generator of its own, so that the prompts do not depend on the share.
+    # Use a separate generator, so that the prompts do not depend on the share.
     care = random.Random(f"mistakes {seed}")
     return [
         Problem(exercise.prompt, exercise.mistake if care.random() < mistake_share else exercise.answer)
@@ -260,7 +260,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     source = Path(path)
     if not source.is_file():
         raise DataError(f"problems file {str(source)!r} does not exist. Fix: write one with write_problems")
-    # Not splitlines, which would cut a prompt at U+2028 and the like.
+    # Do not use splitlines, which would split a prompt at U+2028 and similar characters.
     lines = source.read_text(encoding="utf-8").split("\n")
     problems = [
         _parse_problem(line, f"{source} line {number}")
@@ -363,7 +363,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# A prime, so that every tensor-parallel degree above one has to pad the vocabulary.
+# The size is a prime, so that every tensor-parallel size above one has to pad the vocabulary.
 VOCABULARY_SIZE = 379
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -406,13 +406,14 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
         texts: texts whose words become tokens.
         marks: additional texts that are one token each. They are not special tokens, so decoding shows them.
     """
-    # Its parts before the model are those with which transformers will read the saved files.
+    # The parts before the model are those with which transformers will read the saved files.
     backend = _qwen2().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        # The marks come on top of these.
+        # The marks are added to these tokens.
         vocab_size=VOCABULARY_SIZE - len(marks),
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
-        # Sorted, because the alphabet comes in another order each time, and with it the numbers of tokens.
+        # Sort the alphabet, which otherwise comes in a different order each time, and with it the ids of the
+        # tokens.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -424,7 +425,7 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
     return tokenizer
 
 
-_POSITIONS = 128  # the longest prompt with its answer takes about a quarter of it
+_POSITIONS = 128  # The longest prompt with its answer takes about a quarter of this.
 
 
 _HYBRID = {
@@ -466,7 +467,7 @@ def make_config(vocab_size: int, pad_token_id: int, eos_token_id: int, family: s
         num_key_value_heads=2,
         max_position_embeddings=_POSITIONS,
         tie_word_embeddings=False,
-        # Wider than the usual 0.02: at this width the model then learns several times faster.
+        # This is wider than the usual 0.02, because at this width the model then learns several times faster.
         initializer_range=0.1,
         pad_token_id=pad_token_id,
         bos_token_id=None,
@@ -489,7 +490,7 @@ def make_model(out_dir: str | Path, seed: int, family: str = "qwen2") -> Path:
 def save_new_model(out_dir: str | Path, seed: int, tokenizer: PreTrainedTokenizerBase, family: str) -> Path:
     """Save a model of ``family`` with the vocabulary of ``tokenizer``, as ``make_model`` does."""
     config = make_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, family)
-    # devices=[]: by default fork_rng keeps the state of every GPU, and starts CUDA for that.
+    # Give devices=[]: by default fork_rng saves the state of every GPU, and starts CUDA for it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

@@ -133,12 +133,12 @@ _SHORT_WORDS = _set_of(
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of one value.
+    """The words that accompany a number in a mathematical answer.
 
     Attributes:
         units: sorted (unit, exponent).
         nouns: other words, in the singular.
-        changes: words that change the value's meaning.
+        changes: words that change the value, such as "dozen".
     """
 
     units: tuple[tuple[str, int], ...] = ()

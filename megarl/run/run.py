@@ -95,8 +95,8 @@ NOT_SAVED = 1
 _FROZEN_BY_PYTHON = 10_000
 """Maximum number of objects that Python itself freezes: 3.12 freezes some hundred at its start, and the
 imports of a run create some hundred thousand."""
-# With Python's own threshold, a step of 1,024 responses had 450 collections, which took 3 to 11 ms of the
-# driver's 100 ms.
+# With Python's own threshold, a step of 1,024 responses ran the garbage collector 450 times, which took 3 to
+# 11 ms of the 100 ms that the driver spends on such a step.
 _OBJECTS_A_COLLECTION = 50_000
 """New container objects between two runs of the garbage collector."""
 

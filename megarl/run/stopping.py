@@ -119,8 +119,8 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Make the first signal inside the block a request that the block checks for. A second signal ends
-        the run at once."""
+        """Defer the first signal inside the block: it only sets the request, which the block checks. A second
+        signal ends the run at once."""
         self._looping = True
         try:
             yield

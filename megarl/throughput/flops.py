@@ -81,14 +81,14 @@ class ModelFlops:
             window for window, kind in zip(facts.windows, kinds, strict=True) if kind.mixer != "gated_delta"
         )
         query_width, value_width = _head_widths(facts)
-        # a query times a key, and a probability times a value, each two operations an element
+        # A query times a key, and a probability times a value, take two operations per element each.
         pair = 2 * facts.num_attention_heads * (query_width + value_width)
         return cls(
             token=2.0 * (matrices["attention"] + matrices["dense"] + matrices["experts"]),
             dense_mlps=2.0 * matrices["dense"],
             experts=2.0 * matrices["experts"],
             routers=2.0 * matrices["router"],
-            # a head of a critic or a reward model has one output
+            # The head of a critic or a reward model has a single output.
             logits=2.0 * facts.hidden_size * (facts.vocab_size if facts.head is None else 1),
             pairs=tuple((window, float(count * pair)) for window, count in windows.items()),
         )
@@ -161,7 +161,7 @@ class ModelFlops:
             prompt_lengths: [B] tokens of each row's prompt.
             lengths: [B] tokens of each row's prompt and response.
         """
-        # an empty response reads no more than its prompt
+        # An empty response computes no more than its prompt.
         starts, ends = np.asarray(prompt_lengths, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
         read = np.maximum(ends - 1, starts)
         decoded = float((read - starts).sum())

@@ -49,7 +49,7 @@ def known_peak(device_name: str, precision: str) -> float | None:
     if precision not in HALF:
         return None
     words = f" {device_name.replace('-', ' ')} "
-    # the longest name that fits, so that "H100 PCIe" is not taken for "H100"
+    # Take the longest name that fits, so that "H100 PCIe" is not taken for "H100".
     fitting = [name for name in PEAK_TFLOPS if f" {name} " in words]
     return PEAK_TFLOPS[max(fitting, key=len)] * 1e12 if fitting else None
 
@@ -64,13 +64,13 @@ def measured_rate(device: torch.device, precision: str) -> float:
     """
     import torch
 
-    # a GPU reaches its peak in large products only; a CPU would take seconds for one of that size
+    # A GPU reaches its peak only in large products; a CPU would take seconds for one of that size.
     size = 8192 if device.type == "cuda" else 512
     left, right = (torch.ones(size, size, device=device, dtype=getattr(torch, precision)) for _ in range(2))
     out = torch.empty_like(left)
 
     def seconds(calls: int) -> float:
-        # A GPU works in the background: the clock starts when it has nothing left to do.
+        # A GPU works in the background, so start the clock only when it has nothing left to do.
         _wait(device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -78,7 +78,7 @@ def measured_rate(device: torch.device, precision: str) -> float:
         _wait(device)
         return time.perf_counter() - start
 
-    seconds(1)  # chooses and loads a kernel
+    seconds(1)  # This call chooses and loads a kernel.
     calls = max(1, round(_SECONDS / max(seconds(1), 1e-9)))
     return 2.0 * size**3 * calls / min(seconds(calls) for _ in range(_REPEATS))
 

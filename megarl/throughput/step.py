@@ -117,7 +117,7 @@ class StepThroughput:
         model = hardware = 0.0
         for phase, passed in sequences.items():
             took = seconds.get(f"{phase}_s", 0.0)
-            # a phase within another is a part of its time already
+            # The time of the outer phase already includes that of a phase within it.
             if took <= 0 or "/" in phase:
                 continue
             work, extra = self._flops(phase, passed)
@@ -146,7 +146,7 @@ class StepThroughput:
             if self.recomputes
             else 0.0
         )
-        # the policy's adapters are not its critic's
+        # The policy's adapters do not belong to the critic.
         routers, adapters = self.frozen_routers, self.adapters if phase == TRAIN else None
         trained = (
             self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters)

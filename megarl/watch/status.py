@@ -233,7 +233,8 @@ def _progress(state: RunState) -> Text:
 
 
 def _not_finite_text(state: RunState) -> str:
-    """Return the metrics that are NaN or infinite now, oldest first."""
+    """Return a line with the metrics whose latest value is NaN or infinite, starting with the one that has
+    been so longest."""
     # Name the earliest metrics first, because they are nearest to the cause and the others follow from it.
     names = sorted(state.not_finite, key=lambda name: (state.not_finite[name], name))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

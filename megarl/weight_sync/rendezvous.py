@@ -210,13 +210,14 @@ class Rendezvous:
         return self._accepted(verdict, Members(verdict["world_size"], verdict["stages"]))
 
     def judge(self, own: dict[str, Any], members: Members, terms: dict[str, Any]) -> dict[str, Any]:
-        """Accept the members on the policy's first rank as they connect, refuse strangers at once, and send
-        the verdict to all.
+        """Admit the expected members as they connect to the policy's first rank, reject every other
+        connection, and send the result to all.
 
         Args:
             own: values that must be equal on both sides.
             members: the members that must join.
-            terms: further content of the verdict; its ``buffer_bytes`` becomes the minimum over the senders.
+            terms: further settings in the result; its ``buffer_bytes`` becomes the minimum over the sending
+                ranks.
 
         Raises:
             RefitError: a rank is missing, joined twice, or expects something else.

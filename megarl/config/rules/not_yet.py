@@ -29,7 +29,7 @@ UNBUILT_FLAGS = {
 
 
 def unbuilt_flags(view: View) -> Iterator[Violation]:
-    """Refuse switches that must stay off."""
+    """Refuse switches that turn on features which are not implemented."""
     for key, what in UNBUILT_FLAGS.items():
         if view.get(key, False):
             yield Violation(key, True, f"{what} {NOT_YET}", "set it to false")

@@ -88,7 +88,8 @@ def learning_rates(view: View) -> Iterator[Violation]:
     """Require that the learning rate neither starts nor ends above its maximum."""
     _megatron(view)
     largest = view[f"{OPTIMIZER}.lr"]
-    # Megatron-Core's scheduler asserts both, but only in the workers, where a failure would end the run.
+    # Megatron-Core's scheduler asserts that neither exceeds lr, but only in the workers, where a failure
+    # would end the run.
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:

@@ -768,8 +768,8 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """Require the token budgets that are used, each large enough for the longest padded sequence, or for two
-    of them if the records are pairs."""
+    """Require every token budget in use to be set, and to hold the longest padded sequence, or two of them if
+    the records are pairs."""
     longest, together = view["policy.max_total_sequence_length"], _rows_together(view)
     for section in (PACKING, DYNAMIC):
         if not view.get(f"{section}.enabled", False):

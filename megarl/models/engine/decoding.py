@@ -213,8 +213,8 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
     # Use the CPU's generator: it is saved in checkpoints, and gives the same numbers for every device.
     drawn = torch.randint(SEED_RANGE, (rows,))
     box = [drawn + groups.data_rank * 0x9E3779B97F4A7C15 % SEED_RANGE]
-    # The ranks of a replica may have used different amounts of random numbers, so that all take those of the
-    # first rank.
+    # The ranks of a replica may have advanced their random generators differently, so the first rank's seeds
+    # are broadcast to all.
     for group in (groups.tensor, groups.context):
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)

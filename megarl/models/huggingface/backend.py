@@ -206,7 +206,8 @@ class HuggingFaceBackend(ABC):
         # Compute the norm of the loss without its scale. The gradients themselves are divided only if they
         # are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
-        # Check this before the caller decides, because an overflow is caused by the scale, and lowers it.
+        # Let the loss scaler check the norm before the caller does: an overflow means that the scale was too
+        # large, and the scaler then lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):

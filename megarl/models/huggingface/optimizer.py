@@ -243,7 +243,7 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, bound: float | None) ->
             gradient.mul_(factor)
 
 
-# The initial value of torch's own scaler, and its rates of growth and decrease.
+# Defaults of torch's GradScaler: initial scale, growth factor, backoff factor, and growth interval in steps.
 INITIAL = 2.0**16
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 

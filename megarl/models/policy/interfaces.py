@@ -111,7 +111,8 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """End a training phase."""
+        """Mark the end of a training phase, after which an implementation may release what only training
+        needs."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -512,13 +512,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # Refit: sending the weights to an engine that generates.
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Create the group over which weights are sent to engines on other devices. The engines'
+        """Create the process group that broadcasts weights to engines on other devices. The engines'
         ``init_collective`` must be called too.
 
         Args:
-            ip, port: address of the policy's first worker; the IP is on its host. The first worker of each
-                later pipeline stage joins it.
-            world_size: number of ranks of all engines, plus one, whatever the number of stages.
+            ip, port: rendezvous address, on the host of the policy's first worker. The first worker of each
+                later pipeline stage joins at the same address, once the stage before it has sent its weights.
+            world_size: number of ranks of all engines, plus one for the policy, for any number of stages.
 
         Returns:
             Futures, to be awaited together with those of the engines.

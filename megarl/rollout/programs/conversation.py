@@ -50,7 +50,8 @@ class RaisedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remote:
-    """An object of the program that is not a plain value. It only equals itself.
+    """A handle of an object in the program's process that cannot be passed by value. It is equal only to
+    itself.
 
     Attributes:
         number: number under which the program's process stores the object; None if ``builtin`` names it.
