@@ -105,25 +105,22 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
     """Train a configuration, from the run's latest checkpoint if it has one.
 
     Writes into ``run_dir``: ``config.yaml`` (resolved), ``metrics.jsonl``, ``launches.jsonl``,
-    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. However the run ends, the
-    workers are gone afterwards. If a stop is requested (see ``megarl.run.stopping``), it ends after the
-    current step, with a checkpoint. After a loss of workers it continues with new ones from the newest
-    checkpoint, ``cluster.max_restarts`` times.
+    ``checkpoints/step_N`` and, with ``checkpointing.export_hf``, ``hf/step_N``. The workers are gone
+    afterwards, however it ends. A requested stop (``megarl.run.stopping``) ends it after the current step,
+    with a checkpoint. Up to ``cluster.max_restarts`` times, lost workers are replaced by new ones, which
+    continue from the newest checkpoint.
 
     Args:
         config: plain containers; checked, and absent optional keys filled in.
         make_policy: builds the models; None for real policies on Ray.
-        stop_at: unix seconds at which this launch has to be over, saved; None for the end of its Slurm job,
-            if any.
+        stop_at: unix seconds of this launch's end; None for that of its Slurm job, if any.
 
     Returns:
-        The exit code: 0 for a finished run, 75 for a stopped run that continues when it is started again, 130
-            for such a run stopped by Ctrl-C, 1 for a stopped run without checkpoints.
+        0 for a finished run, 75 for a stopped one that continues, 130 after Ctrl-C, 1 without checkpoints.
 
     Raises:
-        MegarlError: the configuration, the data, the model, a checkpoint or a worker is at fault. Faults of
-            configuration, data and model are found before any worker starts.
-        ConversionError: the model cannot be converted; found before any worker starts too.
+        MegarlError: a fault of configuration, data or model, before any worker starts; or of a worker.
+        ConversionError: the model cannot be converted; before any worker starts, too.
     """
     forget_objects()
     config = validate_config(config)
@@ -132,8 +129,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         with phase("machine checked"):
             require_this_machine(config)
     with ExitStack() as stack:
-        # Enter this before the lock, so that it is undone after it: the directory that it removes contains
-        # the lock's file.
+        # Undone after the lock is released: it removes the directory with the lock's file.
         stack.enter_context(_left_as_it_was(run_dir))
         # Lock the directory before anything is written there, because another launch may be running.
         lock = _lock(run_dir, "run_dir", stack)
@@ -141,8 +137,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
-        # Do this before the inputs are read: a template that reads a clock gets today's date if none is
-        # stored.
+        # Do this before inputs are read: a template with a clock gets today's date if none is stored.
         keep_template_date(config, kept_configs(config, run_dir))
         stack.enter_context(recorded_start(run_dir))
         if make_policy is None:
@@ -155,18 +150,17 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 if manager is not None
                 else ResumePoint()
             )
-        # Do this before the file of the earlier launch is overwritten, so that a refused launch leaves that
-        # file alone.
+        # Do this before the earlier launch's file is overwritten: a refused launch leaves it alone.
         report_changes(start, config)
         with _written("run_dir", run_dir):
             _write_config(run_dir, config)
         schedule = _schedule(config, len(inputs.train))
         sampler = _sampler(config, inputs.train, start)
         outcome = stack.enter_context(recorded_launch(run_dir, start.step, schedule.total_steps))
-        # Enter this inside the record of the launch, which then gets the intended exit code.
+        # Enter this inside the record of the launch, which then gets the intended code.
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
-        # Decide the device once: after the loss of a node, auto could select another device.
+        # Decide the device once: after the loss of a node, auto could select another one.
         placed = _with_decided_device(config) if make_policy is None and restarts.most else config
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
@@ -197,7 +191,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
                 manager = None if manager is None else CheckpointManager(config["checkpointing"], lock=lock)
                 start = _point_of_restart(manager, config["checkpointing"]["resume"])
                 restarts.workers_lost(error, start.step)
-            # Make a new sampler at the checkpoint's position: the old one is ahead of it by the lost steps.
+            # The old sampler is ahead of the checkpoint by the lost steps.
             sampler = _sampler(config, inputs.train, start)
 
 

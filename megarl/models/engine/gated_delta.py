@@ -129,8 +129,7 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, which first chunks skip in their
-            computation.
+        initial: [1, G, K, V], the state before each run; None for 0, which first chunks do not read.
         plan: plan of the chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
@@ -177,8 +176,7 @@ def _scan(
         of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind)
     )
     keeps = iter(since_start[fresh:, :, -1, None, None].flatten(0, 1).split(behind))
-    # Process the first chunks of all runs together, then the second ones: this takes as many products as the
-    # longest run has chunks.
+    # Chunks of the same number are computed together, in as many steps as the longest run has chunks.
     state = None if initial is None else initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
     before, corrections, ended = [], [], []
     for triangle, wanted, written in by_step:
