@@ -103,13 +103,16 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
         receiving = generation.init_collective(address, port, size)
         # Wait for all of them: an engine that still searches for the policy at one port would be too late at
         # the next one.
-        failures = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
-        failures += [_failure_of(generation.results, future) for future in receiving]
-        error = next((failure for failure in failures if failure is not None), None)
-        if error is None:
+        outcomes = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
+        outcomes += [_failure_of(generation.results, future) for future in receiving]
+        failures = [failure for failure in outcomes if failure is not None]
+        if not failures:
             return
         generation.disconnect()
-        # Another error is that of a lost worker, which would not connect at the next port either.
+        # Each worker is waited for alone, so the peers of a lost worker may report their broken connections
+        # first. The loss is the cause, and decides whether the run goes on from a checkpoint.
+        error = next((failure for failure in failures if isinstance(failure, WorkerLostError)), failures[0])
+        # A lost worker would not connect at the next port either.
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
         logger.warning(

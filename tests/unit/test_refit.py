@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.refit import Refit, connect
 from megarl.distributed.virtual_cluster import free_port
-from megarl.errors import RefitError
+from megarl.errors import RefitError, WorkerError, WorkerLostError
 from megarl.weight_sync.broadcast import WeightBroadcaster, WeightListener
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.transfer_group import TransferGroup
@@ -123,6 +123,30 @@ def test_a_port_that_is_another_s_is_replaced(taken: int) -> None:
     policy, generation = OneRank([taken, free_port(HOST)]), TwoEngines(taken)
     connect(policy, generation)  # type: ignore[arg-type]
     assert generation.connected and policy.sender is not None and len(generation.listeners) == ENGINES
+
+
+def test_a_lost_worker_is_the_cause_of_its_peers_failures() -> None:
+    """The first rank reports a broken connection before the loss of the second is asked for."""
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def call() -> None:
+            raise error
+
+        return call
+
+    policy, generation = OneRank([free_port(HOST)]), TwoEngines()
+    policy.worker_group = Workers(2)
+    policy.worker_group.cluster = policy
+    broken, lost = WorkerError("Connection closed by peer"), WorkerLostError("rank 1 died")
+    policy.init_collective = lambda *_: policy.worker_group.call(  # type: ignore[method-assign]
+        fail(broken), fail(lost)
+    )
+    generation.init_collective = lambda *_: generation.worker_group.call(  # type: ignore[method-assign]
+        fail(RefitError("no policy")), fail(RefitError("no policy"))
+    )
+    with pytest.raises(WorkerLostError, match="rank 1 died"):
+        connect(policy, generation)  # type: ignore[arg-type]
+    assert not generation.connected
 
 
 def test_engines_that_were_not_connected_are_so_at_the_next_refit(taken: int) -> None:
