@@ -155,7 +155,7 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
             raise ValueError(f"{path} is not as it was written")
         return _read(path, told, data)
     # A file that holds another kind of JSON has no keys to look up.
-    except (OSError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
 
 

@@ -7,9 +7,8 @@ of each backend save them. A test compares the sums with the bytes that hooks on
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
@@ -187,14 +186,35 @@ def head_activation_bytes(
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
 
 
-def in_flight(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
-    """Return the maximum number of micro-batches whose activations a stage holds at once.
+def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) -> int:
+    """Return the maximum bytes of activations that a pipeline stage holds at once.
 
-    In the 1F1B schedule (Narayanan et al. 2021, section 2.2.1) a stage has run a forward pass for itself
-    and for each stage behind it before its first backward pass. In the interleaved schedule (section 2.2.2)
-    a pass runs one chunk of its layers: two for each stage behind it, and those of all other chunks, come
-    before the first backward pass.
+    With one chunk the schedule is 1F1B (Narayanan et al. 2021, section 2.2.1). With several it is the
+    interleaved one (section 2.2.2), with the fillers and the group size of
+    ``megarl.models.megatron.schedule``.
+
+    Args:
+        stage: number of the stage.
+        stages: number of pipeline stages.
+        micro_batches: number of micro-batches of a pass.
+        kept: bytes that one micro-batch keeps in each chunk of the stage.
     """
-    before = stages - stage - 1
-    passes = before + 1 if chunks == 1 else 2 * before + (chunks - 1) * stages + 1
-    return Fraction(min(passes, micro_batches * chunks), chunks)
+    chunks, before = len(kept), stages - stage - 1
+    if chunks == 1:
+        return min(before + 1, micro_batches) * kept[0]
+    filled = max(micro_batches, stages)
+    group = stages if filled % stages == 0 else filled
+    order = [
+        chunk
+        for start in range(0, filled, group)
+        for chunk in range(chunks)
+        for _ in range(start, min(start + group, filled))
+    ]
+    warm_up = min(2 * before + (chunks - 1) * group, len(order))
+    peak = held = sum(kept[chunk] for chunk in order[:warm_up])
+    # Then a backward pass, through the chunks in reverse, follows each forward pass.
+    for forward, backward in zip(order[warm_up:], order, strict=False):
+        held += kept[forward]
+        peak = max(peak, held)
+        held -= kept[chunks - 1 - backward]
+    return peak

@@ -15,7 +15,7 @@ from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
 from megarl.config.data_sources import DataConfig
 from megarl.config.engines import engine_kind, is_engine
-from megarl.config.environments import BUILT_IN_REWARDS, TOOLS, EnvConfig, named_environments
+from megarl.config.environments import BUILT_IN_REWARDS, OF_TOOLS, TOOLS, EnvConfig, named_environments
 from megarl.config.generation import EngineCheckConfig, GenerationConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import in_full, model_sections
@@ -225,8 +225,6 @@ _OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
     "on_bad_call",
     "on_tool_error",
 )
-# Further keys, which only environments with tools take: in others a rule would refuse them as unread.
-_OF_ENVIRONMENTS_WITH_TOOLS = ("tools", "max_tool_calls")
 
 
 def _complete_environments(run: Config) -> None:
@@ -243,7 +241,7 @@ def _complete_environments(run: Config) -> None:
         if name in BUILT_IN_REWARDS and not {"rewards", "environment"} & given.keys():
             given.setdefault("reward", name)
         has_tools = given.get("environment") == TOOLS
-        shared = (*_OF_ALL_ENVIRONMENTS, *(_OF_ENVIRONMENTS_WITH_TOOLS if has_tools else ()))
+        shared = (*_OF_ALL_ENVIRONMENTS, *(OF_TOOLS if has_tools else ()))
         env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in shared}})
 
 

@@ -18,6 +18,8 @@ from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, sect
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
+# Keys that only environments with tools read; a rule refuses them in others.
+OF_TOOLS = ("tools", "max_tool_calls")
 """Environments that score responses with reward functions."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
 # ``megarl.rollout.tools.parsers`` asserts that its parsers are these, in this order; ``tool_parser`` lists

@@ -130,8 +130,8 @@ def consecutive_layers(counts: Iterable[int]) -> list[range]:
     return [range(end - count, end) for count, end in zip(parts, itertools.accumulate(parts), strict=True)]
 
 
-def layers_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[int]]:
-    """Return the layer numbers of each pipeline stage of a ``megatron_cfg``, over all of its chunks.
+def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[range]]:
+    """Return the layer numbers of each model chunk, by pipeline stage of a ``megatron_cfg``.
 
     Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` where the
     layout is written.
@@ -157,4 +157,4 @@ def layers_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[int
     numbers = consecutive_layers(chunks)
     # Megatron-Core assigns chunk c to stage c modulo the number of stages, so that the layers of a stage are
     # not consecutive.
-    return [list(itertools.chain.from_iterable(numbers[stage::stages])) for stage in range(stages)]
+    return [numbers[stage::stages] for stage in range(stages)]

@@ -7,17 +7,17 @@ part.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import LayerKind
 from megarl.config.activations import (
     Operations,
     head_activation_bytes,
-    in_flight,
     layer_activation_bytes,
+    most_held,
     operations,
     sparse_layer_activation_bytes,
 )
@@ -25,7 +25,7 @@ from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_a
 from megarl.config.arithmetic import BatchPlan, padded_vocabulary
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
-from megarl.config.layout import Layout, layers_of_stages, pipeline_chunks
+from megarl.config.layout import Layout, chunks_of_stages
 from megarl.config.parameters import (
     expert_layer_parameters,
     layer_parameters,
@@ -141,17 +141,17 @@ def estimate(
         reference: whether there is a reference policy.
         device: device type of the ranks.
     """
-    layers = layers_of_stages(policy["megatron_cfg"], facts.num_layers)
+    chunks = chunks_of_stages(policy["megatron_cfg"], facts.num_layers)
     kept = operations("megatron", device, BYTES[policy["precision"]])
     return [
-        _stage_memory(stage, layers, policy, facts, layout, plan, reference, kept)
+        _stage_memory(stage, chunks, policy, facts, layout, plan, reference, kept)
         for stage in range(layout.pipeline)
     ]
 
 
 def _stage_memory(
     stage: int,
-    layers: list[list[int]],
+    chunks: list[list[range]],
     policy: PolicyConfig,
     facts: ModelFacts,
     layout: Layout,
@@ -162,6 +162,7 @@ def _stage_memory(
     megatron, element = policy["megatron_cfg"], kept.element
     # Megatron-Core's gradient buffer is in float32 or in the dtype of the weights.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
+    layers = [list(itertools.chain.from_iterable(of_stage)) for of_stage in chunks]
     shared = stage_parameters(facts, layout.tensor, stage, layers)
     expert, expert_tensor = _expert_sizes(megatron)
     kinds = layers_by_kind(facts, layers[stage])
@@ -200,7 +201,10 @@ def _stage_memory(
         logits = logit_bytes(
             policy, facts, layout, plan, BYTES["float32"] if megatron["float32_logits"] else element
         )
-    activations, recomputed = _activations(trained, _recomputed(megatron))
+    of_chunks = [
+        _activations(replace(trained, kinds=layers_by_kind(facts, chunk)), _recomputed(megatron))
+        for chunk in chunks[stage]
+    ]
     return RankMemory(
         stage=stage,
         layers=len(layers[stage]),
@@ -208,10 +212,8 @@ def _stage_memory(
         weights=parameters * element,
         gradients=trained_parameters * gradient,
         optimizer=int((1 - share) * state),
-        activations=math.ceil(
-            in_flight(stage, layout.pipeline, plan.micro_batches, pipeline_chunks(megatron)) * activations
-        ),
-        recomputed=recomputed,
+        activations=most_held(stage, layout.pipeline, plan.micro_batches, [kept for kept, _ in of_chunks]),
+        recomputed=max(recomputed for _, recomputed in of_chunks),
         logits=logits.training + trained.head * last,
         scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
@@ -289,10 +291,11 @@ def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
 def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
     """Return the bytes that the layers keep of one micro-batch, and the most that a single layer
     recomputes."""
+    # A chunk that only holds the embedding or the output layer has no layers.
     if recomputed is None:
-        return layers.inputs, max(layers.each())
-    anew = max(whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
-    return layers.whole(recomputed), anew
+        return layers.inputs, max(layers.each(), default=0)
+    again = (whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
+    return layers.whole(recomputed), max(again, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ class EngineMemory:
         rest: the engine's other memory within the budget: counters of its sampler, CUDA graphs.
         experts: the device's part of one layer's routed experts.
         host: host memory that a rank takes while weights arrive.
+        ranks: number of devices that share one engine.
     """
 
     weights: int
@@ -139,6 +140,7 @@ class EngineMemory:
     rest: int = 0
     experts: int = 0
     host: int = 0
+    ranks: int = 1
 
     @property
     def cached_tokens(self) -> int:

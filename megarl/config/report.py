@@ -207,14 +207,6 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     return table
 
 
-def _engines_by_devices(config: RunConfig) -> str:
-    """Return the number of a run's engines, and of the devices of each: ``4 x 2``."""
-    view, section = View(config), generation_of(config["policy"])["vllm_cfg"]
-    nodes, ranks = generation_shape(view) or training_shape(view)
-    devices = section["tensor_parallel_size"] * section["pipeline_parallel_size"]
-    return f"{nodes * ranks // devices} x {devices}"
-
-
 def surroundings_table(
     config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
 ) -> Table:
@@ -226,7 +218,9 @@ def surroundings_table(
     checkpointing = config["checkpointing"]
     engine = engine_memory_of(config, facts)
     if engine is not None:
-        table.add_row("engines x devices of each", _engines_by_devices(config))
+        view = View(config)
+        nodes, per_node = generation_shape(view) or training_shape(view)
+        table.add_row("engines x devices of each", f"{nodes * per_node // engine.ranks} x {engine.ranks}")
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))
         table.add_row("tokens that fit in the engine's KV cache", f"{engine.cached_tokens:,}")

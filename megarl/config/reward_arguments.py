@@ -61,6 +61,7 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "solution_strs": ("data_sources", "ground_truths", "extra_infos"),
         "completions": ("prompts",),
         "completion": ("prompt", "answer", "state", "info", "task"),
+        "state": ("prompt", "completion", "answer", "info", "task"),
     }
 )
 """Arguments that verl, TRL and verifiers pass by name in addition to the response, which ``**kwargs`` may

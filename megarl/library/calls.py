@@ -167,7 +167,7 @@ def convert(
                 words.append(option)
             elif each is not None and each is not False:
                 words += [option, str(each)]
-    code, text = run_command(words, {}, shows=False)
+    code, text = run_command(words, {}, shows=False, keeps_all=True)
     # Standard error uses the same pipe, so that its text may come before or after the one JSON object.
     begins = f"\n{text}".find("\n{")
     if code not in (0, 1) or begins < 0:

@@ -24,16 +24,19 @@ _ERRORS: Mapping[int, type[MegarlError]] = {2: ConfigError, 3: MissingNodesError
 _BEGINS_ERROR = re.compile(r"megarl: (?!warning:|SIG)|Traceback \(most recent call last\)")
 
 
-def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool) -> tuple[int, str]:
+def run_command(
+    words: Sequence[str], given: Mapping[str, bytes], *, shows: bool, keeps_all: bool = False
+) -> tuple[int, str]:
     """Run a command of megarl in a separate process. Ctrl-C asks it to stop; a second Ctrl-C ends it at once.
 
     Args:
         words: words of its command line.
         given: pickles of objects that its configuration names ``given:NAME``.
         shows: print what it prints, line by line.
+        keeps_all: return all of its lines: an object of JSON may have thousands.
 
     Returns:
-        Its exit code and its last lines; if it failed with an error message, only that message.
+        Its exit code and its last 201 lines; if it failed with an error message, only that message.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after the process has ended.
@@ -55,9 +58,7 @@ def run_command(words: Sequence[str], given: Mapping[str, bytes], *, shows: bool
         "words": list(words),
         "given": {path: base64.b64encode(pickled).decode() for path, pickled in given.items()},
     }
-    # Of output that was shown, only the end is used again. Of the rest nothing may be lost: an object of JSON
-    # may have thousands of lines.
-    last: deque[str] = deque(maxlen=201 if shows else None)
+    last: deque[str] = deque(maxlen=None if keeps_all else 201)
     error: list[str] = []
     interrupted = False
     try:

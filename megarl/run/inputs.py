@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import env
 from megarl.config.algorithms import algorithm_class, generates, step_size
-from megarl.config.environments import TOOLS
+from megarl.config.environments import TOOLS, named_environments
 from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.config.sections import RunConfig
@@ -129,8 +129,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     template_kwargs = policy["tokenizer"].get("chat_template_kwargs")
     stops = tuple(at(policy, "generation.stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
     sections = at(config, "env") or {}
-    # Named environments are sections within this section. Options belong to a single environment.
-    names = any(isinstance(value, Mapping) for key, value in sections.items() if key != "options")
+    names = bool(named_environments(sections))
     pairs = algorithm_class(config["algorithm"]).PAIRS
     told = tools_told(environment)
     if any(told.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):

@@ -306,6 +306,8 @@ def test_kinds_of_layers_are_counted_on_the_stages_that_hold_them() -> None:
     assert dense != sparse
     assert first.parameters - plain[0].parameters == sparse - dense == plain[1].parameters - last.parameters
     assert (first.layers, last.layers) == (3, 3)
+    # 15 prompts of 4 in micro-batches of 3 or 5: each stage holds more than 1F1B would.
+    assert first.activations > plain[0].activations and last.activations > plain[1].activations
 
 
 def test_experts_divide_over_their_own_ranks() -> None:

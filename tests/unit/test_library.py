@@ -292,9 +292,9 @@ def test_a_command_that_ends_before_it_reads_says_its_own_code(monkeypatch: pyte
     assert run_command(["train"], {}, shows=False) == (1, "")
 
 
-@pytest.mark.parametrize("shows", [False, True])
-def test_long_output_is_whole_unless_it_was_shown(
-    monkeypatch: pytest.MonkeyPatch, shows: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("shows", "keeps_all"), [(False, False), (True, False), (False, True)])
+def test_long_output_is_whole_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, shows: bool, keeps_all: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A conversion that leaves out many tensors prints one of their names a line, in one object of JSON."""
     names = [f"layers.{number}" for number in range(500)]
@@ -305,18 +305,19 @@ def test_long_output_is_whole_unless_it_was_shown(
         "Popen",
         lambda _, **options: real([sys.executable, "-c", program], **options),
     )
-    code, text = run_command(["convert"], {}, shows=shows)
-    assert code == 0
-    if shows:
-        assert capsys.readouterr().out.count("\n") == 504 and text.count("\n") == 200
-    else:
+    code, text = run_command(["convert"], {}, shows=shows, keeps_all=keeps_all)
+    assert code == 0 and capsys.readouterr().out.count("\n") == 504 * shows
+    if keeps_all:
         assert json.loads(text) == {"left_out": names}
+    else:
+        assert text.count("\n") == 200
 
 
 def test_options_of_a_conversion_are_those_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[list[str]] = []
 
-    def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
+    def run(words: list[str], given: dict[str, bytes], *, shows: bool, keeps_all: bool) -> tuple[int, str]:
+        assert keeps_all
         begun.append(words)
         return 2, ""
 

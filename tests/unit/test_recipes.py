@@ -176,7 +176,7 @@ WITH_VLLM = [
 ]
 
 
-@sampled(3)
+@sampled(3, recipe=[recipe for recipe in WITH_VLLM if "asynchronous" in recipe.stem])
 @pytest.mark.parametrize("recipe", WITH_VLLM, ids=lambda recipe: recipe.stem)
 def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_away(
     recipe: Path, capsys: pytest.CaptureFixture[str]
@@ -188,6 +188,25 @@ def test_a_recipe_generates_with_vllm_and_without_it_when_the_backend_is_taken_a
     assert "a device that policy and engine share" not in dry_run(
         capsys, recipe, "~policy.generation.backend"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        ([], "4 x 1"),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "2 x 2"),
+        (["~policy.generation.backend"], "4 x 1"),
+        (["~policy.generation.backend", "policy.generation.engine_cfg={tensor_parallel_size: 2}"], "2 x 2"),
+    ],
+)
+def test_a_dry_run_counts_the_engines_and_their_devices(
+    overrides: list[str], engines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [recipe] = [recipe for recipe in WITH_VLLM if "asynchronous" in recipe.stem]
+    row = next(
+        line for line in dry_run(capsys, recipe, *overrides).splitlines() if "engines x devices" in line
+    )
+    assert engines in row
 
 
 def _configuration(said: str) -> str:

@@ -131,6 +131,8 @@ def test_a_function_of_each_form_works_as_it_is(tmp_path: Path, form: str) -> No
         "for c, p in zip(completions, kwargs['prompts'])]",
         "def reward(responses, answers):\n    return [float(r == 'it is 42' and a == 'column') "
         "for r, a in zip(responses, answers)]",
+        "def reward(state, **kwargs):\n    return float(kwargs['completion'] == 'it is 42' "
+        "and kwargs['prompt'] == 'What is it?')",
         "def reward(completion, **kwargs):\n    return float(completion == 'it is 42' "
         "and kwargs['prompt'] == 'What is it?' and kwargs['state']['answer'] == '42')",
     ],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from megarl.config.arithmetic import divisors_near, each_of, multiples_near, sequence_share
-from megarl.config.layout import Layout, layers_of_stages, layers_per_stage, pipeline_chunks
+from megarl.config.layout import Layout, chunks_of_stages, layers_per_stage, pipeline_chunks
 from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.errors import Violation
@@ -223,7 +223,7 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
         yield Violation(WRITTEN, text, f"there is one pipeline stage ({PIPELINE} = 1)", "write null")
         return
     try:
-        layers_of_stages(view[MEGATRON], view.facts.num_layers)
+        chunks_of_stages(view[MEGATRON], view.facts.num_layers)
     except ValueError as error:
         yield Violation(WRITTEN, text, str(error), "write it anew, or null")
         return

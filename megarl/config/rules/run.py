@@ -18,6 +18,7 @@ from megarl.config.backend import scores
 from megarl.config.data_sources import DataSource, sources_of
 from megarl.config.environments import (
     ENVIRONMENT,
+    OF_TOOLS,
     REWARDED,
     SINGLE_TURN,
     TOOLS,
@@ -437,12 +438,12 @@ def environment_is_known(view: View) -> Iterator[Violation]:
             if view.get(turns, 1) == 1:
                 bound = f"{key} is {TOOLS}, and what a tool answers is read in a turn behind the call"
                 yield Violation(turns, 1, bound, "write 2 or more, as many as a conversation may have")
-        elif section.get("tools"):
-            yield Violation(
-                f"{section_key}.tools",
-                section["tools"],
-                f"{key} is {name!r}, which calls none",
-                f"write {key}: {TOOLS}",
+        else:
+            bound, fix = f"{key} is {name!r}, which calls none", f"write {key}: {TOOLS}, or remove it"
+            yield from (
+                Violation(f"{section_key}.{of_tools}", value, bound, fix)
+                for of_tools, value in section.items()
+                if of_tools in OF_TOOLS and value
             )
         if name in REWARDED:
             continue
@@ -485,6 +486,10 @@ def environments_have_names(view: View) -> Iterator[Violation]:
         if env.get(key) is not None:
             bound = f"the environments of the run are {', '.join(named)}, and no record meets this one"
             yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
+    if not any(section.get("environment") == TOOLS for section in named_environments(env).values()):
+        bound = f"none of the environments {', '.join(named)} calls tools"
+        fix = f"write env.{named[0]}.environment: {TOOLS}, or remove it"
+        yield from (Violation(f"env.{key}", env[key], bound, fix) for key in OF_TOOLS if env.get(key))
     if env.get("environment", SINGLE_TURN) != SINGLE_TURN:
         yield Violation(
             ENVIRONMENT,

@@ -311,6 +311,7 @@ def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
         share=f"{rows} sequences of {longest:,} tokens",
         rest=budget - rank.weights - rank.generation_cache,
         host=model_parameters(facts) * BYTES[policy["precision"]],
+        ranks=tensor,
     )
 
 

@@ -162,7 +162,8 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
         states = nets * net.state_bytes(element) // (tensor * settings["max_model_len"])
         # The layers of the model are divided evenly over the stages.
         token = (token * (facts.num_layers - nets) + states) // stages
-    return EngineMemory(parameters * element, budget, token, share, rest, experts)
+    weights = parameters * element
+    return EngineMemory(weights, budget, token, share, rest, experts, ranks=tensor * stages)
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
