@@ -22,8 +22,11 @@ from tests.faults.fault import ANY, INIT, MissedError
 _LABEL = r"\[[^\]\n]*\]"
 # the error that ends a launch, or its workers: what fails as they are ended is told too
 _ERROR = r"(?:^megarl: |: workers were lost, start \d+ of at most \d+ of new ones: )"
+# Engines that die while they sample beside training are not replaced: the weights that they had are gone.
+_BESIDE = r"(?:engines were lost while they sampled beside training, [^:\n]+: )?"
 _DIED = re.compile(
-    rf"{_ERROR}(?P<who>{_LABEL})(?: node \S+ is lost:)? worker process died during (?P<what>[^:\n]+): ",
+    rf"{_ERROR}{_BESIDE}(?P<who>{_LABEL})(?: node \S+ is lost:)? "
+    r"worker process died during (?P<what>[^:\n]+): ",
     re.MULTILINE,
 )
 _SILENT = re.compile(

@@ -295,7 +295,7 @@ class Trial:
                 continue
             if self._await_end(launch, happened, code) == 0:
                 # told to stop in its last step, or over before an engine or a process of Ray was missed
-                if faults and happened.kind in ("stop", "engine"):
+                if faults and happened.kind in ("stop", "engine", "term"):
                     raise MissedError(f"{faults[0]} did not happen: the run was over")
                 assert not faults, f"the run is over, and {faults[0]} was to come"
                 break
@@ -612,6 +612,9 @@ class Trial:
 
     def _check_saved(self, said: str) -> None:
         """Whether a launch that was told to stop has saved the step that it stopped after."""
+        # A launch that builds its workers anew is in no step that it could finish and save.
+        if "SIGTERM: stopping at once, outside of the training loop" in said:
+            return
         told = re.search(r"stopped after step (\d+) \(SIGTERM\)", said)
         assert told is not None, f"it does not say after which step it stopped:\n{said[-3000:]}"
         newest = self._newest()

@@ -556,6 +556,17 @@ def test_a_phase_that_was_over_is_no_trial_of_it() -> None:
         promised.check_loss_is_told(LOST.format(what="save, step 3, of lm_policy"), NAMES[1], "train", 3, 4)
 
 
+def test_an_engine_that_dies_while_it_samples_beside_training_has_to_be_named() -> None:
+    why = "engines were lost while they sampled beside training, and the weights that they had are gone: "
+    died = f"[{NAMES[0]} h] worker process died during generate, step 2, of generation: The actor died"
+    promised.check_engine_is_told(f"megarl: {why}{died}")
+    promised.check_engine_is_told(f"megarl: {died}")
+    with pytest.raises(AssertionError, match="names"):
+        promised.check_engine_is_told(f"megarl: {why}{died}".replace(NAMES[0], NAMES[1]))
+    with pytest.raises(AssertionError, match="does not say that an engine died"):
+        promised.check_engine_is_told(f"megarl: {why}they are gone")
+
+
 def test_of_several_stopped_ranks_none_is_the_silent_one() -> None:
     said = SILENT.format(what="train, step 3, of lm_policy").replace(
         "Silent: ", f"Silent: the process of [{NAMES[0]} h] is stopped by a signal; "
