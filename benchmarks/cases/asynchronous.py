@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ import torch
 from benchmarks.cases.startup import QUICKSTART, ROOT
 from benchmarks.point import Metric, Point
 
-GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 40
+GENERATION_S, TRAINING_S, STEPS = 0.2, 0.1, 20
 GROUPS, GROUP_S, LONGEST, LOOKAHEAD = 16, 0.025, 8, 4
 REPEATS, QUICK_REPEATS = 5, 1
 PROMPTS, ANSWERS, NEW_TOKENS = 4, 2, 96
@@ -73,12 +74,12 @@ def _sleeping(lag: int) -> float:
     from megarl.algorithms.rollout_source import WaitingBatches
     from megarl.observe.timing import PhaseTimer
 
-    class _Refit:
-        def bring_up_to_date(self) -> None:
-            """Do nothing: no weights are sent."""
+    def sample(step: int) -> Any:
+        time.sleep(GENERATION_S)
+        # None would be no batch, which would be sampled again when it is asked for.
+        return step
 
-    sample: Any = lambda step: time.sleep(GENERATION_S)  # noqa: E731
-    refit: Any = _Refit()
+    refit: Any = SimpleNamespace(bring_up_to_date=lambda: None)
     timers = PhaseTimer(), PhaseTimer()
     ahead = SamplingAhead(sample, lag, STEPS, HeldEngines(refit), WaitingBatches(), *timers)
     begun = time.perf_counter()
@@ -93,8 +94,6 @@ def _sleeping(lag: int) -> float:
 def _sleeping_groups(lookahead: int) -> float:
     """Return the seconds of a step whose groups only sleep. With a ``lookahead`` of 0, a step waits for the
     slowest group."""
-    from types import SimpleNamespace
-
     from megarl.algorithms.ready_first import Order, ReadyFirst
     from megarl.distributed.batched_data_dict import BatchedDataDict
     from megarl.observe.timing import PhaseTimer
