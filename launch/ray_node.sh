@@ -30,7 +30,7 @@ MISSING_NODES=3
 
 say() { printf 'megarl: %s: %s\n' "$NAME" "$*" >&2; }
 
-# publish NAME TEXT: whoever sees the file sees all of it.
+# publish NAME TEXT: a reader of the file sees all of it.
 publish() {
     printf '%s\n' "$2" >"$DIR/.$1.tmp"
     mv -- "$DIR/.$1.tmp" "$DIR/$1"

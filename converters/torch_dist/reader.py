@@ -1,5 +1,5 @@
-"""Reader of the tensors of a ``torch_dist`` checkpoint in parts, whoever wrote it and however it was
-sharded."""
+"""Reader of the tensors of a ``torch_dist`` checkpoint in parts. It reads checkpoints of any program and any
+sharding."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ class ReadyFirst(ValidatesBeside):
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)
         except BaseException as error:
-            # Nobody waits for this thread, so whoever takes the next batch raises its error.
+            # Nobody waits for this thread, so the next call that takes a batch raises its error.
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()

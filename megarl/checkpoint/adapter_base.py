@@ -1,4 +1,5 @@
-"""The base model of adapters: what a checkpoint of adapters records of it instead of its weights."""
+"""Records that identify the base model of adapters, which a checkpoint of adapters has instead of its
+weights."""
 
 from __future__ import annotations
 

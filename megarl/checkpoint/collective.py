@@ -150,8 +150,8 @@ def _publish(directory: Path, staging: Path) -> str | None:
     try:
         fsync_tree(staging)
         if directory.exists():
-            # Whoever chose the path may have created an empty directory. Remove it before the rename, since a
-            # rename cannot replace a directory that has content.
+            # The user may have created an empty directory. Remove it before the rename, since a rename cannot
+            # replace a directory that has content.
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:

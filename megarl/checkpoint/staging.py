@@ -80,7 +80,7 @@ class StagingBuffer:
     """Shared memory of one rank for one of the directories of a checkpoint. It grows to the largest save, and
     is kept until ``close``.
 
-    The next save overwrites it, so whoever reads it must have finished by then.
+    The next save overwrites it, so the process that writes the files must have read it by then.
     """
 
     def __init__(self) -> None:

@@ -204,12 +204,8 @@ def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) 
         return min(before + 1, micro_batches) * kept[0]
     filled = max(micro_batches, stages)
     group = stages if filled % stages == 0 else filled
-    order = [
-        chunk
-        for start in range(0, filled, group)
-        for chunk in range(chunks)
-        for _ in range(start, min(start + group, filled))
-    ]
+    # Groups of micro-batches pass one after another, each through all chunks.
+    order = [chunk for _ in range(filled // group) for chunk in range(chunks) for _ in range(group)]
     warm_up = min(2 * before + (chunks - 1) * group, len(order))
     peak = held = sum(kept[chunk] for chunk in order[:warm_up])
     # Then a backward pass, through the chunks in reverse, follows each forward pass.

@@ -240,8 +240,7 @@ def _complete_environments(run: Config) -> None:
             given.setdefault("processes", given["num_workers"])
         if name in BUILT_IN_REWARDS and not {"rewards", "environment"} & given.keys():
             given.setdefault("reward", name)
-        has_tools = given.get("environment") == TOOLS
-        shared = (*_OF_ALL_ENVIRONMENTS, *(OF_TOOLS if has_tools else ()))
+        shared = _OF_ALL_ENVIRONMENTS + (OF_TOOLS if given.get("environment") == TOOLS else ())
         env[name] = fill(given, {**defaults_of(EnvConfig), **{key: env[key] for key in shared}})
 
 

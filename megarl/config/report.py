@@ -32,7 +32,7 @@ from megarl.config.plan import (
     memory_of_run,
     size_text,
 )
-from megarl.config.rules.parallel import generation_shape, layout_of, training_shape
+from megarl.config.rules.parallel import engines_shape, layout_of
 from megarl.config.rules.view import View
 from megarl.config.sections import RunConfig
 from megarl.config.validation_sets import set_plans, validation_sources
@@ -218,8 +218,7 @@ def surroundings_table(
     checkpointing = config["checkpointing"]
     engine = engine_memory_of(config, facts)
     if engine is not None:
-        view = View(config)
-        nodes, per_node = generation_shape(view) or training_shape(view)
+        nodes, per_node = engines_shape(View(config))
         table.add_row("engines x devices of each", f"{nodes * per_node // engine.ranks} x {engine.ranks}")
         table.add_row("engine's weights, a device", size_text(engine.weights))
         table.add_row(f"engine's share of a device, {engine.share}", size_text(engine.budget))

@@ -34,8 +34,8 @@ _DETERMINISTIC = {
 }
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Environment in which cuBLAS, which reads it when it starts, never rounds an operand of a float32 product to
-TF32, whoever calls it."""
+"""Environment variables that keep cuBLAS from rounding operands of float32 products to TF32, no matter which
+library calls it. cuBLAS reads them when it starts."""
 
 
 @dataclass(frozen=True, slots=True)

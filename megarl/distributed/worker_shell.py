@@ -91,8 +91,8 @@ def own_compile_cache() -> None:
     """Make ``torch.compile`` keep its cache where nobody else can write, because it unpickles what it finds
     there. An existing ``TORCHINDUCTOR_CACHE_DIR`` is kept.
 
-    By default the cache is in the machine's temporary directory, under the user's name, and whoever creates
-    it first may write into it.
+    By default the cache is in the machine's temporary directory, under the user's name, and the user who
+    creates that directory first may write into it.
     """
     if env.text(_COMPILE_CACHE):
         return

@@ -1,4 +1,4 @@
-"""Environments: what a policy's responses interact with. An environment gives rewards, ends conversations, or
+"""Environments, which receive the responses of a policy. An environment gives rewards, ends conversations, or
 returns observations.
 
 A user-defined environment is a class that is named by ``env.environment: path/to/file.py:Name`` and

@@ -193,7 +193,7 @@ class Rendezvous:
             )
             said = line.hear(self.left())
             verdict: dict[str, Any] = json.loads(said["verdict"])
-            # Believe a refusal without a proof: whoever can send it can keep this rank out anyway.
+            # Believe a refusal without a proof: a process that can send one can keep this rank out anyway.
             if not verdict["error"] and not proves(
                 said["proof"], "verdict", nonce, challenge, said["verdict"]
             ):

@@ -77,6 +77,12 @@ def generation_shape(view: View) -> tuple[int, int] | None:
     return int(nodes), int(view["cluster.gpus_per_node"])
 
 
+def engines_shape(view: View) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node that engines use: those reserved for generation, or
+    else those of training."""
+    return generation_shape(view) or training_shape(view)
+
+
 def world_size(view: View) -> int:
     """Return the total number of training ranks."""
     nodes, ranks = training_shape(view)

@@ -18,7 +18,7 @@ from megarl.config.nested import put
 from megarl.config.parameters import expert_layer_parameters, model_parameters
 from megarl.config.plugins import EngineMemory
 from megarl.config.rules.generation import LONGEST
-from megarl.config.rules.parallel import GENERATION, generation_shape, training_shape
+from megarl.config.rules.parallel import GENERATION, engines_shape, generation_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
 from megarl.config.sections import ClusterConfig, Config, RunConfig
 from megarl.errors import Violation
@@ -103,7 +103,7 @@ def sized(view: View) -> GenerationConfig:
     if "max_num_seqs" in given:
         return generation
     try:
-        nodes, ranks = generation_shape(view) or training_shape(view)
+        nodes, ranks = engines_shape(view)
         algorithm = view.algorithm
         rows = view[algorithm.PROMPTS or "policy.train_global_batch_size"]
         rows *= 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
@@ -219,7 +219,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 def engines_are_whole(view: View) -> Iterator[Violation]:
     """Yield a violation unless the ranks of a node divide into whole engines, or an engine fills whole nodes
     whose number divides the number of generating nodes."""
-    key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", generation_shape(view) or training_shape(view)
+    key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", engines_shape(view)
     stages = view[f"{VLLM}.pipeline_parallel_size"]
     if view[key] >= 1 and stages >= 1 and not fills_places(view[key] * stages, nodes, ranks):
         times = f" times pipeline_parallel_size = {stages}" if stages > 1 else ""
