@@ -31,6 +31,12 @@ def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
     return section if section and section["enabled"] else None
 
 
+def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
+    """Return whether both models train adapters of the same weights, which they then hold once."""
+    files = [(each["model_name"], each["merged_adapter"]) for each in (policy, other)]
+    return all(adapters_of(each) is not None for each in (policy, other)) and files[0] == files[1]
+
+
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
     """Return the ``peft`` section of a policy whose engines receive only the adapters, as
     ``policy.generation.vllm_cfg.enable_lora`` requests. None if the engines receive merged weights."""

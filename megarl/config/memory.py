@@ -63,6 +63,7 @@ class RankMemory:
         generation_cache: keys and values of the sequences being generated.
         reference_weights: the reference policy's weights, in host memory.
         host_optimizer: optimizer state that stays in host memory.
+        frozen: bytes of the weights that adapters leave untouched, which are among ``weights``.
     """
 
     stage: int
@@ -78,6 +79,7 @@ class RankMemory:
     generation_cache: int
     reference_weights: int
     host_optimizer: int = 0
+    frozen: int = 0
 
     @property
     def peak(self) -> int:
@@ -219,6 +221,7 @@ def _stage_memory(
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=parameters * element if reference else 0,
         host_optimizer=int(in_host),
+        frozen=(parameters - trained_parameters) * element if adapters is not None else 0,
     )
 
 
@@ -455,6 +458,7 @@ def estimate_sharded(
         scoring=_scoring(_Layers(kinds, scored, *sizes), logits),
         generation_cache=generation_cache_bytes(kinds, policy, facts, layout, element),
         reference_weights=kept * parameters if reference else 0,
+        frozen=kept * parameters if adapters is not None and not offloads else 0,
     )
 
 

@@ -3,12 +3,17 @@ memory ledger: the use of a device that policy and engine share, at each moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from converters.model_config.architecture import ModelFacts
-from megarl.config.adapters import adapter_parameters, adapters_of, vocabulary_adapter_parameters
+from megarl.config.adapters import (
+    adapter_parameters,
+    adapters_of,
+    share_a_base,
+    vocabulary_adapter_parameters,
+)
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import enabled_backend
 from megarl.config.engines import is_engine
@@ -184,7 +189,7 @@ def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
 def host_memory(
     config: RunConfig,
     ranks: Sequence[RankMemory],
-    beside: Iterable[Sequence[RankMemory]] = (),
+    beside: Mapping[str, Sequence[RankMemory]] = MappingProxyType({}),
     engine: EngineMemory | None = None,
 ) -> int:
     """Return the bytes of host memory of a node that trains.
@@ -193,21 +198,20 @@ def host_memory(
     counts optimizer state that stays in host memory. Other optimizer state and the weights are counted if an
     engine on the same device or another model offloads them, and optimizer state also if
     ``offload_optimizer_for_logprob`` is set. Ranks on a CPU count everything. Each rank of a separate engine
-    on the same node counts the host memory of a refit. A checkpoint that is written during training is not
-    counted.
+    on the same node counts the host memory of a refit. Adapters on one base have it once. A checkpoint that
+    is written during training is not counted.
 
     Args:
         config: a checked run with its defaults.
         ranks: ranks of the policy.
-        beside: ranks of each other model. Each model, and then the policy too, is offloaded while another one
-            uses the device.
+        beside: ranks of each other model, by the path of its section. Each model, and then the policy too, is
+            offloaded while another one uses the device.
         engine: memory of an engine rank; None if there are no engines, or it is unknown.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
     colocated = generation is not None and is_engine(generation) and generation["colocated"]["enabled"]
-    models = list(beside)
-    colocated = colocated or bool(models)
+    colocated = colocated or bool(beside)
     offloads = (generates(config) and config["policy"]["offload_optimizer_for_logprob"]) or colocated
 
     def of_rank(rank: RankMemory) -> int:
@@ -216,7 +220,14 @@ def host_memory(
         moved = offloads * rank.optimizer + colocated * rank.weights
         return 2 * rank.reference_weights + rank.host_optimizer + moved
 
-    together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *models))
+    together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *beside.values()))
+    # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
+    if on_cpu or enabled_backend(config["policy"]) == "megatron":
+        together -= sum(
+            min(rank.frozen for rank in (*ranks, *each))
+            for path, each in beside.items()
+            if share_a_base(config["policy"], at(config, path))
+        )
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together

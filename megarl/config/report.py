@@ -225,7 +225,7 @@ def surroundings_table(
         table.add_row("tokens that fit in the engine's KV cache", f"{engine.cached_tokens:,}")
     table.add_row(
         f"host memory of a node of {config['cluster']['gpus_per_node']} ranks",
-        size_text(host_memory(config, ranks, beside.values(), engine)),
+        size_text(host_memory(config, ranks, beside, engine)),
     )
     if checkpointing["enabled"]:
         table.add_row(

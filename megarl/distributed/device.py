@@ -139,6 +139,12 @@ class DeviceRuntime:
         # A CPU-only torch has no page-locked memory and would raise an error.
         return tensor.pin_memory() if self.is_cuda else tensor
 
+    def lock_pages(self, tensor: Tensor) -> None:
+        """Lock the pages of a tensor in host memory where they are, if that helps transfers, until the
+        process ends. Without the right to do so, transfers are slower."""
+        if self.is_cuda:
+            torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+
     def memory(self) -> MemoryFigures:
         """Return the current and the peak memory."""
         if self.is_cuda:

@@ -19,6 +19,7 @@ from megarl import env
 from megarl.algorithms.algorithm import ACTOR, Role
 from megarl.checkpoint.background import CheckpointMemory
 from megarl.checkpoint.node_memory import OwnMemory
+from megarl.config.adapters import share_a_base
 from megarl.config.algorithms import algorithm_class, generates
 from megarl.config.engines import kind_of
 from megarl.config.models import model_roles
@@ -282,10 +283,15 @@ def start_models(
     actor, *others = model_roles(config)
     built = make_policy(config, tokenizer, start, stack, actor)
     models = {actor: built}
+    sharing = {role for role in others if share_a_base(config["policy"], at(config, role.section))}
+    shared = built.share_base() if sharing else []
     for role in others:
         # Offload this model, because the next one loads its weights on the same devices.
         built.offload_after_refit()
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
+        if role in sharing:
+            with phase(f"{role.name} reads the weights under its adapter from the policy's workers") as shown:
+                shown.detail = size_text(built.take_base(shared))
     if others:
         built.offload_after_refit()
     return models

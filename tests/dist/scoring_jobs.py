@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import MegarlError
@@ -96,3 +97,25 @@ def held_parameters(config: Mapping[str, Any]) -> int:
     count = sum(parameter.numel() for _, parameter in worker.backend.parameters())
     worker.backend.close()
     return count
+
+
+def train_on_shared_base(
+    config: Mapping[str, Any], batches: list[Mapping[str, Any]], loss_fn: Any, of: Mapping[str, Any]
+) -> tuple[dict[str, Any], int, int, bool]:
+    """Train a model that reads its frozen weights from the block of another one, built from ``of``. Return
+    losses and weights, the bytes that it reads there, those of all its frozen weights, and whether they all
+    see a change of the block."""
+    owner = jobs.build(of, init_reference_model=False)
+    shared: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, owner.share_base())
+    owner.backend.close()
+    worker = jobs.build(config, init_reference_model=False)
+    frozen = sum(map(len, worker.backend.frozen().values()))
+    taken = worker.take_base(shared)
+    losses = [jobs.step(worker, batch, loss_fn)[0] for batch in batches]
+    weights = jobs.full_weights(worker)
+    owner._base.bytes.zero_()
+    trained = dict(worker.backend.trainable())
+    sees = not any(each.any() for name, each in worker.backend.parameters() if name not in trained)
+    worker.backend.close()
+    return {"losses": losses, "weights": weights}, taken, frozen, sees

@@ -12,9 +12,9 @@ from peft import PeftModel
 
 from megarl.algorithms.loss_functions import NLLLoss
 from megarl.parity.pool import WorkerPool
-from tests.dist import jobs, mixtures, peft_jobs, reference, refit_jobs
+from tests.dist import jobs, mixtures, peft_jobs, reference, refit_jobs, scoring_jobs
 from tests.dist.batches import make_batch
-from tests.dist.checks import check_close, prompts
+from tests.dist.checks import check_close, check_equal, prompts
 from tests.dist.layouts import layout as named
 from tests.dist.test_peft import check_trained
 from tests.dist.test_refit import BUDGET, stored
@@ -108,6 +108,26 @@ def test_options_change_nothing_of_experts(
     model = make_tiny(tmp_path / "model", "qwen3_moe", tied=False, seed=5)
     world, config, adapter = with_experts(model, tmp_path, form, layout, **changes)
     check_trained(pool, world, config, model, adapter, apart="apart" in form)
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    ("form", "layout", "changes"),
+    [("stacks", "tp2-sp-ep2", {}), ("stacks", "ep2", {"grouped": True, "rank": 4}), ("apart", "pp2-ep2", {})],
+    ids=str,
+)
+def test_two_models_share_a_base_of_experts(
+    pool: WorkerPool, tmp_path: Path, form: str, layout: str, changes: dict[str, Any]
+) -> None:
+    model = make_tiny(tmp_path / "model", "qwen3_moe", tied=False, seed=5)
+    world, config, _ = with_experts(model, tmp_path, form, layout, **changes)
+    arguments = config, [make_batch(rows=12, length=12, seed=seed) for seed in (1, 2)], NLLLoss()
+    alone = pool.run(world, jobs.train, *arguments)
+    shared = pool.run(world, scoring_jobs.train_on_shared_base, *arguments, config)
+    for expected, (found, taken, frozen, sees) in zip(alone, shared, strict=True):
+        check_equal(found["weights"], expected["weights"])
+        assert taken == frozen > 0
+        assert sees
 
 
 @sampled(1)

@@ -3,6 +3,7 @@ against PEFT."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from megarl.algorithms.value_losses import PreferenceLoss, ValueLoss, last_values
 from megarl.parity.pool import WorkerPool
@@ -136,3 +138,44 @@ def test_an_export_is_merged_with_the_adapter_and_its_score_layer_inside(
         with torch.no_grad():
             found = reference.token_values(whole, batch)
         torch.testing.assert_close(last_values(found, batch["input_lengths"]), scores, atol=1e-5, rtol=0)
+
+
+@sampled(2)
+@pytest.mark.parametrize(
+    "layout", ["tp1", "tp2-sp", "pp2", "tp2-sp-pp2-uneven", "dtensor-dp2", "dtensor-tp2"]
+)
+def test_two_adapters_share_one_base(pool: WorkerPool, model: Path, adapter: Path, layout: str) -> None:
+    """A model trains on the base of another worker as on a base of its own."""
+    world, config = configured(layout, model, adapter)
+    arguments = config, BATCHES[:3], LOSSES["value"]
+    alone = pool.run(world, jobs.train, *arguments)
+    shared = pool.run(world, scoring_jobs.train_on_shared_base, *arguments, config)
+    for expected, (found, taken, frozen, sees) in zip(alone, shared, strict=True):
+        check_equal(found["weights"], expected["weights"])
+        assert found["losses"] == expected["losses"]
+        assert taken == frozen > 0
+        assert sees
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "dtensor-dp2"])
+def test_weights_that_differ_are_not_shared(
+    pool: WorkerPool, model: Path, adapter: Path, layout: str, tmp_path: Path
+) -> None:
+    """One weight is another in the other model."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name][0, 0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    world, config = configured(layout, model, adapter)
+    _, of = configured(layout, other, adapter)
+    arguments = config, BATCHES[:2], LOSSES["value"]
+    alone = pool.run(world, jobs.train, *arguments)
+    shared = pool.run(world, scoring_jobs.train_on_shared_base, *arguments, of)
+    apart = 0
+    for expected, (found, taken, frozen, sees) in zip(alone, shared, strict=True):
+        check_equal(found["weights"], expected["weights"])
+        assert sees == (taken == frozen)
+        apart += frozen - taken
+    # Only one rank has the changed element.
+    assert apart == weights[name].nbytes // 2

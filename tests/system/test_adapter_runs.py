@@ -5,6 +5,7 @@ nobody had disturbed it."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,12 @@ def test_a_run_trains_adapters(
     run = launches.finish(
         configuration(tmp_path / "config", algorithm, material, policy=policy), tmp_path / "run"
     )
+    if algorithm == "ppo":
+        # All of the base, which for the critic has no output layer; both ranks have norms and padding.
+        base = load_file(base_of(algorithm, material) / "model.safetensors")
+        frozen = sum(tensor.nbytes for name, tensor in base.items() if name != "lm_head.weight") / 1024
+        [read] = re.findall(r"from the policy's workers: ([\d.]+) KiB", launches.all[-1].output())
+        assert frozen < float(read) < 1.01 * frozen
     rows = [row for row in read_rows(run) if "train/loss" in row]
     assert len(rows) == STEPS - (algorithm == "ppo") and rows[-1]["train/loss"] != rows[0]["train/loss"]
     assert all(row["train/grad_norm"] > 0 for row in rows)

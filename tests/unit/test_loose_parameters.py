@@ -42,3 +42,23 @@ def test_memory_goes_and_tensors_stay() -> None:
         assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
     module[2](module[0](torch.ones(4, 5))).sum().backward()
     assert sorted(collected) == sorted(before)
+
+
+def test_frozen_memory_that_is_shared_is_not_copied_again() -> None:
+    """As on a GPU: its host copy is memory of another process."""
+    module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2, bias=False))
+    module[0].weight.requires_grad_(False)
+    loose = LooseParameters(cast(Any, [chunk(module, [])]), DeviceRuntime(torch.device("cpu"), "gloo"))
+    frozen = loose.frozen()
+    assert list(frozen) == ["0.0.weight"]
+    memory = {name: each.clone() for name, each in frozen.items()}
+    loose._runtime = cast(Any, SimpleNamespace(is_cuda=True))
+    loose.keep_frozen_in(memory)
+    # These bytes come back, so that nothing has written the others over them.
+    memory["0.0.weight"].view(torch.float32).fill_(7)
+    bias = module[0].bias.detach().clone()
+    for _ in range(2):
+        loose.move("host")
+        loose.move("device")
+        assert module[0].weight.eq(7).all()
+        assert torch.equal(module[0].bias, bias)

@@ -22,6 +22,7 @@ from megarl.config.plan import (
     engine_memory_of,
     fullest_moment,
     ledger,
+    memory_of_models,
     memory_of_run,
     state_bytes,
 )
@@ -214,7 +215,25 @@ def test_engines_on_devices_of_their_own_are_summed_by_hand() -> None:
     # the engines may use 0.9 of a device that they have to themselves
     assert fullest_moment(config) == generation
     # nothing of the policy goes to host memory, and vLLM's weights do not pass through it
-    assert host_memory(config, [rank], (), memory_of_engine(config, facts)) == 0
+    assert host_memory(config, [rank], {}, memory_of_engine(config, facts)) == 0
+
+
+@pytest.mark.parametrize("on_torch", [False, True])
+def test_actor_and_critic_with_adapters_have_one_base(on_torch: bool) -> None:
+    """In host memory, to which each goes while the other is on the device."""
+    changes = ["policy.peft={enabled: true, dim: 16}", "critic.peft={enabled: true, dim: 8}"]
+    if on_torch:
+        changes += ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
+        changes += ["policy.optimizer={name: torch.optim.AdamW, kwargs: {lr: 1.0e-5}}"]
+    config = config_of("ppo-gsm8k-qwen2.5-1.5b-1gpu-megatron", *changes)
+    [rank], beside = memory_of_run(config)[1], memory_of_models(config)
+    [critic] = beside["critic"]
+    # The two models and their own states, less one base. The plan counts the score layer as frozen.
+    apart = rank.weights + rank.optimizer + critic.weights + critic.optimizer
+    assert rank.frozen == 2 * 1_543_714_304 and critic.frozen == rank.frozen + 2 * 1_536
+    assert host_memory(config, [rank], beside) == apart - (0 if on_torch else rank.frozen)
+    config["critic"]["model_name"] = "another"
+    assert host_memory(config, [rank], beside) == apart
 
 
 def test_engines_of_the_policy_s_own_backend_are_summed_by_hand() -> None:
@@ -229,7 +248,7 @@ def test_engines_of_the_policy_s_own_backend_are_summed_by_hand() -> None:
     parts = engine.weights, 4 * OF_7B, engine.token * 64 * 4096, process_rest(2)
     assert engine.budget == sum(parts)
     # of the node's eight ranks four train, and the others have a whole model there while a refit lasts
-    assert host_memory(config, [rank], (), engine) == 4 * rank.optimizer + 4 * 2 * OF_7B
+    assert host_memory(config, [rank], {}, engine) == 4 * rank.optimizer + 4 * 2 * OF_7B
     halved = config_of(
         APART, "~policy.generation.backend", "policy.generation.engine_cfg={tensor_parallel_size: 2}"
     )

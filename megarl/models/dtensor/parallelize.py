@@ -92,6 +92,19 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def frozen_shards(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return, by parameter name, the two tensors through which ``fully_shard`` refers to the storage of a
+    frozen parameter's shard: the one that it gathers from, and the local tensor of the parameter."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for module in sharded_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for each in () if group is None else group.fsdp_params:
+            if each.sharded_param in names and not each.sharded_param.requires_grad:
+                found[names[each.sharded_param]] = each._sharded_param_data, each.sharded_param._local_tensor
+    return found
+
+
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the next pass gathers them again and sees later changes of the
     shards."""

@@ -34,6 +34,7 @@ from megarl.models.engine.passing import PassingWorker
 from megarl.models.engine.receiving import ReceivingWorker
 from megarl.models.engine.saving import SavingWorker
 from megarl.models.engine.sending import SendingWorker
+from megarl.models.engine.shared_base import SharingWorker
 from megarl.throughput.peaks import measured_rate
 from megarl.weight_sync.broadcast import WeightBroadcaster
 from megarl.weight_sync.manifest import Stages
@@ -96,12 +97,13 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
     return here
 
 
-class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, ABC):
+class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, SharingWorker, ABC):
     """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass
     builds.
 
-    Its methods are in four more files: training and log-probabilities in ``passing.py``, the two halves of a
-    refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``.
+    Its methods are in five more files: training and log-probabilities in ``passing.py``, the two halves of a
+    refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``, the base that
+    adapters of several models share in ``shared_base.py``.
 
     Args:
         config: the checked policy configuration; absent optional keys are filled in.

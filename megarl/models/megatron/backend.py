@@ -45,6 +45,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
+from megarl.models.engine.shared_base import bytes_of, moved_to
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.adapters import Adapters
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
@@ -83,7 +84,7 @@ class Mover:
         runtime: DeviceRuntime,
     ) -> None:
         self._chunks, self._optimizer, self._runtime = chunks, optimizer, runtime
-        self._loose = LooseParameters(chunks, runtime)
+        self.loose = LooseParameters(chunks, runtime)
         self.optimizer_copies = HostCopies(runtime)
 
     def move(self, part: Part, place: Place) -> None:
@@ -97,7 +98,7 @@ class Mover:
             for chunk in self._chunks:
                 _move_buffers(chunk, place, parameters=part == "parameters")
             if part == "parameters":
-                self._loose.move(place)
+                self.loose.move(place)
         # Wait, because the copies are asynchronous: the caller next gives the memory to another process, or
         # counts it as free.
         self._runtime.synchronize()
@@ -155,16 +156,23 @@ class LooseParameters:
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], runtime: DeviceRuntime) -> None:
-        self._chunks = chunks
+        self._chunks, self._runtime = chunks, runtime
         self._copies = HostCopies(runtime)
         self._away: list[torch.Tensor] = []
+        # Host copies of frozen storages in shared memory, by the storage, which are never written again.
+        self._shared: dict[int, torch.Tensor] = {}
 
     def move(self, place: Place) -> None:
         """Copy the parameters to the host and free their memory on the device, or allocate and fill that
         memory again; do not wait for the copies."""
         memories = self._memories()
         if place == "host":
-            self._away = self._copies.fill([_bytes_of(memory) for memory in memories])
+            own = [memory for memory in memories if memory._cdata not in self._shared]
+            copies = iter(self._copies.fill([bytes_of(memory) for memory in own]))
+            self._away = [
+                self._shared[memory._cdata] if memory._cdata in self._shared else next(copies)
+                for memory in memories
+            ]
             for memory in memories:
                 # Free the memory after the copies are queued on the same stream, so that nobody gets it
                 # before they are done.
@@ -173,8 +181,39 @@ class LooseParameters:
         for memory, copy in zip(memories, self._away, strict=True):
             # Let the storage grow in place, so that parameters, views and hooks need not know of the move.
             memory.resize_(copy.nbytes)
-            _bytes_of(memory).copy_(copy, non_blocking=True)
+            bytes_of(memory).copy_(copy, non_blocking=True)
         self._away = []
+
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Return all bytes of the storages that only frozen parameters have; see ``SharesFrozen``."""
+        return {name: bytes_of(each[0].untyped_storage()) for name, each in self._frozen().items()}
+
+    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """Read frozen parameters from shared memory; see ``SharesFrozen``."""
+        for name, parameters in self._frozen().items():
+            if name not in memory:
+                continue
+            if self._runtime.is_cuda:
+                self._shared[parameters[0].untyped_storage()._cdata] = memory[name]
+                continue
+            for parameter in parameters:
+                parameter.data = moved_to(parameter, memory[name])
+
+    def _frozen(self) -> dict[str, list[torch.nn.Parameter]]:
+        """Return the frozen parameters of each storage that no trained one shares, by the name of the
+        first."""
+        found: dict[int, list[torch.nn.Parameter]] = {}
+        names: dict[int, str] = {}
+        for number, model in enumerate(self._chunks):
+            for name, parameter in model.module.named_parameters():
+                storage = parameter.untyped_storage()._cdata
+                found.setdefault(storage, []).append(parameter)
+                names.setdefault(storage, f"{number}.{name}")
+        return {
+            names[storage]: parameters
+            for storage, parameters in found.items()
+            if not any(parameter.requires_grad for parameter in parameters)
+        }
 
     def _memories(self) -> list[torch.UntypedStorage]:
         """Return each storage once, in the order of the parameters."""
@@ -193,12 +232,6 @@ class LooseParameters:
                     # once.
                     found.setdefault(memory._cdata, memory)
         return list(found.values())
-
-
-def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    """Return a view of all bytes of a storage, uint8."""
-    # View bytes, because tensors of several dtypes and shapes may share one storage.
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 logger = logging.getLogger(__name__)
@@ -490,6 +523,12 @@ class MegatronBackend:
 
     def move(self, part: Part, place: Place) -> None:
         self._mover.move(part, place)
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        return self._mover.loose.frozen()
+
+    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
+        self._mover.loose.keep_frozen_in(memory)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         # Check this first, so that a missing optimizer is refused before the weights are written.

@@ -644,6 +644,24 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         digests in any layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
+    def share_base(self) -> list[dict[str, Any]]:
+        """Move the weights that adapters leave untouched into memory that other models' workers can read, and
+        return what ``take_base`` of another policy on the same ranks needs. The parameters have to be on the
+        devices."""
+        return self._results("share_base")
+
+    def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
+        """Read those weights that are equal bit for bit from the other policy's memory, and free their
+        own.
+
+        Args:
+            shared: result of the other policy's ``share_base``.
+
+        Returns:
+            Bytes that are read from there, over all ranks.
+        """
+        return sum(self._results("take_base", shared=shared))
+
     # Profiling and shutdown.
 
     def memory_figures(self) -> dict[str, float]:
