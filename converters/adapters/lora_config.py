@@ -125,15 +125,14 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         ConversionError: lists every setting that is not a plain LoRA's.
     """
     problems = list(_refused(config))
-    rank = read_number(config.get("r"), "r", problems)
-    if rank != int(rank):
-        problems.append(f"r = {config['r']!r}: a whole number is needed")
+    rank, ranks = read_number(config.get("r"), "r", problems), _patterns(config, "rank_pattern", problems)
+    for name, value in {"r": rank, **ranks}.items():
+        if value != int(value):
+            problems.append(f"{name} = {value!r}: a rank has to be a whole number")
     found = LoraConfig(
         rank=int(rank),
         alpha=read_number(config.get("lora_alpha"), "lora_alpha", problems),
-        rank_patterns={
-            pattern: int(value) for pattern, value in _patterns(config, "rank_pattern", problems).items()
-        },
+        rank_patterns={pattern: int(value) for pattern, value in ranks.items()},
         alpha_patterns=_patterns(config, "alpha_pattern", problems),
         rank_stabilized=bool(config.get("use_rslora")),
         targets=_listed(config, "target_modules"),

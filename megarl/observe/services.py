@@ -3,6 +3,7 @@ imported only if its sink is enabled."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import queue
@@ -21,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 _WANDB_ID_FILE, _MLFLOW_ID_FILE, _TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
 _OWN_NAMES = ("step", "time")
-# Maximum number of parameters in a request, and of seconds for which the end of a run waits for a server that
-# does not accept the last rows.
+# Maximum number of parameters, and of metrics, in a request, and of seconds for which the end of a run waits
+# for a server that does not accept the last rows.
 _MOST_PARAMS = 100
+_MOST_METRICS = 1000
 _LAST_ROWS_S = 60.0
 
 
@@ -168,7 +170,9 @@ class MlflowSink:
             if name not in _OWN_NAMES and isinstance(value, int | float)
         }
         metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in numbers.items()]
-        self._calls.put(lambda: self._client.log_batch(self._run_id, metrics=metrics))
+        for first in range(0, len(metrics), _MOST_METRICS):
+            part = metrics[first : first + _MOST_METRICS]
+            self._calls.put(functools.partial(self._client.log_batch, self._run_id, metrics=part))
         self._calls.raise_fault()
 
     def truncate_after(self, step: int) -> None:

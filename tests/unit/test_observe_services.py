@@ -145,6 +145,10 @@ class Server:
         self.answers.wait()
         if self.fault is not None:
             raise self.fault
+        # MLflow's own bound.
+        assert len(metrics) <= 1000, (
+            f"A batch logging request can contain at most 1000 metrics: {len(metrics)}"
+        )
         self.calls += [("metric", each) for each in metrics]
 
 
@@ -172,6 +176,15 @@ def test_steps_do_not_wait_for_mlflow(tmp_path: Path, server: Server) -> None:
         *(("metric", float(step)) for step in (1, 2, 3)),
         ("ended", "run-0"),
     ]
+
+
+def test_a_row_of_more_metrics_than_mlflow_takes_at_once_is_sent_whole(
+    tmp_path: Path, server: Server
+) -> None:
+    row = {f"by_task/{number}": float(number) for number in range(2001)}
+    with open_sinks(SECTION, tmp_path) as sinks:
+        sinks.log(row, 1)
+    assert [each[:2] for kind, each in server.calls if kind == "metric"] == list(row.items())
 
 
 def test_a_server_that_never_answers_does_not_keep_the_run(
