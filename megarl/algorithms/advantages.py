@@ -221,7 +221,7 @@ def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise BatchError(
-            f"{name} returned {kind}. Fix: return advantages of answers {list(shapes[0])} or of tokens "
+            f"{name} returned {kind}. Fix: return advantages of responses {list(shapes[0])} or of tokens "
             f"{list(shapes[1])}"
         )
     if found.is_complex() or found.layout is not torch.strided:

@@ -377,7 +377,7 @@ class GRPO(Sampled):
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
-                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} answers a score "
+                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} responses a score "
                 "that is not finite. Nothing "
                 "was trained on them. Fix: give reward_model.model_name weights that compute, or another "
                 "reward_model.precision"

@@ -220,11 +220,9 @@ class PPO(GRPO):
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
-                f"the critic says that {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are "
-                "worth a number that "
-                "is not finite. Nothing was trained on these answers. Fix: lower "
-                "critic.megatron_cfg.optimizer.lr, or take "
-                "critic.precision=float32"
+                f"the critic's values of {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are not "
+                "finite. Nothing was trained on these responses. Fix: lower "
+                "critic.megatron_cfg.optimizer.lr, or set critic.precision=float32"
             )
         penalties, metrics = self.penalties_of(samples, batch)
         of_turns = self._rewards_of_turns(samples, counts)

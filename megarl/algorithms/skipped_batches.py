@@ -242,18 +242,18 @@ class EmptySteps:
             len(samples["truncated"]),
         )
         found = (
-            f"step {step}: none of its {total} answers counts: {cut} were cut off, {unscored} could not "
+            f"step {step}: none of its {total} responses counts: {cut} were truncated, {unscored} could not "
             "be scored"
         )
         if self.in_a_row < self.most:
             logger.warning("%s. No optimizer step was taken", found)
             return
         raise BatchError(
-            f"{found}. So it was in {self.in_a_row} steps in a row (policy.max_consecutive_skips = "
+            f"{found}. This happened in {self.in_a_row} steps in a row (policy.max_consecutive_skips = "
             f"{self.most}), in which no weight was "
             "changed. Fix: raise policy.generation.max_new_tokens, write "
             f"{self.section}.overlong_filtering: false, or see why the "
-            "environment does not score answers"
+            "environment does not score responses"
         )
 
 

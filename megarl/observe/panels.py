@@ -113,7 +113,7 @@ PANELS = (
         "Reward",
         "reward, accuracy (fraction)",
         (
-            Curve(REWARD_NAMES, "reward of sampled answers"),
+            Curve(REWARD_NAMES, "reward of sampled responses"),
             Curve(ACCURACY_NAMES, "validation accuracy", True),
         ),
         fraction=True,
@@ -157,19 +157,19 @@ PANELS = (
         from_zero=True,
     ),
     Panel(
-        "Length of answers",
+        "Length of responses",
         "tokens",
         (
-            Curve(("train/generation_length",), "sampled answers"),
+            Curve(("train/generation_length",), "sampled responses"),
             Curve(("validation/generation_length",), "validation", True),
         ),
         from_zero=True,
     ),
     Panel(
-        "Answers that were cut off",
+        "Truncated responses",
         "fraction",
         (
-            Curve(("train/truncated",), "sampled answers"),
+            Curve(("train/truncated",), "sampled responses"),
             Curve(("validation/truncated",), "validation", True),
         ),
         from_zero=True,
@@ -191,17 +191,17 @@ PANELS = (
         zero_is_absent=True,
     ),
     Panel(
-        "Age of answers",
+        "Age of responses",
         "steps of training",
         (
-            Curve(("train/rollout_age",), "oldest weights of an answer"),
+            Curve(("train/rollout_age",), "oldest weights of a response"),
             Curve(("train/token_age",), "weights of a token"),
         ),
         from_zero=True,
         zero_is_absent=True,
     ),
     Panel(
-        "Groups of answers that wait",
+        "Waiting groups of responses",
         "groups",
         (
             Curve(("train/rollouts_ready",), "complete"),

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--generation",
         choices=GENERATION,
         default="policy",
-        help="what answers the problems (default: policy)",
+        help="what generates the responses (default: policy)",
     )
     parser.add_argument(
         "--adapter", choices=ADAPTERS, default="none", help="what reinforcement trains (default: all weights)"
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--asynchronous",
         action="store_true",
-        help="answer the next problems while the policy trains on these",
+        help="sample responses to the next problems while the policy trains on these",
     )
     parser.add_argument(
         "--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)"
@@ -251,7 +251,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     ]
     _train(load_config(recipes[0], overrides, layers))
 
-    answering = "" if changes.generation == "policy" else f", {changes.generation} answers"
+    answering = "" if changes.generation == "policy" else f", {changes.generation} generates"
     console.rule(f"seed {seed}: GRPO, {BACKENDS[changes.backend]}{answering}")
     grpo = directory / "grpo"
     sources = [f"data.train.path={train}", f"data.validation.path={validation}"]

@@ -37,7 +37,7 @@ class Signal(Enum):
     ALL_RIGHT = "all right"
     ALL_WRONG = "all wrong"
     ALIKE = "alike otherwise"
-    UNUSABLE = "fewer than two scored answers, or none to train on"
+    UNUSABLE = "fewer than two scored responses, or none to train on"
 
 
 def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: int) -> list[Signal]:
@@ -171,7 +171,7 @@ class DynamicSampling:
             f"in {len(found)} prompts "
             f"(grpo.dynamic_sampling_max_gen_batches = {self.most_batches} times {self.batch}). Of these "
             f"{shares}. Nothing was trained on "
-            "them. Fix: take prompts of which the policy solves some, or more answers a prompt; raise the "
+            "them. Fix: take prompts of which the policy solves some, or more responses a prompt; raise the "
             "bound only if such prompts are "
             "rare and not absent"
         )

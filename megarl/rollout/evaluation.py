@@ -267,8 +267,8 @@ def pass_at(k: int, answered: int, right: int) -> float:
     """
     if not 1 <= k <= answered:
         raise ValueError(
-            f"k = {k}: must be at least 1 and at most the {answered} answers. Fix: sample at least k "
-            "answers a prompt"
+            f"k = {k}: must be at least 1 and at most the {answered} responses. Fix: sample at least k "
+            "responses a prompt"
         )
     # There are fewer incorrect responses than k: the product below would have a factor of 0 or less.
     if answered - right < k:

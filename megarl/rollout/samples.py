@@ -203,7 +203,7 @@ def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, se
             f"{section}.max_token_mult_prob_error = {bound:g}; the "
             f"log-probabilities of generation and training differ by {metrics[MISMATCH_MEAN]:.3g} on "
             f"average, by more than {FAR} for "
-            f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these answers. Fix: "
+            f"{metrics[MISMATCH_SHARE]:.1%} of the tokens. Nothing was trained on these responses. Fix: "
             "compare the precision "
             "of the engine with policy.precision, and its log-probabilities with those of transformers on "
             "the exported model; raise the "

@@ -69,7 +69,7 @@ def check_evaluation(config: RunConfig) -> None:
         ConfigError: its algorithm generates no responses, or it has no validation data.
     """
     if not generates(config):
-        bound = "megarl eval samples answers and scores them, which this algorithm does not"
+        bound = "megarl eval samples responses and scores them, which this algorithm does not"
         raise ConfigError(
             [
                 Violation(

@@ -120,7 +120,7 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
     if not files:
         raise DataError(
             f"{run_dir / DIRECTORY} holds no samples of {kind} steps. Fix: let an algorithm that generates "
-            "answers finish a step"
+            "responses finish a step"
             f"{'' if kind == TRAIN else ' and a validation'}, with logger.samples.enabled (the default)"
         )
     step = max(files) if wanted is None else wanted
@@ -278,7 +278,7 @@ def _figures(row: Sample) -> Text:
         responses = sum(isinstance(turn, dict) and turn.get("role") != "environment" for turn in row["turns"])
         words.append(f"{responses} turns, {_plain(row.get('ended'))}")
     words += [f"weights {_weights(row)}"] if row.get("weight_version") is not None else []
-    line = Text(f"answer {_plain(row.get('generation'))}  ", style="bold").append(
+    line = Text(f"response {_plain(row.get('generation'))}  ", style="bold").append(
         "  ".join(words), style="not bold green"
     )
     for name, style in (("truncated", "bold yellow"), ("masked", "bold red")):

@@ -44,7 +44,7 @@ SHOWN: tuple[tuple[str, tuple[str, ...], bool | None], ...] = (
     ("validation loss", ("validation/loss",), False),
     ("gradient norm", ("train/grad_norm",), None),
     ("KL penalty", (KL,), None),
-    ("answer length", ("train/generation_length",), None),
+    ("response length", ("train/generation_length",), None),
 )
 _STYLES = {
     "running": "bold green",

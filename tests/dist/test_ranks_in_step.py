@@ -157,6 +157,6 @@ def test_nan_in_logits_is_an_error_on_all_ranks(
     first = int(bad["input_lengths"][4])
     for error, after in pool.run(world, generate_twice, kind, config, [bad, clean], greedy):
         assert error.startswith(
-            f"GenerationError: row 4: the logits of answer token 0 (position {first}) are not finite"
+            f"GenerationError: row 4: the logits of response token 0 (position {first}) are not finite"
         ), error
         assert isinstance(after, list) and len(after) == len(clean["input_ids"]), after

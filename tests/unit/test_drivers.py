@@ -1007,7 +1007,9 @@ def test_a_step_whose_answers_were_all_cut_off_changes_nothing(
         assert "train/empty_global_batches" not in row and math.isfinite(row["train/loss"])
     assert second["train/truncated"] == 1.0 and third["train/truncated"] == 0.5
     [said] = [record.getMessage() for record in caplog.records if "none of its" in record.getMessage()]
-    assert said.startswith("step 2: none of its 12 answers counts: 12 were cut off, 0 could not be scored")
+    assert said.startswith(
+        "step 2: none of its 12 responses counts: 12 were truncated, 0 could not be scored"
+    )
 
 
 def test_a_run_whose_answers_are_always_cut_off_ends(
@@ -1018,7 +1020,7 @@ def test_a_run_whose_answers_are_always_cut_off_ends(
     config["policy"]["max_consecutive_skips"] = 2
     with pytest.raises(
         BatchError,
-        match=r"step 2: none of its 12 answers counts: 12 were cut off.*in 2 steps in a row.*Fix: raise "
+        match=r"step 2: none of its 12 responses counts: 12 were truncated.*in 2 steps in a row.*Fix: raise "
         r"policy",
     ):
         run(config, maker)

@@ -676,7 +676,7 @@ def test_a_result_replaces_none_of_other_weights(tmp_path: Path, taught: str, mo
         ),
         (
             lambda config: config["data"]["validation"][0].update(val_temperature=0),
-            "greedy answers to a prompt are all the same",
+            "greedy responses to a prompt are all the same",
         ),
     ],
 )
@@ -701,4 +701,4 @@ def test_supervised_training_has_nothing_to_evaluate_by(
         main(["eval", written(make_config("sft", tmp_path, model, data), tmp_path / "run.yaml"), "--dry-run"])
         == 2
     )
-    assert "algorithm = 'sft': megarl eval samples answers and scores them" in capsys.readouterr().err
+    assert "algorithm = 'sft': megarl eval samples responses and scores them" in capsys.readouterr().err

@@ -347,9 +347,7 @@ def test_values_that_are_not_finite_end_the_run_before_anything_is_trained(
 ) -> None:
     models = Models()
     models.change_values = lambda values: values.index_fill(0, torch.tensor([1]), math.nan)
-    with pytest.raises(
-        NonFiniteError, match=r"the critic says that \d+ of \d+ states are worth a number that is not finite"
-    ):
+    with pytest.raises(NonFiniteError, match=r"the critic's values of \d+ of \d+ states are not finite"):
         run(ppo(tmp_path, model, data), models)
     assert models.trained == []
 
@@ -388,9 +386,7 @@ def test_the_value_behind_a_response_is_read_where_it_was_truncated_alone(value:
     assert torch.equal(advantages_of_a_critic(values, [False, True, True]), clean)
     values[1, 2] = value
     # four states before tokens, and one behind
-    with pytest.raises(
-        NonFiniteError, match=r"the critic says that 1 of 5 states are worth a number that is not finite"
-    ):
+    with pytest.raises(NonFiniteError, match=r"the critic's values of 1 of 5 states are not finite"):
         advantages_of_a_critic(values, [False, True, True])
 
 
@@ -480,7 +476,7 @@ def test_answers_that_were_all_cut_off_change_neither_model(tmp_path: Path, mode
     config["policy"]["max_consecutive_skips"] = 2
     with pytest.raises(
         BatchError,
-        match=r"step 4: none of its 12 answers counts: 12 were cut off.*in 2 steps.*ppo\.overlong_filtering",
+        match=r"step 4: none of its 12 responses counts: 12 were truncated.*in 2 steps.*ppo\.overlong_filtering",
     ):
         run(config, models)
     assert [(role, len(batch["input_ids"])) for role, batch, _ in models.trained] == [(CRITIC, 6), (ACTOR, 6)]

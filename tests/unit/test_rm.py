@@ -166,7 +166,7 @@ def test_a_score_that_is_not_finite_ends_the_run_before_anything_is_trained(
     config["reward_model"] = {"model_name": model}
     with pytest.raises(
         NonFiniteError,
-        match=r"the reward model gives 1 of 12 answers a score that is not finite\. Nothing was trained",
+        match=r"the reward model gives 1 of 12 responses a score that is not finite\. Nothing was trained",
     ):
         run(config, maker)
     assert (

@@ -80,7 +80,7 @@ def test_a_page_needs_no_network_and_closes_what_it_opens(
         "Reward",
         "Loss",
         "KL from the reference policy",
-        "Length of answers",
+        "Length of responses",
         "Throughput",
         "Time by phase",
     } <= titles
@@ -133,7 +133,7 @@ def test_runs_are_compared_by_name(tmp_path: Path, capsys: pytest.CaptureFixture
     text = page.read_text()
     reward = next(svg for svg in pictures(text) if "reward, accuracy (fraction)" in words(svg))
     assert not {"first", "second", "third"} & words(reward) and {
-        "reward of sampled answers (running mean)",
+        "reward of sampled responses (running mean)",
         "validation accuracy",
     } <= words(reward)
     legend = re.findall(r'<i style="background:(#\w+)"></i>(\w+)</span>', text)
@@ -277,7 +277,7 @@ def test_what_is_not_computed_has_no_curve() -> None:
         "Model FLOP utilisation",
         "Memory of the fullest rank",
     }
-    assert not absent & {"Reward", "Loss", "Gradient norm", "Answers that were cut off", "Learning rate"}
+    assert not absent & {"Reward", "Loss", "Gradient norm", "Truncated responses", "Learning rate"}
     assert not draw_all({"run": {}})
     some = zeros | {
         "performance/train_mfu": Series(steps, (0.4,) * 30),

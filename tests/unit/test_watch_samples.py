@@ -125,7 +125,7 @@ def test_the_newest_step_is_shown_with_each_prompt_once(run_dir: Path) -> None:
     ]
     assert text.count("question 0\n") == 1 and "step 2  prompt 0 of sums.jsonl" in text
     assert (
-        "answer 0  reward 0.500  advantage 0.500  mismatch 0.0010  7 tokens  weights 1  reference 0" in text
+        "response 0  reward 0.500  advantage 0.500  mismatch 0.0010  7 tokens  weights 1  reference 0" in text
     )
     assert (
         "right 0.000  form 1.000  1 tokens  weights 1  truncated  masked" in text
@@ -137,7 +137,7 @@ def test_a_masked_sample_has_no_reward(run_dir: Path) -> None:
     add_samples(run_dir, 3, [sample(3, 0, reward=None, masked=True, rewards={"right": None}), sample(3, 1)])
     text = shown(run_dir)
     assert (
-        "answer 0  reward none  advantage 0.500  mismatch 0.0010  right none  10 tokens  weights 2  masked"
+        "response 0  reward none  advantage 0.500  mismatch 0.0010  right none  10 tokens  weights 2  masked"
         in text
     )
     assert answers(shown(run_dir, order="worst")) == ["answer 1.0 at 3"]
@@ -242,7 +242,7 @@ def test_runs_without_samples_and_prompts_in_common_are_said(
     make_run(tmp_path / "run")
     assert main(["samples", str(tmp_path / "run"), "--validation"]) == 2
     assert (
-        "holds no samples of validation steps. Fix: let an algorithm that generates answers"
+        "holds no samples of validation steps. Fix: let an algorithm that generates responses"
         in capsys.readouterr().err
     )
     add_samples(tmp_path / "run", 1, [sample(1, 0)])

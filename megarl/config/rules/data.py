@@ -228,9 +228,12 @@ def several_answers_differ(view: View) -> Iterator[Violation]:
         answers = source[GENERATIONS] if GENERATIONS in source else view.get(shared[GENERATIONS])
         temperature = source[TEMPERATURE] if TEMPERATURE in source else view.get(shared[TEMPERATURE])
         if answers is not None and answers > 1 and temperature == 0:
-            bound = f"{keys[GENERATIONS]} = {answers}, and greedy answers to a prompt are all the same"
+            bound = f"{keys[GENERATIONS]} = {answers}, and greedy responses to a prompt are all the same"
             yield Violation(
-                keys[TEMPERATURE], temperature, bound, "write for example 0.6, or ask for one answer a prompt"
+                keys[TEMPERATURE],
+                temperature,
+                bound,
+                "write for example 0.6, or request one response a prompt",
             )
 
 

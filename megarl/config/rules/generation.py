@@ -151,7 +151,7 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
             LONGEST,
             view[LONGEST],
             bound,
-            "make it as short, and prompt and answer with it",
+            "make it that short, and prompts and responses with it",
             ({LONGEST: reach},),
         )
 

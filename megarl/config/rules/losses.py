@@ -323,13 +323,13 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     view.require(view.get("distillation.mode") != "topk")
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.max_trajectory_age_steps"] > 0)
     old = (
-        f"answers are up to {section}.max_trajectory_age_steps = "
+        f"responses are up to {section}.max_trajectory_age_steps = "
         f"{view[f'{section}.max_trajectory_age_steps']} steps old"
     )
     key = "loss_fn.force_on_policy_ratio"
     if view[key]:
         yield Violation(
-            key, True, f"{old}, and this takes the policy for the one that gave them", "write false"
+            key, True, f"{old}, and this treats them as sampled by the present policy", "write false"
         )
     # After that pass, the clipped ratio refers to the newest weights, so that only the importance weight
     # accounts for the age.

@@ -74,7 +74,7 @@ def sections_of_algorithm(view: View) -> Iterator[Violation]:
         yield Violation(
             "policy.generation",
             None,
-            f"algorithm {name!r} generates answers and needs this section",
+            f"algorithm {name!r} generates responses and needs this section",
             "add it",
         )
 
@@ -287,7 +287,7 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
     key = "grpo.num_generations_per_prompt"
     if view.get(key) == 1 and not whitens_alone:
-        fix = "write 2 or more: an answer is judged against the others of its prompt"
+        fix = "write 2 or more: a response is compared with the others to its prompt"
         yield Violation(key, 1, "it must be at least 2", fix)
     if view.get("grpo.advantage_clip_low") == 0 and view.get("grpo.advantage_clip_high") == 0:
         yield Violation(
@@ -310,7 +310,7 @@ def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violat
     view.require(kind in ESTIMATORS)
     view.require(kind != "reinforce_plus_plus" or not view.get(f"{LOSS}.use_kl_in_reward", False))
     without = f" without {LOSS}.use_kl_in_reward" if kind == "reinforce_plus_plus" else ""
-    reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of an answer have one advantage"
+    reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of a response have one advantage"
     if view.get(gradient) == "token":
         fix = (
             f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has advantages "
@@ -334,11 +334,11 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
     view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
     if generations == 1:
-        bound = f"{key} is true, and with one answer no prompt has answers that differ"
+        bound = f"{key} is true, and with one response no prompt has responses that differ"
         yield Violation("grpo.num_generations_per_prompt", 1, bound, f"write 2 or more, or {key}: false")
     if view[f"{ESTIMATOR}.name"] == "reinforce_plus_plus" and not view[f"{ESTIMATOR}.minus_baseline"]:
         bound = (
-            f"{ESTIMATOR} compares answers with those to all prompts of a step, so that answers that "
+            f"{ESTIMATOR} compares responses with those to all prompts of a step, so that responses that "
             "agree have a signal too"
         )
         yield Violation(key, True, bound, "write false, or minus_baseline: true")
@@ -376,7 +376,7 @@ def scores_of_answers_count(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             0,
-            "the reward model would score answers in vain",
+            "the scores of the reward model would not count",
             "write another number, or take reward_model away",
         )
 
@@ -642,7 +642,7 @@ def samples_fill_global_batches(view: View) -> Iterator[Violation]:
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations % size:
         bound = (
-            f"it must divide the {prompts} prompts x {generations} answers = {prompts * generations} "
+            f"it must divide the {prompts} prompts x {generations} responses = {prompts * generations} "
             "samples of a step"
         )
         yield Violation(

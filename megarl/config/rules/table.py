@@ -386,8 +386,8 @@ ROWS_OF_RUNS = (
         defaults("policy.generation", GenerationConfig, "temperature", "top_p", "top_k"),
         {"generates": False},
         (
-            "{algorithm} trains the model's own probabilities, and log-probabilities follow how answers are "
-            "drawn"
+            "{algorithm} trains the model's own probabilities, and log-probabilities follow how responses "
+            "are sampled"
         ),
         "write {first}, or remove the section",
     ),
@@ -527,10 +527,7 @@ ROWS_OF_RUNS = (
         "what_is_bootstrapped_is_trained_on",
         {"ppo.bootstrap_truncated": False},
         {"ppo.overlong_filtering": True},
-        (
-            "ppo.overlong_filtering is true: answers that were cut off are left out, and nothing reads what "
-            "they are worth"
-        ),
+        ("ppo.overlong_filtering is true: truncated responses are left out, and nothing reads their values"),
         "switch one of the two off",
     ),
     Row(

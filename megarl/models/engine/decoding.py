@@ -376,7 +376,7 @@ class _Decoding:
         wrong = rows[~np.isfinite(values)].tolist()
         if wrong:
             raise GenerationError(
-                f"row {self.names[wrong[0]]}: the logits of answer token {done} (position "
+                f"row {self.names[wrong[0]]}: the logits of response token {done} (position "
                 f"{len(self.prompts[wrong[0]]) + done}) are not "
                 f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. "
                 "Fix: see whether the weights are "

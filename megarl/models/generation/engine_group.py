@@ -349,14 +349,14 @@ class EngineGroup(RolloutEngine):
             receiving, self._receiving = self._receiving, []
             self.loaded(self.results(receiving))
         if self.expected_version is None:
-            raise RefitError("the engines have no whole weights: refit them before they answer")
+            raise RefitError("the engines have no whole weights: refit them before they generate")
         for engine, version in enumerate(self._versions):
             if version != self.expected_version:
                 has = "no whole weights" if version is None else f"the weights of version {version}"
                 raise RefitError(
                     f"engine {engine} of {self._workers.engines} has {has} where version "
                     f"{self.expected_version} was sent last: "
-                    "refit all engines before they answer"
+                    "refit all engines before they generate"
                 )
 
     # The following methods generate.

@@ -70,6 +70,6 @@ def _refuse_empty(strings: Sequence[Any], where: str) -> None:
     if wrong:
         raise BatchError(
             f"{where} has {wrong[0]!r}: a stop string has at least one character, because every text "
-            "contains the empty one and each "
-            "answer would end after its first token. Fix: leave it out, or write null for no stop strings"
+            "contains the empty one, and each "
+            "response would end after its first token. Fix: leave it out, or write null for no stop strings"
         )

@@ -194,7 +194,9 @@ class PolicyEngines(RolloutEngine):
 
     def _require_weights(self) -> None:
         if self._version is None:
-            raise RefitError("the workers that generate have no whole weights: refit them before they answer")
+            raise RefitError(
+                "the workers that generate have no whole weights: refit them before they generate"
+            )
 
     def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
         return self._policy.worker_group.run_all_workers_single_data(method, **options)

@@ -382,7 +382,7 @@ class VllmGenerationWorker:
         # Discard the keys and values that older weights computed.
         if not self._engine.call("reset_prefix_cache"):
             raise RefitError(
-                "vLLM keeps keys and values of the older weights, for a prompt that it still answers: refit "
+                "vLLM keeps keys and values of the older weights, for a prompt that it still completes: refit "
                 "anew when it is done"
             )
         [self._version] = versions
@@ -495,7 +495,7 @@ class VllmGenerationWorker:
         if self._version is None or self._version != version:
             raise RefitError(
                 f"the engine has the weights of version {self._version} where version {version} is wanted; "
-                "refit it before it answers"
+                "refit it before it generates"
             )
 
     def exchange(
