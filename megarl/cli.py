@@ -279,7 +279,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="lay this YAML file, or shipped one, over CONFIG, for example base/dtensor; may be given "
+        help="merge this YAML file, or a shipped one such as base/dtensor, over CONFIG; may be given "
         "several times",
     )
     parser.add_argument(

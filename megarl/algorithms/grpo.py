@@ -377,10 +377,9 @@ class GRPO(Sampled):
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError(
-                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} responses a score "
-                "that is not finite. Nothing "
-                "was trained on them. Fix: give reward_model.model_name weights that compute, or another "
-                "reward_model.precision"
+                f"the reward model gives {int((~scores.isfinite()).sum())} of {len(scores)} responses a "
+                "score that is not finite. Nothing was trained on them. Fix: give reward_model.model_name "
+                "working weights, or another reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
         # Do this before the reward changes: if the environment gives no accuracy, its reward is the accuracy.

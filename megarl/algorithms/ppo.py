@@ -220,8 +220,8 @@ class PPO(GRPO):
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
-                f"the critic's values of {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are not "
-                "finite. Nothing was trained on these responses. Fix: lower "
+                f"the critic's values of {nonfinite} of {int(counts.sum() + bootstrapped.sum())} states are "
+                "not finite. Nothing was trained on these responses. Fix: lower "
                 "critic.megatron_cfg.optimizer.lr, or set critic.precision=float32"
             )
         penalties, metrics = self.penalties_of(samples, batch)

@@ -325,7 +325,7 @@ def likely_causes(
     generation = generation_of(config["policy"])
     if bool(samples["truncated"].all()):
         yield (
-            "all responses were cut off at policy.generation.max_new_tokens = "
+            "all responses were truncated at policy.generation.max_new_tokens = "
             f"{generation['max_new_tokens']}, none ended by one of the "
             f"stop tokens {generation['stop_token_ids']}: raise the limit, or see whether the model knows "
             "the chat template"

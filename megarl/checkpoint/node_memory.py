@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Ignore these signals: Ctrl-C or a Slurm notice reaches the whole process group, and the save that it
 # requests must not lose its writer.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_NOTHING = "nothing waits in the memory of this node: its process was begun anew since"
+_NOTHING = "nothing waits in the memory of this node: its process has been restarted since"
 _ANSWER, _ERRORS = 1, 2
 # The process may take this time to start and to open the memory of the ranks.
 _HOLD_S = 60.0

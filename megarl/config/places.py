@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 # themselves use less.
 _BUSY_S = 0.001
 
-_FIX = "see df and dmesg, mount it anew (umount -l), or give another place"
+_FIX = "see df and dmesg, mount it again (umount -l first), or give another place"
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
 _PLACES = (
     "data.cache_dir",

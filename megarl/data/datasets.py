@@ -994,8 +994,8 @@ def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
         )
         fields = ", ".join(map(repr, fields_of_key(key)))
         raise DataError(
-            f"{source_name(source)}: {useless.count} of {seen} reference answers are of no use to "
-            "env.reward: every answer to those "
+            f"{source_name(source)}: {useless.count} of {seen} reference answers cannot be used by "
+            "env.reward: every response to those "
             f"prompts would be wrong. Fix: correct {fields} of these records, or remove them. They are: "
             f"{useless}"
         )

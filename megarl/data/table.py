@@ -82,7 +82,7 @@ class StoredValues:
             raise DataError(f"{self._path} cannot be read any more: {error}. {_FIX}") from error
         if len(content) < wanted:
             raise DataError(
-                f"{self._path} was cut off while the run used it: {len(content)} of {wanted} bytes are "
+                f"{self._path} was truncated while the run used it: {len(content)} of {wanted} bytes are "
                 f"there. {_FIX}"
             )
         return np.frombuffer(content, self._dtype)
@@ -95,7 +95,7 @@ def _require_owner(path: Path, status: os.stat_result, owner: int) -> None:
         raise ValueError(f"everybody may write to {path.name}")
 
 
-_FIX = "Fix: start the run again, which makes these tokens anew; see who writes into data.cache_dir"
+_FIX = "Fix: start the run again, which tokenizes the data again; find out who writes into data.cache_dir"
 
 
 def _read_all(descriptor: int, count: int, place: int) -> bytes:
@@ -289,7 +289,7 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         os.close(descriptor)
-        logger.warning("%s is not used and made anew: %s", directory, error)
+        logger.warning("%s is not used but written again: %s", directory, error)
         return None
     # Close the descriptor only with the table, because it holds the lock of ``_use``.
     weakref.finalize(table, os.close, descriptor)

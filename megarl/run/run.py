@@ -514,7 +514,9 @@ def _sampler(config: RunConfig, train: Dataset, start: ResumePoint) -> Sampler:
             # records than a step needs continues as it began.
             sampler.load_state(start.sampler_state)
             return sampler
-        logger.warning("the data or their order are not those of the checkpoint: they begin anew")
+        logger.warning(
+            "the data or their order are not those of the checkpoint: the run starts at the first record"
+        )
     require_a_step_of_records(train, config)
     return sampler
 

@@ -272,7 +272,7 @@ class WeightListener(_Channel):
         name = part.tensors[0].name
         round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
-            raise RefitError("the policy gave the refit up: look at its own error, and refit anew")
+            raise RefitError("the policy gave the refit up: look at its own error, and refit again")
         # Groups come in the same order on all ranks, so that any other group belongs to a refit whose end
         # this rank has missed.
         if (round_, first) != (self._round, part.first):
@@ -287,7 +287,7 @@ class WeightListener(_Channel):
             )
         if checked and checksum(self._content(index)) != number:
             raise RefitError(
-                f"the weights from {name} on have another checksum than the policy's: refit anew"
+                f"the weights from {name} on have another checksum than the policy's: refit again"
             )
         self._coming = int(version)
 

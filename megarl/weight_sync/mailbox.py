@@ -138,7 +138,7 @@ class Mailbox:
                     f"group {count - 1} of the weights was not read by process {', '.join(map(str, late))} "
                     "of an engine within "
                     f"{patience:g} s, so that its buffer cannot be used again: see what keeps the engine, "
-                    "and refit anew"
+                    "and refit again"
                 )
             self._look(ends - time.monotonic())
 
@@ -242,13 +242,13 @@ class MailboxReader:
             while True:
                 message = self._line.hear(ends - time.monotonic())
                 if message["ticket"] == ticket and "given_up" in message:
-                    raise RefitError(f"the policy gave the refit up: {message['given_up']}; refit anew")
+                    raise RefitError(f"the policy gave the refit up: {message['given_up']}; refit again")
                 if message["ticket"] == ticket and message["index"] == index:
                     return dict(_with_bytes(message["payload"]))
         except TimeoutError as error:
             raise RefitError(
                 f"the policy's process {self._policy} has not posted group {index} of its weights in "
-                f"{patience:g} s: refit anew"
+                f"{patience:g} s: refit again"
             ) from error
         except OSError as error:
             raise RefitError(

@@ -292,7 +292,7 @@ def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
     return RefitError(
         f"{name} takes {nbytes} bytes, more than the {budget} bytes of a transfer buffer: set "
         "policy.refit_buffer_size_gb to at least "
-        f"{least:g}, which is for two buffers and the lists of what lies in them, or to null"
+        f"{least:g}, enough for two buffers and the lists of their weights, or to null"
     )
 
 

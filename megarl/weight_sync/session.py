@@ -463,7 +463,7 @@ class WeightReceiver:
             if payload["manifest"] not in self._manifests:
                 raise RefitError(
                     "the policy's weights have other names, shapes or dtypes than its refit info: call "
-                    "prepare_refit_info() anew"
+                    "prepare_refit_info() again"
                 )
             here = mailbox, ticket, payload["manifest"]
             if first == 0:

@@ -162,7 +162,7 @@ class PartialWeight(torch.Tensor):
         expected = where.shape_of(whole)
         if tuple(part.shape) != expected:
             raise RefitError(
-                f"a slice of shape {list(part.shape)} came where {list(expected)} was announced: refit anew"
+                f"a slice of shape {list(part.shape)} came where {list(expected)} was announced: refit again"
             )
         return _begun(part.dtype, _Root(tuple(whole), part.device, part=part, where=where))
 

@@ -32,7 +32,7 @@ _LOOK = datetime.timedelta(seconds=1)
 # The first and the longest pause, in seconds, between two checks whether a GPU's operation is done; a group
 # of weights takes milliseconds.
 _PAUSES = 0.0001, 0.002
-NEW_GROUP = "make a new group with init_collective() and refit anew"
+NEW_GROUP = "make a new group with init_collective() and refit again"
 
 
 class TransferGroup:

@@ -340,7 +340,7 @@ def test_kept_tokens_that_are_cut_off_under_a_run(
     os.truncate(file, left)
     with pytest.raises(
         DataError,
-        match=rf"{name} was cut off while the run used it: \d+ of \d+ bytes are there\. Fix: start the run "
+        match=rf"{name} was truncated while the run used it: \d+ of \d+ bytes are there\. Fix: start the run "
         r"again",
     ):
         list(examples)

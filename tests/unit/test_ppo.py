@@ -476,7 +476,7 @@ def test_answers_that_were_all_cut_off_change_neither_model(tmp_path: Path, mode
     config["policy"]["max_consecutive_skips"] = 2
     with pytest.raises(
         BatchError,
-        match=r"step 4: none of its 12 responses counts: 12 were truncated.*in 2 steps.*ppo\.overlong_filtering",
+        match=r"step 4: none of its 12 responses counts: 12 were truncated.*2 steps.*ppo\.overlong_filtering",
     ):
         run(config, models)
     assert [(role, len(batch["input_ids"])) for role, batch, _ in models.trained] == [(CRITIC, 6), (ACTOR, 6)]

@@ -699,7 +699,7 @@ def test_a_table_with_a_flipped_bit_is_made_again(
         assert table.read_table(directory) is None, seed
     caplog.clear()
     assert list(load(source, tokenizer, cache_dir=str(spilling)).examples) == expected, seed
-    assert f"{directory} is not used and made anew: " in caplog.text
+    assert f"{directory} is not used but written again: " in caplog.text
     assert table.read_table(directory) is not None and (directory / name).read_bytes() == content
 
 

@@ -214,7 +214,7 @@ def test_a_policy_that_fails_says_why_goes_through_its_weights_and_the_next_refi
         side.hand_over(2)
     for future in receiving:
         with pytest.raises(
-            RefitError, match=rf"the policy gave the refit up: RefitError: .*{named} \[3\].*refit anew"
+            RefitError, match=rf"the policy gave the refit up: RefitError: .*{named} \[3\].*refit again"
         ):
             future.result(60)
     assert taken == NAMES, "the other ranks gather to the end"
@@ -231,7 +231,7 @@ def test_a_policy_that_cannot_see_who_reads_says_so_and_goes_through_its_weights
         broken.setattr(Mailbox, "has_readers", Mock(side_effect=OSError("no such socket")))
         side.hand_over(1)
     for future in receiving:
-        with pytest.raises(RefitError, match="gave the refit up: OSError: no such socket; refit anew"):
+        with pytest.raises(RefitError, match="gave the refit up: OSError: no such socket; refit again"):
             future.result(60)
     assert side.taken == len(NAMES), "the other ranks gather to the end"
     assert refit(pool, side, readers, 2) == [2, 2]
@@ -243,7 +243,7 @@ def test_a_refit_that_was_never_begun_is_refused_with_the_reason(
     receiving = pool.submit(readers[0].receive, 9)
     side.sender.refuse(SESSION, 9, StateError("the parameters are in host memory"))
     with pytest.raises(
-        RefitError, match="gave the refit up: StateError: the parameters are in host memory; refit anew"
+        RefitError, match="gave the refit up: StateError: the parameters are in host memory; refit again"
     ):
         receiving.result(60)
     assert refit(pool, side, readers, 10) == [10, 10]

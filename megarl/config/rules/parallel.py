@@ -231,7 +231,7 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
     try:
         chunks_of_stages(view[MEGATRON], view.facts.num_layers)
     except ValueError as error:
-        yield Violation(WRITTEN, text, str(error), "write it anew, or null")
+        yield Violation(WRITTEN, text, str(error), "write another layout, or null")
         return
     chunks = pipeline_chunks(view[MEGATRON])
     if view[VIRTUAL] not in {None, chunks}:

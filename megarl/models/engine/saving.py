@@ -83,7 +83,7 @@ class SavingWorker(WorkerState):
         self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
         self.backend.load(weights, optimizer)
         self._require_finite_weights(
-            f"load_checkpoint({str(weights_path)!r}): the checkpoint is of no use", CheckpointError
+            f"load_checkpoint({str(weights_path)!r}): the checkpoint cannot be used", CheckpointError
         )
         self._unfinished_load = None  # Every rank has reached that collective, so that no load has failed.
 

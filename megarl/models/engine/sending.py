@@ -186,7 +186,7 @@ class SendingWorker(WorkerState):
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         if int(least) < 0:
             raise failure or RefitError(
-                "another rank of the policy could not begin the refit: see its own error, and refit anew"
+                "another rank of the policy could not begin the refit: see its own error, and refit again"
             )
         return int(least)
 

@@ -190,7 +190,7 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self._trace: StepTrace | None = None
         # Check before a checkpoint is read, so that NaN in the model is not blamed on the checkpoint.
         self._require_finite_weights(
-            f"policy.model_name = {config['model_name']!r}: the model is of no use", ModelError
+            f"policy.model_name = {config['model_name']!r}: the model cannot be used", ModelError
         )
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)

@@ -133,8 +133,8 @@ class WorkerState:
         if self._unfinished_load is not None:
             raise StateError(
                 f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights "
-                "may be its in part and those from "
-                "before in part. Fix: load_checkpoint() of one that is whole, or make the policy anew"
+                "may be a mixture of its and the earlier ones. Fix: call load_checkpoint() with a complete "
+                "checkpoint, or build a new policy"
             )
 
     def _require_finite_weights(self, consequence: str, kind: type[MegarlError]) -> None:

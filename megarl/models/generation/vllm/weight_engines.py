@@ -37,7 +37,7 @@ from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
-_ENDED_EARLY = "the refit ended before all weights had come: refit anew"
+_ENDED_EARLY = "the refit ended before all weights had come: refit again"
 
 
 @dataclass
@@ -314,11 +314,9 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
             else f"the weights of {unpacked} could not be packed for vLLM's kernel on a CPU ({error})"
         )
         raise RefitError(
-            f"the engine is out of memory: {what}. Fix: leave it more for weights that it gets, of which it "
-            "keeps a layer's until they are "
-            "in place: less for policy.generation.vllm_cfg.kv_cache_gb or gpu_memory_utilization, or a "
-            "larger tensor_parallel_size; then "
-            "refit anew"
+            f"the engine is out of memory: {what}. Fix: leave it more memory for the weights of a refit, "
+            "which it collects a layer at a time: less for policy.generation.vllm_cfg.kv_cache_gb or "
+            "gpu_memory_utilization, or a larger tensor_parallel_size; then refit again"
         ) from error
 
 

@@ -355,7 +355,7 @@ class VllmGenerationWorker:
             came, self._version = self._version, None
             raise RefitError(
                 f"the policy sent version {came} of its weights where version {version} was asked for: "
-                "refit anew"
+                "refit again"
             )
         return self._version
 
@@ -382,8 +382,8 @@ class VllmGenerationWorker:
         # Discard the keys and values that older weights computed.
         if not self._engine.call("reset_prefix_cache"):
             raise RefitError(
-                "vLLM keeps keys and values of the older weights, for a prompt that it still completes: refit "
-                "anew when it is done"
+                "vLLM keeps keys and values of the older weights, for a prompt that it still completes: "
+                "refit again when it is done"
             )
         [self._version] = versions
 
