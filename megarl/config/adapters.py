@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index, is_expert
@@ -32,9 +33,17 @@ def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
 
 
 def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
-    """Return whether both models train adapters of the same weights, which they then hold once."""
-    files = [(each["model_name"], each["merged_adapter"]) for each in (policy, other)]
-    return all(adapters_of(each) is not None for each in (policy, other)) and files[0] == files[1]
+    """Return whether two models train adapters of the same weights, which their ranks divide alike, so that
+    each rank can hold them once."""
+    parts = [
+        (each["model_name"], each["precision"], each["dtensor_cfg"], _without_steps(each["megatron_cfg"]))
+        for each in (policy, other)
+    ]
+    return all(adapters_of(each) is not None for each in (policy, other)) and parts[0] == parts[1]
+
+
+def _without_steps(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in megatron.items() if key not in ("optimizer", "scheduler")}
 
 
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:

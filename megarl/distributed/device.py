@@ -4,6 +4,7 @@ device (NCCL)."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -24,6 +25,7 @@ from megarl import env
 from megarl.distributed import nvml
 from megarl.errors import ConfigError, Violation
 
+logger = logging.getLogger(__name__)
 MEBIBYTE = 1024 * 1024
 # cuBLAS, Transformer Engine and NCCL read these variables when they start. The values listed make them
 # deterministic, with the preferred one first.
@@ -140,10 +142,16 @@ class DeviceRuntime:
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def lock_pages(self, tensor: Tensor) -> None:
-        """Lock the pages of a tensor in host memory where they are, if that helps transfers, until the
-        process ends. Without the right to do so, transfers are slower."""
-        if self.is_cuda:
-            torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        """Lock the pages of a tensor in host memory where they are, until the process ends; no-op on a CPU.
+        Transfers are slower if the system refuses that."""
+        if not self.is_cuda or not tensor.nbytes:
+            return
+        cudart = torch.cuda.cudart()
+        if cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) != cudart.cudaError.success:
+            logger.warning("%d bytes of host memory cannot be locked: transfers are slower", tensor.nbytes)
+            # The refused call leaves its error for the next kernel launch to raise, which resets it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.device)
 
     def memory(self) -> MemoryFigures:
         """Return the current and the peak memory."""

@@ -278,7 +278,8 @@ def start_models(
 
     Args:
         config, tokenizer, start, stack: as in ``start_policy``.
-        make_policy: ``start_policy``, or a function with the same signature.
+        make_policy: ``start_policy``, or a function with the same signature; if models share a base, its
+            results need ``share_base`` and ``take_base``.
     """
     actor, *others = model_roles(config)
     built = make_policy(config, tokenizer, start, stack, actor)
@@ -291,7 +292,8 @@ def start_models(
         built = models[role] = make_policy(config, tokenizer, start, stack, role, models[actor])
         if role in sharing:
             with phase(f"{role.name} reads the weights under its adapter from the policy's workers") as shown:
-                shown.detail = size_text(built.take_base(shared))
+                taken = built.take_base(shared)
+                shown.detail = size_text(taken) if taken else "none, it has its own"
     if others:
         built.offload_after_refit()
     return models

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megarl.errors import MegarlError
+from megarl.models.engine.offload_state import OffloadState
 from tests.dist import jobs
 
 
@@ -104,18 +108,37 @@ def train_on_shared_base(
 ) -> tuple[dict[str, Any], int, int, bool]:
     """Train a model that reads its frozen weights from the block of another one, built from ``of``. Return
     losses and weights, the bytes that it reads there, those of all its frozen weights, and whether they all
-    see a change of the block."""
+    see a change of the block, while their own memory is free."""
     owner = jobs.build(of, init_reference_model=False)
     shared: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shared, owner.share_base())
     owner.backend.close()
     worker = jobs.build(config, init_reference_model=False)
-    frozen = sum(map(len, worker.backend.frozen().values()))
+    own = {name: tensors[0].untyped_storage() for name, tensors in worker.backend.frozen().items()}
+    frozen = sum(each.nbytes() for each in own.values())
+    # torch's cache of DTensor operations may keep an uneven shard of the embedding.
+    kept = [StorageWeakRef(each) for name, each in own.items() if "embed_tokens" not in name]
+    del own
     taken = worker.take_base(shared)
+    is_free = all(each.expired() for each in kept)
     losses = [jobs.step(worker, batch, loss_fn)[0] for batch in batches]
     weights = jobs.full_weights(worker)
-    owner._base.bytes.zero_()
+    owner._block.bytes.zero_()
     trained = dict(worker.backend.trainable())
     sees = not any(each.any() for name, each in worker.backend.parameters() if name not in trained)
     worker.backend.close()
-    return {"losses": losses, "weights": weights}, taken, frozen, sees
+    return {"losses": losses, "weights": weights}, taken, frozen, sees and is_free
+
+
+def share_nothing(config: Mapping[str, Any]) -> list[Any]:
+    """What workers say that have no shared memory, or read a block of another machine, and of calls without
+    the parameters."""
+    worker = jobs.build(config, init_reference_model=False)
+    with mock.patch.object(os, "memfd_create", side_effect=OSError(12, "Cannot allocate memory")):
+        found: list[Any] = [worker.share_base(), worker.take_base([{}] * dist.get_world_size())]
+    elsewhere = {"places": {}, "block": {"host": "another"}}
+    found.append(worker.take_base([elsewhere] * dist.get_world_size()))
+    worker.offload_states.offload_state = OffloadState.OFFLOADED
+    found += [jobs.said(worker.share_base), jobs.said(lambda: worker.take_base([elsewhere]))]
+    worker.backend.close()
+    return found

@@ -141,12 +141,15 @@ def test_an_export_is_merged_with_the_adapter_and_its_score_layer_inside(
 
 
 @sampled(2)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "layout", ["tp1", "tp2-sp", "pp2", "tp2-sp-pp2-uneven", "dtensor-dp2", "dtensor-tp2"]
 )
-def test_two_adapters_share_one_base(pool: WorkerPool, model: Path, adapter: Path, layout: str) -> None:
+def test_two_adapters_share_one_base(
+    pool: WorkerPool, model: Path, adapter: Path, layout: str, precision: str
+) -> None:
     """A model trains on the base of another worker as on a base of its own."""
-    world, config = configured(layout, model, adapter)
+    world, config = configured(layout, model, adapter, precision=precision)
     arguments = config, BATCHES[:3], LOSSES["value"]
     alone = pool.run(world, jobs.train, *arguments)
     shared = pool.run(world, scoring_jobs.train_on_shared_base, *arguments, config)
@@ -155,6 +158,17 @@ def test_two_adapters_share_one_base(pool: WorkerPool, model: Path, adapter: Pat
         assert found["losses"] == expected["losses"]
         assert taken == frozen > 0
         assert sees
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dtensor-dp2"])
+def test_a_base_that_cannot_be_shared_stays_with_each_model(
+    pool: WorkerPool, model: Path, adapter: Path, layout: str
+) -> None:
+    world, config = configured(layout, model, adapter)
+    for empty, of_nobody, of_another_machine, *refused in pool.run(world, scoring_jobs.share_nothing, config):
+        assert (empty, of_nobody, of_another_machine) == ({}, 0, 0)
+        for method, text in zip(("share_base", "take_base"), refused, strict=True):
+            assert text.startswith(f"StateError: {method}() needs parameters on the device")
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "dtensor-dp2"])

@@ -206,3 +206,32 @@ def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch: 
     assert gpu_tests.nccl_version() == 23_102
     monkeypatch.setattr(ctypes, "CDLL", lambda name: ctypes.cdll.LoadLibrary(f"no-{name}"))
     assert gpu_tests.nccl_version() == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pages_are_locked_where_they_are(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refusal is a warning, and the error that it leaves in CUDA is taken away. There is no GPU: this shows
+    the calls alone."""
+    calls: list[Any] = []
+
+    def register(*arguments: int) -> int:
+        calls.append(arguments)
+        return int(refused)
+
+    def launch(size: int, device: torch.device) -> None:
+        calls.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    library = SimpleNamespace(cudaHostRegister=register, cudaError=SimpleNamespace(success=0))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    tensor, empty = torch.zeros(3), torch.empty(0)
+    monkeypatch.setattr(torch, "ones", launch)
+    there, device = DeviceRuntime(torch.device("cuda", 0), "nccl"), torch.device("cuda", 0)
+    there.lock_pages(empty)
+    DeviceRuntime(torch.device("cpu"), "gloo").lock_pages(tensor)
+    assert calls == []
+    there.lock_pages(tensor)
+    assert calls == [(tensor.data_ptr(), 12, 0), *([device] if refused else [])]
+    assert ("12 bytes of host memory cannot be locked" in caplog.text) is refused

@@ -49,13 +49,10 @@ def test_frozen_memory_that_is_shared_is_not_copied_again() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2, bias=False))
     module[0].weight.requires_grad_(False)
     loose = LooseParameters(cast(Any, [chunk(module, [])]), DeviceRuntime(torch.device("cpu"), "gloo"))
-    frozen = loose.frozen()
-    assert list(frozen) == ["0.0.weight"]
-    memory = {name: each.clone() for name, each in frozen.items()}
-    loose._runtime = cast(Any, SimpleNamespace(is_cuda=True))
-    loose.keep_frozen_in(memory)
+    assert list(loose.frozen()) == ["0.0.weight"]
     # These bytes come back, so that nothing has written the others over them.
-    memory["0.0.weight"].view(torch.float32).fill_(7)
+    memory = torch.full((3, 5), 7.0).view(torch.uint8).flatten()
+    loose.keep_host_copy(module[0].weight, memory)
     bias = module[0].bias.detach().clone()
     for _ in range(2):
         loose.move("host")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.config.load import load_config
 from megarl.config.memory import estimate
 from megarl.config.memory_run import CONTEXT_REST, GIB, host_memory, process_rest
 from megarl.config.model_facts import facts_of
+from megarl.config.nested import put
 from megarl.config.plan import (
     communicators,
     engine_memory_of,
@@ -232,8 +234,28 @@ def test_actor_and_critic_with_adapters_have_one_base(on_torch: bool) -> None:
     apart = rank.weights + rank.optimizer + critic.weights + critic.optimizer
     assert rank.frozen == 2 * 1_543_714_304 and critic.frozen == rank.frozen + 2 * 1_536
     assert host_memory(config, [rank], beside) == apart - (0 if on_torch else rank.frozen)
-    config["critic"]["model_name"] = "another"
-    assert host_memory(config, [rank], beside) == apart
+    # Nothing is shared where the files, the arithmetic or the layout differ.
+    for key, value in (
+        ("model_name", "another"),
+        ("precision", "float32"),
+        ("megatron_cfg.tensor_model_parallel_size", 2),
+        ("megatron_cfg.model_class", "hybrid"),
+        ("dtensor_cfg.enabled", not on_torch),
+    ):
+        assert host_memory(put(config, f"critic.{key}", value), [rank], beside) == apart
+
+
+def test_two_models_on_a_cpu_have_a_base_each_while_they_start() -> None:
+    changes = ["policy.peft={enabled: true, dim: 16}", "critic.peft={enabled: true, dim: 8}"]
+    config = config_of("ppo-gsm8k-qwen2.5-1.5b-1gpu-megatron", *changes)
+    config["cluster"]["device"] = "cpu"
+    [rank], beside = memory_of_run(config)[1], memory_of_models(config)
+    [critic] = beside["critic"]
+    assert host_memory(config, [rank], beside) == rank.peak + critic.peak - rank.frozen
+    small = {name: 0 for name in ("activations", "recomputed", "logits", "scoring", "generation_cache")}
+    rank, critic = (replace(each, **small, optimizer=0) for each in (rank, critic))
+    alone = rank.weights + rank.gradients + critic.weights + critic.gradients
+    assert host_memory(config, [rank], {"critic": [critic]}) == alone
 
 
 def test_engines_of_the_policy_s_own_backend_are_summed_by_hand() -> None:

@@ -41,7 +41,6 @@ from megarl.models.engine.low_precision_adam import add_to_sum
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.output_layer import answer_requests
-from megarl.models.engine.shared_base import bytes_of, moved_to
 from megarl.models.huggingface.backend import HuggingFaceBackend
 from megarl.models.huggingface.loading import build_on_meta, check_fits, recompute_layers
 from megarl.models.huggingface.optimizer import OPTIMIZER, LossScale, build_optimizer
@@ -271,21 +270,10 @@ class DTensorBackend(HuggingFaceBackend):
         """Return the divided parameters by name, including vocabulary padding."""
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
-        """Return the memory of frozen shards; see ``SharesFrozen``. Empty on a CUDA device, whose copies in
+    def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the tensors of frozen shards; see ``SharesFrozen``. Empty on a CUDA device, whose copies in
         host memory torch makes anew at each offload, and if FSDP keeps shards in host memory."""
-        if self.runtime.is_cuda or self.offloads:
-            return {}
-        return {
-            name: bytes_of(gathered.untyped_storage())
-            for name, (gathered, _) in frozen_shards(self.model).items()
-        }
-
-    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
-        for name, shards in frozen_shards(self.model).items():
-            for shard in shards if name in memory else ():
-                # Change the tensors in place, because fully_shard keeps them.
-                shard.set_(moved_to(shard, memory[name]))
+        return {} if self.runtime.is_cuda or self.offloads else frozen_shards(self.model)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         divided = self._divided()

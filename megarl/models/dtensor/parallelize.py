@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,10 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def frozen_shards(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def frozen_shards(model: nn.Module) -> dict[str, Sequence[torch.Tensor]]:
     """Return, by parameter name, the two tensors through which ``fully_shard`` refers to the storage of a
     frozen parameter's shard: the one that it gathers from, and the local tensor of the parameter."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    found: dict[str, Sequence[torch.Tensor]] = {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in sharded_modules(model):
         group = module._get_fsdp_state()._fsdp_param_group

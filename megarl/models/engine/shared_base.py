@@ -29,16 +29,17 @@ _ALIGNMENT = 64
 class SharesFrozen(Protocol):
     """A backend with adapters, whose frozen weights may be in the memory of another process."""
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
-        """Return all bytes of each storage that has only frozen parameters, uint8 [bytes], by the name of a
-        parameter in it. Empty if they cannot be shared. Local."""
+    def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the tensors of each storage that has only frozen parameters, by the name of a parameter in
+        it. Empty if they cannot be shared. Local."""
 
-    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Read frozen parameters from host memory that has the same bytes as their own, and free their own.
-        On a CUDA device, this memory becomes their host copy, which no offload writes again. Local.
+    def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        """Take host memory as the copy of a frozen tensor's storage that offloads use, which they never write
+        again. Only on a CUDA device. Local.
 
         Args:
-            memory: uint8 [bytes], by a name of ``frozen``; storages that it lacks stay as they are.
+            tensor: any tensor of the storage.
+            memory: uint8 [bytes of the storage], with the same bytes.
         """
 
 
@@ -46,53 +47,73 @@ class SharingWorker(WorkerState):
     """The methods of a worker by which models share one base."""
 
     # The block must live as long as another process may open it.
-    _base: SharedBlock | None = None
+    _block: SharedBlock | None = None
 
     def share_base(self) -> dict[str, Any]:
-        """Move the frozen weights into a shared block, and return its handle, and by name where each storage
-        begins in it and its bytes. The parameters have to be on the device."""
-        backend = cast(SharesFrozen, self.backend)
-        frozen, places, end = backend.frozen(), {}, 0
-        for name, memory in frozen.items():
-            places[name] = end, memory.numel()
-            end += -(-memory.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._base = SharedBlock.create(end)
-        for name, memory in frozen.items():
-            _at(self._base, places[name]).copy_(memory)
-        self._keep(self._base, places)
-        return {"memory": self._base.handle(), "places": places}
+        """Move the frozen weights into a shared block. Return its handle, and by name where each storage
+        begins in it and its bytes; an empty dictionary if there is nothing to share, or no memory for it."""
+        self.offload_states.require("parameters", "share_base", "prepare_for_lp_inference")
+        frozen, places, end = cast(SharesFrozen, self.backend).frozen(), {}, 0
+        for name, tensors in frozen.items():
+            places[name] = end, tensors[0].untyped_storage().nbytes()
+            end += -(-places[name][1] // _ALIGNMENT) * _ALIGNMENT
+        if not end:
+            return {}
+        try:
+            self._block = SharedBlock.create(end)
+        except (OSError, RefitError) as error:
+            logger.warning("each model holds a base of its own: %s", error.__cause__ or error)
+            return {}
+        self.runtime.lock_pages(self._block.bytes)
+        for name, tensors in frozen.items():
+            memory = _at(self._block, places[name])
+            memory.copy_(bytes_of(tensors[0].untyped_storage()))
+            # Free each storage before the next one is copied, so that there are never two bases.
+            self._keep(tensors, memory)
+        return {"block": self._block.handle(), "places": places}
 
     def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
         """Read frozen weights from the blocks that ``share_base`` made, and return their bytes.
 
         Weights that differ in any bit stay this model's own, and so do all of them if the block is on another
-        node. The parameters have to be on the device.
+        node.
 
         Args:
             shared: results of ``share_base``, by rank.
         """
-        rank = dist.get_rank()
+        self.offload_states.require("parameters", "take_base", "prepare_for_lp_inference")
+        rank, taken = dist.get_rank(), 0
+        if not shared[rank]:
+            return 0
         places: Mapping[str, Sequence[int]] = shared[rank]["places"]
         try:
-            block = SharedBlock.attach(shared[rank]["memory"])
+            block = SharedBlock.attach(shared[rank]["block"])
         except RefitError as error:
-            logger.warning("rank %d keeps a base of its own: %s", rank, error)
+            logger.warning("rank %d holds a base of its own: %s", rank, error.__cause__ or error)
             return 0
-        frozen = cast(SharesFrozen, self.backend).frozen()
-        equal = {
-            name: places[name]
-            for name, memory in frozen.items()
-            if name in places and torch.equal(memory.cpu(), _at(block, places[name]))
-        }
-        self._keep(block, equal)
-        # The pages stay mapped; only the descriptor is closed.
-        block.close()
-        return sum(size for _, size in equal.values())
+        try:
+            for name, tensors in cast(SharesFrozen, self.backend).frozen().items():
+                own = bytes_of(tensors[0].untyped_storage())
+                memory = _at(block, places.get(name, (0, 0)))
+                if not torch.equal(own.cpu(), memory):
+                    continue
+                if not taken:
+                    self.runtime.lock_pages(block.bytes)
+                self._keep(tensors, memory)
+                taken += memory.numel()
+        finally:
+            # Pages that tensors view stay mapped without the descriptor.
+            block.close()
+        return taken
 
-    def _keep(self, block: SharedBlock, places: Mapping[str, Sequence[int]]) -> None:
-        self.runtime.lock_pages(block.bytes)
-        memory = {name: _at(block, place) for name, place in places.items()}
-        cast(SharesFrozen, self.backend).keep_frozen_in(memory)
+    def _keep(self, tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+        """Let all tensors of a storage read ``memory``, or on a CUDA device their host copy."""
+        if self.runtime.is_cuda:
+            cast(SharesFrozen, self.backend).keep_host_copy(tensors[0], memory)
+            return
+        for tensor in tensors:
+            # Replace the memory of the tensor itself, to which modules, optimizers and FSDP refer.
+            tensor.data = moved_to(tensor, memory)
 
 
 def _at(block: SharedBlock, place: Sequence[int]) -> torch.Tensor:

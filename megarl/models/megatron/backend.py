@@ -45,7 +45,7 @@ from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
-from megarl.models.engine.shared_base import bytes_of, moved_to
+from megarl.models.engine.shared_base import bytes_of
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.adapters import Adapters
 from megarl.models.megatron.build import build_chunks, wrap_for_data_parallel
@@ -156,7 +156,7 @@ class LooseParameters:
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], runtime: DeviceRuntime) -> None:
-        self._chunks, self._runtime = chunks, runtime
+        self._chunks = chunks
         self._copies = HostCopies(runtime)
         self._away: list[torch.Tensor] = []
         # Host copies of frozen storages in shared memory, by the storage, which are never written again.
@@ -184,24 +184,8 @@ class LooseParameters:
             bytes_of(memory).copy_(copy, non_blocking=True)
         self._away = []
 
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """Return all bytes of the storages that only frozen parameters have; see ``SharesFrozen``."""
-        return {name: bytes_of(each[0].untyped_storage()) for name, each in self._frozen().items()}
-
-    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Read frozen parameters from shared memory; see ``SharesFrozen``."""
-        for name, parameters in self._frozen().items():
-            if name not in memory:
-                continue
-            if self._runtime.is_cuda:
-                self._shared[parameters[0].untyped_storage()._cdata] = memory[name]
-                continue
-            for parameter in parameters:
-                parameter.data = moved_to(parameter, memory[name])
-
-    def _frozen(self) -> dict[str, list[torch.nn.Parameter]]:
-        """Return the frozen parameters of each storage that no trained one shares, by the name of the
-        first."""
+    def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the parameters of each storage that has only frozen ones; see ``SharesFrozen``."""
         found: dict[int, list[torch.nn.Parameter]] = {}
         names: dict[int, str] = {}
         for number, model in enumerate(self._chunks):
@@ -214,6 +198,10 @@ class LooseParameters:
             for storage, parameters in found.items()
             if not any(parameter.requires_grad for parameter in parameters)
         }
+
+    def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        """Take shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
+        self._shared[tensor.untyped_storage()._cdata] = memory
 
     def _memories(self) -> list[torch.UntypedStorage]:
         """Return each storage once, in the order of the parameters."""
@@ -524,11 +512,11 @@ class MegatronBackend:
     def move(self, part: Part, place: Place) -> None:
         self._mover.move(part, place)
 
-    def frozen(self) -> Mapping[str, torch.Tensor]:
+    def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
         return self._mover.loose.frozen()
 
-    def keep_frozen_in(self, memory: Mapping[str, torch.Tensor]) -> None:
-        self._mover.loose.keep_frozen_in(memory)
+    def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        self._mover.loose.keep_host_copy(tensor, memory)
 
     def save(self, weights: Path, optimizer: Path | None) -> None:
         # Check this first, so that a missing optimizer is refused before the weights are written.

@@ -646,8 +646,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def share_base(self) -> list[dict[str, Any]]:
         """Move the weights that adapters leave untouched into memory that other models' workers can read, and
-        return what ``take_base`` of another policy on the same ranks needs. The parameters have to be on the
-        devices."""
+        return the argument of ``take_base`` of another policy on the same ranks."""
         return self._results("share_base")
 
     def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
