@@ -100,8 +100,9 @@ def frozen_shards(model: nn.Module) -> dict[str, Sequence[torch.Tensor]]:
     for module in sharded_modules(model):
         group = module._get_fsdp_state()._fsdp_param_group
         for each in () if group is None else group.fsdp_params:
-            if each.sharded_param in names and not each.sharded_param.requires_grad:
-                found[names[each.sharded_param]] = each._sharded_param_data, each.sharded_param._local_tensor
+            parameter: Any = each.sharded_param
+            if parameter in names and not parameter.requires_grad:
+                found[names[parameter]] = each._sharded_param_data, parameter._local_tensor
     return found
 
 
