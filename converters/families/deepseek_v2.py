@@ -22,7 +22,7 @@ def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> Mixtu
         config, "scoring_func", "softmax", "transformers computes no other score for this family", problems
     )
     require(
-        config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems
+        config, "moe_layer_freq", 1, "transformers gives every layer after the first ones experts", problems
     )
     require(
         config,

@@ -297,7 +297,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
             what = "a mixer of tokens" if block % 2 == 0 else "an MLP or experts"
             raise ConversionError(
                 f"{tensors.directory}: {key} is stored where layer {block} of a HybridModel has to be {what}",
-                "convert a model whose every layer is attention and an MLP or experts behind it",
+                "convert a model in which every layer is attention followed by an MLP or experts",
             )
         names[f"decoder.layers.{block // 2}.{name}"] = key
     return RenamedTensors(tensors, names)
