@@ -327,7 +327,7 @@ def test_a_read_that_fails_for_a_moment_is_tried_again_and_one_that_stays_broken
                 assert (
                     name == "StorageError"
                     and "Stale file handle, 3 times" in message
-                    and "no damage" in message
+                    and "is not damaged" in message
                 ), f"{part}: {message}"
 
 

@@ -210,7 +210,7 @@ def test_keys_that_are_off_say_nothing(name: str, changes: dict[str, Any]) -> No
     assert read_architecture(config).num_layers == 3 and config_notes(config) == []
 
 
-ONE, SEVERAL = "ignored, transformers does not read it", "passed over, transformers does not read them"
+ONE, SEVERAL = "ignored, transformers does not read it", "ignored, transformers does not read them"
 
 
 @pytest.mark.parametrize(

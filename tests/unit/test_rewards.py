@@ -558,7 +558,7 @@ def answered(result: Any, rows: int) -> Any:
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
         (
             EnvironmentReturn([1.0, 1.0], [True, False], [False, False]),
-            "goes on after a response, and there is one turn",
+            "continues after a response, but a conversation has only one turn",
         ),
         (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
         (EnvironmentReturn([1.0, float("nan")], [True, True], [False, False]), "the reward nan"),
@@ -610,7 +610,7 @@ def test_a_function_that_writes_to_or_closes_what_is_not_its_own_is_no_hang(
     scores = scored(pools[0], [(each, "") for each in ("a", "babbles", "bb", "closes", "ccc")])
     assert [score.value for score in scores] == [1 / 8, None, 2 / 8, None, 3 / 8]
     assert {score.message for score in scores if score.fault == "error"} == {
-        "its process died (its output was closed, or said what is no answer)"
+        "its process died (its output was closed or invalid)"
     }
 
 

@@ -491,7 +491,7 @@ def test_a_template_without_turns_of_tools_is_refused_before_anything_starts(
     makers = PolicyMaker()
     with pytest.raises(
         DataError,
-        match=r"chat_template writes nothing of what 'tool' says.*Fix: take the template of a model",
+        match=r"chat_template leaves out a turn of 'tool'.*Fix: use the template of a model",
     ):
         run(config, makers)
     assert not makers.policies

@@ -158,7 +158,7 @@ def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(st
     assert f"gives {name} [3, 3] float32 where {name}" in str(outcomes[stage])
     who = f"pipeline stage {stage}" if stage else "rank 0"
     assert all(f"{who}: the policy gives {name} [3, 3]" in str(outcomes[one]) for one in {0, 1, 2} - {stage})
-    assert all("the policy gave the refit up" in str(one) for one in outcomes[3:])
+    assert all("the policy aborted the refit" in str(one) for one in outcomes[3:])
     assert ranks.serves_nothing()
     assert [next(one, None) for one in streams] == [None] * 3, (
         "gathering is collective: the streams have to be taken to their end"
@@ -227,7 +227,7 @@ def test_a_stage_that_does_not_come_is_named() -> None:
     meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
     first = ending_when_here(meeting, 2, joining_one(port, 0, rendezvous=meeting))
     outcomes = together(first, joining_one(port, 0, 1), joining_one(port, 2))
-    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 20 s"
+    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not connect within 20 s"
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
