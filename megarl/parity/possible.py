@@ -78,10 +78,7 @@ def _own_violations(case: Case) -> list[Violation]:
         bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
         found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
     if case.lora and case.layout:
-        bound = (
-            "a written layout may have a stage without a layer, which would have nothing to train "
-            "beside its weights"
-        )
+        bound = "a written layout may have a stage without a layer, which would have no adapter to train"
         found.append(Violation("case.lora", case.lora, bound, "write 0, or leave the layout out"))
     absent = absent_model_class() if case.model_class == "hybrid" else None
     if absent is not None:
@@ -163,7 +160,7 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
     """Return the violations between the source of advantages and the loss that reads them."""
     kind, found = case.advantages_kind, []
     if case.segments > 1 and kind != "given":
-        bound = f"segments share an advantage that is given, and {kind} makes one of each row"
+        bound = f"segments share a given advantage, but {kind} computes one for each row"
         found.append(Violation("case.segments", case.segments, bound, "write 1, or advantages=given"))
     if case.segments > 1 and case.global_batch == 1:
         found.append(

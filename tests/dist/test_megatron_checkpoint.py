@@ -245,7 +245,7 @@ def test_the_state_of_the_other_kind_of_optimizer(
             f"use_distributed_optimizer = {str(distributed).lower()}, and this one has "
             f"{str(not distributed).lower()}"
         ) in message
-        assert "load the weights alone" in message
+        assert "load only the weights" in message
 
 
 @newest_megatron

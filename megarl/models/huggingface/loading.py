@@ -83,10 +83,9 @@ def build_on_meta(
     if text is not config:
         seeing = " and ".join(sorted(family.model_type for family in FAMILIES.values() if family.sees))
         raise ModelError(
-            f"policy.model_name: a {config.model_type} model also sees or hears, and the torch backends run "
-            "models of text alone. "
-            "Fix: take one of these, or set policy.megatron_cfg.enabled to true, which trains the text of "
-            f"{seeing}"
+            f"policy.model_name: a {config.model_type} model also sees or hears, but the torch "
+            "backends run only text models. Fix: use a text model, or set "
+            f"policy.megatron_cfg.enabled to true, which trains the text part of {seeing}"
         )
     if disagreements := rotary_disagreements(text.to_dict()):
         raise ModelError(

@@ -232,8 +232,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)
         if not 1 <= k <= size:
             raise BatchError(
-                f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give "
-                "a number of these"
+                f"k = {k}: must be from 1 to the vocabulary's size {size}. Fix: give such a number"
             )
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {
