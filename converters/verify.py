@@ -183,7 +183,7 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
         if not recorded:
             yield "tokenizer and other files next to the weights"
         elif later:
-            yield f"files that came after the conversion: {', '.join(later)}"
+            yield f"files added after the conversion: {', '.join(later)}"
         return
     if any(each.config is None for each in opened):
         yield ("special tokens and defaults of text generation: a config is made from its trainer's settings")

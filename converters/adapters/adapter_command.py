@@ -50,7 +50,7 @@ def open_megatron_adapter(
     place = next((place for place in places if (place / "config.json").is_file()), None)
     if place is None:
         raise ConversionError(
-            f"{hf_directory or checkpoint} does not say of which model the adapters are (no config.json)",
+            f"{hf_directory or checkpoint} does not name the base model of the adapters (no config.json)",
             "pass --hf-config DIRECTORY of it",
         )
     return MegatronAdapter(checkpoint, read_architecture(read_config(place), ignored))

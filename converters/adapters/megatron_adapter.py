@@ -134,7 +134,7 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
     }
     if max((stop for _, stop in found.values()), default=0) > stored_rank:
         raise ConversionError(
-            f"the manifest says rank {rank} of each part, stored are {stored_rank}", _CHANGED
+            f"the manifest records rank {rank} for each part, but {stored_rank} is stored", _CHANGED
         )
     return found
 

@@ -48,7 +48,7 @@ from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
 
-_FIX = "merge it instead (import --lora), or train adapters of linear layers alone, all of one rank and scale"
+_FIX = "merge it instead (import --lora), or train only adapters of linear layers, all of one rank and scale"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("mlp_bias"):
-        problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core has no biases in MLPs alone")
+        problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core cannot have biases only in MLPs")
     require(
         config, "scoring_func", "softmax", "transformers computes no other score for this family", problems
     )

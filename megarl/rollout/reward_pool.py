@@ -602,9 +602,7 @@ def _show(text: str) -> None:
 
 
 def _late(spec: RewardSpec) -> Score:
-    return Score(
-        None, "timeout" if spec.blames_answer else "outage", f"no answer within {spec.timeout_s:g} s"
-    )
+    return Score(None, "timeout" if spec.blames_answer else "outage", f"no reply within {spec.timeout_s:g} s")
 
 
 def _place_of(error: BaseException) -> str:

@@ -335,8 +335,8 @@ def _lay(
     stop = first + bucket.count
     if not first < stop <= group.stop:
         raise AssertionError(
-            f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were "
-            "asked for"
+            f"{type(stream).__name__} gave {bucket.count} weights, but 1 to {group.stop - first} "
+            "were requested"
         )
     # Store the plan with the group, which is stored with the manifest, so that the second refit finds all
     # plans.

@@ -97,7 +97,7 @@ class Members:
                 "engines' ranks from 1"
             )
         if self.number(rank, stage) in here:
-            return f"{name} came twice: give every rank of every engine its own number"
+            return f"{name} connected twice: give every rank of every engine its own number"
         return ""
 
     def names(self, numbers: Collection[int]) -> str:

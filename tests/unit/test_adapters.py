@@ -196,7 +196,7 @@ def test_what_megatron_bridge_trained_is_the_same_model_in_peft(
 ) -> None:
     hf, source = bases / family / "hf", trained(bases / family, tmp_path, form)
     assert main(["adapter", str(source), str(tmp_path / "peft")]) == 2
-    assert "does not say of which model the adapters are" in capsys.readouterr().err
+    assert "does not name the base model of the adapters" in capsys.readouterr().err
     run("adapter", source, tmp_path / "peft", "--hf-config", hf)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(DENSE) and config["base_model_name_or_path"] == "some/model"

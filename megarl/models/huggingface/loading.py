@@ -149,8 +149,8 @@ def layers_of(model: Any) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not say what its layers are (_no_split_modules); choose a model "
-            "of transformers"
+            f"{type(model).__name__} does not name its layer classes (_no_split_modules); choose a "
+            "model of transformers"
         )
     return layers
 

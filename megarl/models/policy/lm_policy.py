@@ -360,8 +360,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         replicas = self.data_parallel_size
         if rows % global_batch:
             raise BatchError(
-                f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole "
-                "global batches"
+                f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give "
+                "complete global batches"
             )
         if global_batch % (replicas * together):
             kept = f" x {together} rows that stay together" if together > 1 else ""

@@ -92,7 +92,7 @@ def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
         ):
             return f"its tests are methods of {each.name}: store functions test_...(), or assert statements"
         if isinstance(each, Function) and (_FIXTURE.fullmatch(each.name) or "fixture" in _decorators(each)):
-            return f"{each.name}() is run by pytest alone: call it in the tests"
+            return f"{each.name}() is run only by pytest: call it in the tests"
     for name, test in tests.items():
         if test.args.args or test.decorator_list or isinstance(test, ast.AsyncFunctionDef):
             return (

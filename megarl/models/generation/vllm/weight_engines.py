@@ -37,7 +37,7 @@ from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
-_ENDED_EARLY = "the refit ended before all weights had come: refit again"
+_ENDED_EARLY = "the refit ended before all weights had arrived: refit again"
 
 
 @dataclass
