@@ -549,7 +549,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
     found = [find_checkpoint(path) for path in named if path is not None and holds_checkpoint(path)]
     if not found:
         raise ConversionError(
-            "--signing-key: no Megatron checkpoint is read, and no other kind is signed", "leave it out"
+            "--signing-key: only Megatron checkpoints are signed, and none is read", "leave it out"
         )
     key = read_key(arguments.signing_key)
     for directory in found:

@@ -401,7 +401,8 @@ def export_model(
             )
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(
-            f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
+            f"{plan.checkpoint.directory} holds its config.json in the checkpoint directory itself",
+            "pass --hf-config DIRECTORY",
         )
     # With several parts, any machine may be the last one, which writes all files except the weights: all
     # parts must agree on those files.

@@ -240,8 +240,8 @@ class _Variant:
         )
         if unread:
             text = (
-                f"nothing reads {', '.join(unread)}: right if they change nothing, which a comparison of "
-                "tiny models cannot show"
+                f"no code reads {', '.join(unread)}: correct if these keys change nothing, which a "
+                "comparison of tiny models cannot show"
             )
             yield Finding(self.name, "config keys", "left out", text)
 

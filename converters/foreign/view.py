@@ -202,8 +202,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
     found = [key for key in tensors if _ADAPTER.search(key) and not is_of_optimizer(key)]
     if found:
         raise ConversionError(
-            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first "
-            f"{found[0]}), and is no model",
+            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, "
+            f"the first {found[0]}), not a model",
             (
                 "write them as a PEFT adapter (megarl convert adapter), or merge them: megarl convert import "
                 "BASE OUT --lora and this directory, then megarl convert export OUT"

@@ -114,8 +114,8 @@ def _own_violations(case: Case) -> list[Violation]:
     found += _faults_of_advantages(case)
     if case.filters and case.precision != "float32":
         bound = (
-            f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and "
-            "that is no small error"
+            f"rounding in {case.precision} moves tokens across the bounds of top-k and top-p, "
+            "which causes large errors"
         )
         found.append(Violation("case.precision", case.precision, bound, "write float32"))
     return found
@@ -171,12 +171,16 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
     if case.loss_kind == "value" and kind not in ("given", "gae"):
         found.append(
             Violation(
-                "case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"
+                "case.advantages",
+                case.advantages,
+                "a value loss takes its returns from given or gae",
+                "write gae",
             )
         )
     if case.takes_divergence_from_rewards and kind in ("given", "gdpo", "teacher"):
         bound = (
-            f"in-reward takes the divergence from the reward that advantages are made of, and {kind} has none"
+            f"in-reward subtracts the divergence from the reward of the advantages, but {kind} has "
+            "no such reward"
         )
         found.append(
             Violation(

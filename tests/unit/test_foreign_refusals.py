@@ -280,7 +280,7 @@ def test_damaged_descriptions_are_refused(case: str, tmp_path: Path) -> None:
             ),
             (
                 r"holds the LoRA adapters of its trainer \(1 tensors, the first "
-                r"decoder\.layers\.mlp\.linear_fc2\.adapter.*, and is no model"
+                r"decoder\.layers\.mlp\.linear_fc2\.adapter.*, not a model"
             ),
         ),
         (
