@@ -447,7 +447,7 @@ def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(
 
 @slow
 def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Path) -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: it does not divide the 3 places"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: it does not divide the 3 bundles"):
         engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
 
 

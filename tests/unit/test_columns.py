@@ -464,7 +464,9 @@ def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kin
     if kind is Kind.ANSWERS:
         keys["answer_key"] = "answer"
     file = write(tmp_path, rows)
-    with pytest.raises(RecordError, match=r"line 2.*<image> for what 'image' holds.*on_bad_record"):
+    with pytest.raises(
+        RecordError, match=r"line 2.*placeholder <image> for the content of 'image'.*on_bad_record"
+    ):
         load(file, kind, **keys)
 
 

@@ -180,7 +180,7 @@ def test_a_step_that_is_never_full_ends_with_the_shares() -> None:
         )
     text = str(stopped.value)
     assert (
-        "step 7: 1 of the 2 groups" in text
+        "step 7: only 1 of the 2 groups" in text
         and "found in 10 prompts" in text
         and "max_gen_batches = 2 times 5" in text
     )

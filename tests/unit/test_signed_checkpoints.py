@@ -289,7 +289,7 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     flipped(root / "policy" / "optimizer" / "state")
     assert converted(["export", str(root), str(tmp_path / "out"), *key]) == 0
     assert converted(["verify", str(root), str(model), *key]) == 0 == converted(["inspect", str(root), *key])
-    with pytest.raises(ConversionError, match="no other kind is signed"):
+    with pytest.raises(ConversionError, match="only Megatron checkpoints are signed"):
         converted(["inspect", str(model), *key])
     with pytest.raises(ConversionError, match="has mode 0644"):
         converted(["inspect", str(root), "--signing-key", str(write_key(tmp_path / "open", KEY, 0o644))])

@@ -376,7 +376,7 @@ def test_an_environment_has_no_metric_of_the_run_s_own() -> None:
         "even": 5,
         "odd": 1,
     }
-    with pytest.raises(BatchError, match="the metrics loss, reward, which"):
+    with pytest.raises(BatchError, match="the metrics loss, reward, whose"):
         add_metrics({"loss": 1.0, "reward": 0.0}, [{"reward": 42}, {"loss": 99}])
 
 

@@ -105,7 +105,7 @@ def test_a_rank_that_comes_twice_is_refused_on_all_sides() -> None:
     port = free_port(HOST)
     outcomes = together(joining(port, 0, handshake_s=7200.0), joining(port, 1), joining(port, 1))
     assert all(
-        isinstance(outcome, RefitError) and "rank 1 came twice" in str(outcome) for outcome in outcomes
+        isinstance(outcome, RefitError) and "rank 1 connected twice" in str(outcome) for outcome in outcomes
     ), outcomes
 
 

@@ -214,7 +214,7 @@ def test_a_manifest_says_what_travels_as_slices() -> None:
         first.description() == second.description() and len({first.digest, second.digest, whole.digest}) == 3
     )
     assert whole.sliced({}).digest == whole.digest == Manifest(whole.tensors).digest
-    with pytest.raises(RefitError, match="a slice of d was asked for"):
+    with pytest.raises(RefitError, match="a slice of d was requested"):
         whole.sliced({"d": Slice(0, 0, 1)})
     with pytest.raises(
         RefitError, match=r"a slice from 3 to 5 of dimension 0 is outside a weight of shape \[4, 3\]"

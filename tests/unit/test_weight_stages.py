@@ -204,7 +204,7 @@ def test_stages_with_weights_of_two_versions_are_refused() -> None:
         ({"rank": 0, "stage": 2, "world_size": 2}, "pipeline stage 2 expects world_size 2 for 3"),
         ({"rank": 0, "stage": 2, "digest": "other"}, "pipeline stage 2 expects manifest 'other'"),
         ({"rank": 0, "stage": 3}, "pipeline stage 3 is outside the 3 stages"),
-        ({"rank": 0, "stage": 1}, "pipeline stage 1 came twice"),
+        ({"rank": 0, "stage": 1}, "pipeline stage 1 connected twice"),
         ({"rank": 3}, "rank 3 is outside the 3 ranks"),
     ],
 )

@@ -224,7 +224,7 @@ def test_a_buffer_written_while_it_was_read_is_found_out(
 def test_groups_out_of_order_are_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
     sent = list(payloads(sender, 0, 25_600))
     with (
-        pytest.raises(RefitError, match="came where the first group of a refit was next"),
+        pytest.raises(RefitError, match="came where the first group of a refit was expected"),
         receiver.group(sent[1]),
     ):
         pass
