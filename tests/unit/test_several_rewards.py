@@ -203,8 +203,8 @@ def test_a_run_in_which_nothing_can_be_scored_ends(users: str, made: list[Any]) 
         assert made[0].step(turn(batch)).masked == [response == "raises" for response in batch]
     with pytest.raises(
         RewardError,
-        match=r"no response of 3 batches in a row could be scored; .*fault of the last batch is: KeyError: 'abc' "
-        r"\(users\.py, line 6\)\. Fix",
+        match=r"no response of 3 batches in a row could be scored; .*fault of the last batch is: KeyError: "
+        r"'abc' \(users\.py, line 6\)\. Fix",
     ):
         made[0].step(turn(["raises"]))
 
