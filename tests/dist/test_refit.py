@@ -183,7 +183,7 @@ def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(
             (free_port("127.0.0.1"), free_port("127.0.0.1")),
         )
     assert all("the port cannot be taken" in said[0] for said in (first, second))
-    assert all("rank 1 expects world_size 3 for 2" in said for said in (*first[1:3], second[1]))
+    assert all("rank 1 expects world_size 3 instead of 2" in said for said in (*first[1:3], second[1]))
     assert (first[3:], second[2:]) == (["", ""], [""])
 
 

@@ -87,7 +87,7 @@ def test_every_engine_rank_gets_every_version(groups: list[TransferGroup], with_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world_size": 4}, "rank 1 expects world_size 4 for 3"),
+        ({"world_size": 4}, "rank 1 expects world_size 4 instead of 3"),
         ({"digest": "other"}, "rank 1 expects manifest 'other'"),
         ({"rank": 5}, "rank 5 is outside the 3 ranks"),
     ],

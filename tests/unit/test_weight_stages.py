@@ -200,8 +200,8 @@ def test_stages_with_weights_of_two_versions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 1, "world_size": 5}, "rank 1 expects world_size 5 for 3"),
-        ({"rank": 0, "stage": 2, "world_size": 2}, "pipeline stage 2 expects world_size 2 for 3"),
+        ({"rank": 1, "world_size": 5}, "rank 1 expects world_size 5 instead of 3"),
+        ({"rank": 0, "stage": 2, "world_size": 2}, "pipeline stage 2 expects world_size 2 instead of 3"),
         ({"rank": 0, "stage": 2, "digest": "other"}, "pipeline stage 2 expects manifest 'other'"),
         ({"rank": 0, "stage": 3}, "pipeline stage 3 is outside the 3 stages"),
         ({"rank": 0, "stage": 1}, "pipeline stage 1 connected twice"),
@@ -281,7 +281,7 @@ def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
     meeting._accept = accepting  # type: ignore[method-assign]
     first, engine = joining_one(port, 0, rendezvous=meeting), joining_one(port, 1, world_size=7)
     outcomes = together(lambda: said(first), lambda: said(engine), lambda: late(1), lambda: late(2))
-    assert all("rank 1 expects world_size 7 for 3" in outcome for outcome in outcomes), outcomes
+    assert all("rank 1 expects world_size 7 instead of 3" in outcome for outcome in outcomes), outcomes
 
 
 def test_all_take_the_smallest_buffer_that_a_sender_has() -> None:

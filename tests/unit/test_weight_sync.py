@@ -252,7 +252,7 @@ def test_a_failure_while_loading_gives_the_refit_up(sender: WeightSender, receiv
     sent = list(payloads(sender, 0, 25_600))
     with pytest.raises(ZeroDivisionError), receiver.group(sent[0]):
         raise ZeroDivisionError
-    with pytest.raises(RefitError, match="the first group of a refit was next"), receiver.group(sent[1]):
+    with pytest.raises(RefitError, match="the first group of a refit was expected"), receiver.group(sent[1]):
         pass
 
 
