@@ -76,7 +76,7 @@ class SharingWorker(WorkerState):
         try:
             block = SharedBlock.attach(shared[rank]["memory"])
         except RefitError as error:
-            logger.warning("rank %d keeps its own copy of the base model: %s", rank, error)
+            logger.warning("rank %d keeps a base of its own: %s", rank, error)
             return 0
         frozen = cast(SharesFrozen, self.backend).frozen()
         equal = {
