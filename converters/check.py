@@ -38,8 +38,8 @@ _WRAPPERS = {
     "base_model": "PEFT",
     "base_layer": "PEFT with an adapter that is not merged",
     "default": "PEFT in memory (the name of the adapter)",
-    "language_model": "a model that sees",
-    "model": "a wrapper of the whole model",
+    "language_model": "a vision-language model",
+    "model": "a wrapper around the model",
 }
 # These prefixes are missing from all names if only a part of the whole model was saved.
 _FRONTS = {

@@ -49,15 +49,15 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         "paths", nargs="+", type=Path, metavar="PATH", help="one or two checkpoints of either format"
     )
     check.add_argument(
-        "--logits", action="store_true", help="compare what transformers computes from both, too"
+        "--logits", action="store_true", help="also compare the logits that transformers computes from both"
     )
     _add_missing(check)
-    differ = add("diff", help="list in what two models differ")
+    differ = add("diff", help="list the differences between two models")
     differ.add_argument("paths", nargs=2, type=Path, metavar="PATH")
     _add_missing(differ)
-    look = add("inspect", help="say what a checkpoint is")
+    look = add("inspect", help="describe a checkpoint")
     look.add_argument("paths", nargs=1, type=Path, metavar="PATH")
-    dry = add("plan", help="say what a conversion would write, without writing")
+    dry = add("plan", help="show what a conversion would write")
     dry.add_argument("paths", nargs=1, type=Path, metavar="SOURCE")
     dry.add_argument("--workers", type=int, default=2, metavar="N", help="threads (default 2)")
     _add_missing(dry)
@@ -65,12 +65,12 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
     adapter.add_argument(
         "source", type=Path, help="directory of a PEFT adapter, or checkpoint of LoRA training"
     )
-    adapter.add_argument("target", type=Path, help="directory to make")
+    adapter.add_argument("target", type=Path, help="directory to create")
     adapter.add_argument(
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="with the config.json of the model that the adapter changes",
+        help="directory with the config.json of the base model",
     )
     adapter.add_argument("--overwrite", action="store_true", help="replace an existing adapter")
     add("families", help="list the model families")
@@ -82,7 +82,7 @@ def build_parser(parser: argparse.ArgumentParser | None = None) -> argparse.Argu
         "--config",
         type=Path,
         metavar="FILE",
-        help="config.json of a tiny model (default: of the family's config class)",
+        help="config.json of a tiny model (default: made from the family's config class)",
     )
     for name, command in commands.choices.items():
         _add_shared(name, command)
@@ -103,10 +103,12 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     _add_layout(into)
     out = add("export", help="torch_dist of Megatron-Core -> Hugging Face safetensors")
-    out.add_argument("source", type=Path, help="checkpoint, or a directory that a trainer keeps it in")
+    out.add_argument(
+        "source", type=Path, help="checkpoint, or the directory in which a trainer keeps its checkpoints"
+    )
     _add_export(out)
     for command in (into, out):
-        command.add_argument("target", type=Path, help="directory to make")
+        command.add_argument("target", type=Path, help="directory to create")
         command.add_argument(
             "--workers",
             type=int,
@@ -122,7 +124,7 @@ def _add_conversions(add: Callable[..., argparse.ArgumentParser]) -> None:
             "--part",
             type=read_part,
             metavar="I/N",
-            help="do this part of the work; the last of N calls, on any machine, ends it",
+            help="do part I of N, on any machine; the last part completes the checkpoint",
         )
         _add_missing(command)
 
@@ -133,13 +135,13 @@ def _add_shared(name: str, command: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--dtype",
             choices=["float32", "bfloat16", "float16"],
-            help="of all tensors (default: each keeps its own)",
+            help="dtype of all tensors (default: each keeps its own)",
         )
     if name in ("import", "plan"):
         command.add_argument(
             "--allow-unsupported",
             action="store_true",
-            help="import what no model of Megatron-Core computes",
+            help="import a model that Megatron-Core cannot compute",
         )
     if name in ("import", "export", "verify", "plan"):
         merged = (
@@ -159,7 +161,7 @@ def _add_shared(name: str, command: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="NAME",
-            help="key of config.json that the model does not depend on; several times",
+            help="key of config.json that the model does not depend on; may be given several times",
         )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     command.add_argument(
@@ -189,7 +191,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         type=read_size,
         default=5_000_000_000,
         metavar="SIZE",
-        help="of a file (default 5e9 bytes)",
+        help="maximum size of a file (default 5e9 bytes)",
     )
     command.add_argument("--untouched-from", type=Path, metavar="DIR", help=untouched)
 
@@ -547,7 +549,7 @@ def _require_signed(arguments: argparse.Namespace) -> None:
     found = [find_checkpoint(path) for path in named if path is not None and holds_checkpoint(path)]
     if not found:
         raise ConversionError(
-            "--signing-key: no Megatron checkpoint is read, and no other kind is signed", "leave it out"
+            "--signing-key: only Megatron checkpoints are signed, and none is read", "leave it out"
         )
     key = read_key(arguments.signing_key)
     for directory in found:
@@ -578,22 +580,24 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
         "--layout",
         choices=[MEGARL, MEGATRON_LM],
         default=MEGARL,
-        help="megatron-lm: release/ with arguments, and the file that names it, as --load of Megatron-LM "
-        "wants them",
+        help="megatron-lm: a release/ directory with arguments and tracker file, for --load of Megatron-LM",
     )
 
 
 def add_opening_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``OpeningOptions`` to a command that reads Megatron checkpoints."""
-    group = command.add_argument_group("what a Megatron checkpoint does not say itself")
+    group = command.add_argument_group("facts that a Megatron checkpoint does not record")
     group.add_argument(
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="config and tokenizer of a checkpoint that has none with it",
+        help="directory with config and tokenizer, for a checkpoint without them",
     )
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="tokenizer for a config made of the trainer's settings"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="tokenizer for a config made from the trainer's settings",
     )
     group.add_argument(
         "--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, for such a config"
@@ -602,21 +606,20 @@ def add_opening_flags(command: argparse.ArgumentParser) -> None:
         "--eos-token-id",
         type=read_token_ids,
         metavar="N[,N]",
-        help="ends of a text, for such a config: numbers, or the word none",
+        help="end-of-text token ids for such a config: numbers, or none",
     )
     group.add_argument(
         "--ignore-setting",
         action="append",
         default=[],
         metavar="NAME",
-        help="setting of the trainer that is harmless; several times",
+        help="trainer setting that does not change the model; may be given several times",
     )
     group.add_argument(
         "--rope-scaling-factor",
         type=float,
         metavar="X",
-        help="factor of Llama 3's rope scaling that a model of Megatron-LM was trained with: its own "
-        "trainer takes 8 whatever it is told",
+        help="Llama 3 rope scaling factor that the model was trained with; Megatron-LM itself always uses 8",
     )
     group.add_argument(
         "--source-weights",

@@ -182,7 +182,7 @@ def object_differences(stored: TorchDistCheckpoint) -> Iterator[Difference]:
     states."""
     for key in stored.objects:
         if load_plain(io.BytesIO(stored.read_object(key)), f"{key} in {stored.directory}") != [None]:
-            yield Difference("object", key, "it holds a state, and a conversion leaves none")
+            yield Difference("object", key, "it holds state, but a conversion writes none")
 
 
 def padding_differences(model: MegatronModel) -> Iterator[Difference]:
@@ -195,7 +195,7 @@ def padding_differences(model: MegatronModel) -> Iterator[Difference]:
         if bool(rows.any()):
             row = vocabulary + int(rows.reshape(rows.shape[0], -1).any(dim=1).nonzero()[0])
             yield Difference(
-                "padding", rule.megatron_name, f"row {row} behind the vocabulary of {vocabulary} is not zero"
+                "padding", rule.megatron_name, f"row {row} after the vocabulary of {vocabulary} is not zero"
             )
 
 
@@ -210,7 +210,7 @@ def content_problems(opened: Opened, excused: Sequence[str] = ()) -> Iterator[Di
                 yield Difference(
                     "hash",
                     name,
-                    "the manifest does not know it" if record is None else "only the manifest knows it",
+                    "the manifest does not list it" if record is None else "only the manifest lists it",
                 )
             continue
         stored = model.dtype(tensor)

@@ -329,7 +329,7 @@ def convert(
         notes: dict[str, Any] = {}
         if staging.started_anew_because_of:
             shown.say(
-                "an unfinished run is not taken up, since these have changed: "
+                "an unfinished run is not resumed, because these have changed: "
                 f"{', '.join(staging.started_anew_because_of)}"
             )
             notes["started_anew_because_of"] = staging.started_anew_because_of

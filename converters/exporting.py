@@ -180,8 +180,9 @@ class ExportPlan(Plan):
         if not absent or self.architecture.prediction_layers:
             return super().notes
         said = (
-            f"{absent} that config.json counts are not in the checkpoint, as training leaves them out, "
-            "nor in the export; --untouched-from DIRECTORY of the model that was trained adds them"
+            f"{absent} counted in config.json are missing from the checkpoint, because training "
+            "leaves them out, and from the export; --untouched-from DIRECTORY of the model that "
+            "was trained adds them"
         )
         return {"prediction_layers": said} | super().notes
 
@@ -216,7 +217,7 @@ class ExportPlan(Plan):
         directory = self.checkpoint.hf_directory
         return fingerprints(
             {
-                "the files beside the weights (of the checkpoint, --hf-config or --tokenizer)": {}
+                "the files next to the weights (of the checkpoint, --hf-config or --tokenizer)": {}
                 if directory is None
                 else file_hashes(directory)
             }
@@ -254,8 +255,8 @@ def plan_export(
         )
     if checkpoint.unanswered:
         raise ConversionError(
-            f"nothing says the special tokens of {checkpoint.directory}, whose config is made of its "
-            "trainer's settings",
+            f"the special tokens of {checkpoint.directory} are unknown: its config is made from "
+            "its trainer's settings",
             (
                 f"pass {', '.join(checkpoint.unanswered)} (or none), or --tokenizer DIRECTORY with a "
                 "generation_config.json"
@@ -306,7 +307,8 @@ def _require_tower(checkpoint: MegatronCheckpoint) -> None:
     transformers would initialise at random."""
     if not any(key.startswith(MEGATRON_PREFIX) for key in checkpoint.model.checkpoint):
         raise ConversionError(
-            f"{checkpoint.directory} holds the text alone of a model that also sees, as training writes it",
+            f"{checkpoint.directory} holds only the text part of a vision-language model, as "
+            "training writes it",
             (
                 "pass --untouched-from DIRECTORY of the model that was trained, or --allow-missing "
                 "'model.visual.*' to leave its tower out"
@@ -328,7 +330,7 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
         refuse_changed_files(checkpoint.hf_directory, checkpoint.directory, checkpoint.recorded_files)
     there = {name for rule in rules for name in rule.hf_names}
     problems = [
-        f"{name!r} is in the checkpoint, and it does not know it"
+        f"{name!r} is in the checkpoint, but not in the manifest"
         for name in sorted(there - set(manifest.tensors))
     ]
     gone = [
@@ -336,7 +338,7 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
         for name in manifest.tensors
         if name not in there and not is_excused([name], (*excused, *manifest.excused))
     ]
-    problems += [f"{name!r} is in it, and not in the checkpoint" for name in gone]
+    problems += [f"{name!r} is in the manifest, but not in the checkpoint" for name in gone]
     known = repeated_tensors(checkpoint.model.architecture)
     doubled = [
         (name, original) for name, original in manifest.also_stored.items() if known.get(name) != original
@@ -399,7 +401,8 @@ def export_model(
             )
     if plan.checkpoint.hf_directory == plan.checkpoint.directory:
         raise ConversionError(
-            f"{plan.checkpoint.directory} keeps config.json among its own files", "pass --hf-config DIRECTORY"
+            f"{plan.checkpoint.directory} holds its config.json in the checkpoint directory itself",
+            "pass --hf-config DIRECTORY",
         )
     # With several parts, any machine may be the last one, which writes all files except the weights: all
     # parts must agree on those files.

@@ -47,7 +47,7 @@ def load_family_file(path: Path) -> Family:
         module = module_of_file(path)
     except PythonFileError as error:
         raise ConversionError(
-            f"{path} {error}", "mend the file, which has to define FAMILY; python FILE says where it fails"
+            f"{path} {error}", "correct the file, which must define FAMILY; python FILE shows where it fails"
         ) from error
     family = getattr(module, "FAMILY", None)
     if not isinstance(family, Family):

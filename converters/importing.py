@@ -190,7 +190,9 @@ def plan_import(
     hash_of_config = config_hash(source.directory)
     config = source.read_json("config.json")
     if config is None:
-        raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
+        raise ConversionError(
+            f"{source.directory} has no config.json", "give the directory of a complete model"
+        )
     if vocab_multiple < 1:
         raise ConversionError(
             f"vocab-multiple = {vocab_multiple}: at least 1 is needed", "leave it out, or pass 128"
@@ -241,7 +243,7 @@ def _require_support(architecture: Architecture) -> None:
         megatron_settings(architecture)
     except ConversionError as error:
         raise ConversionError(
-            error.what, f"{error.fix}; --allow-unsupported imports it all the same", error.details
+            error.what, f"{error.fix}; --allow-unsupported imports it anyway", error.details
         ) from error
 
 

@@ -236,7 +236,7 @@ def _made_config(
         )
     if EMBEDDING not in tensors:
         raise ConversionError(
-            f"{directory} has no {EMBEDDING}", "give the checkpoint of a whole language model"
+            f"{directory} has no {EMBEDDING}", "give the checkpoint of a complete language model"
         )
     return derived_config(
         settings, vocab_size_of(settings, options, tensors.shape(EMBEDDING)[0]), token_entries(options)
@@ -257,7 +257,9 @@ def open_huggingface(
     """
     config = source.read_json("config.json")
     if config is None:
-        raise ConversionError(f"{source.directory} has no config.json", "give the directory of a whole model")
+        raise ConversionError(
+            f"{source.directory} has no config.json", "give the directory of a complete model"
+        )
     architecture = as_stored(read_architecture(config, ignored_config_keys), source.names())
     check_plausible(architecture, source.shapes(), str(source.directory), stacked=False)
     return HuggingFaceModel(source, architecture)

@@ -87,8 +87,8 @@ def _refuse_others_names(text: bytes, directory: Path) -> None:
             found = _origin_of(name)
             if found not in {str(each.resolve()) for each in beside}:
                 raise PythonFileError(
-                    f"imports {name}, which is beside it, but Python takes {found} for it; rename the one "
-                    "beside it"
+                    f"imports {name}, which is next to it, but Python finds {found} instead; "
+                    "rename the one next to it"
                 )
             unread.append(Path(found).read_bytes())
 

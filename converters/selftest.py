@@ -107,7 +107,7 @@ def _part_problems(rule: Rule, architecture: Architecture) -> Iterator[str]:
         spans = shard_layout(rule, architecture.head_dim, 0, 1, 0).spans
         taken = Counter((span.part, row) for span in spans for row in range(span.start, span.stop))
         if taken != Counter((part, row) for part, shape in enumerate(shapes) for row in range(shape[0])):
-            yield f"{rule.megatron_name}: its groups do not have each row of its tensors once"
+            yield f"{rule.megatron_name}: its groups do not contain each row of its tensors once"
     if rule.kind is Kind.QKV:
         query, key, value = (shape[0] for shape in shapes)
         if key != value or key % architecture.head_dim or query % key:
@@ -138,8 +138,8 @@ def shard_problems(source: HuggingFaceSource, architecture: Architecture) -> Ite
                 expected = source.read(part.name) if part.name in source else whole[part.name]
                 if not torch.equal(back[part.name], expected):
                     yield (
-                        f"{part.name}: cut over {ranks} ranks as {rule.kind} and put together again, it "
-                        "is another tensor"
+                        f"{part.name}: after it is split over {ranks} ranks as {rule.kind} and "
+                        "joined again, it differs"
                     )
 
 
@@ -240,8 +240,8 @@ class _Variant:
         )
         if unread:
             text = (
-                f"nothing reads {', '.join(unread)}: right if they change nothing, which a comparison of "
-                "tiny models cannot show"
+                f"no code reads {', '.join(unread)}: correct if these keys change nothing, which a "
+                "comparison of tiny models cannot show"
             )
             yield Finding(self.name, "config keys", "left out", text)
 
@@ -276,7 +276,10 @@ class _Variant:
             for tensor in before
             if tensor not in after or not torch.equal(before[tensor], after[tensor])
         ]
-        _refuse([str(one) for one in differences] + [f"{tensor} is not what it was" for tensor in differing])
+        _refuse(
+            [str(one) for one in differences]
+            + [f"{tensor} differs after the round trip" for tensor in differing]
+        )
 
     def _accounting(self) -> None:
         """Raise ``ConversionError`` unless every tensor is reported by name when it is removed or renamed."""
@@ -296,9 +299,9 @@ class _Variant:
                         for each in (name, *(set(stored) - set(tensors)))
                         if each not in "\n".join(error.details)
                     ]
-                    problems += [f"{each} is not named when it is wrong" for each in unnamed]
+                    problems += [f"{each} has a wrong name, but no error names it" for each in unnamed]
                 else:
-                    problems.append(f"{name} is not missed")
+                    problems.append(f"{name} is missing, but no error says so")
         _refuse(problems)
 
     def _logprobs(self, compute: ComputeLogprobs | None) -> Finding:
@@ -339,7 +342,9 @@ class _Variant:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        raise ConversionError("these rules do not hold together", "correct the rules of the family", problems)
+        raise ConversionError(
+            "the rules of the family are inconsistent", "correct the rules of the family", problems
+        )
 
 
 FAILED = 1

@@ -150,12 +150,12 @@ def scope(
                 f"the {len(each.megatron.stored.objects)} objects of {each.path.name} that are no tensors"
             )
     if any(each.megatron is not None for each in opened):
-        checked.append("every element is stored exactly once; rows behind the vocabulary are zero")
+        checked.append("every element is stored exactly once; rows after the vocabulary are zero")
     if _has_kind(found, "keys"):
-        return checked[:1], ["values: names or shapes are wrong already", *unchecked]
+        return checked[:1], ["values: not compared, because names or shapes differ", *unchecked]
     for each in opened:
         if each.manifest is not None:
-            files = " and files beside the weights" if each.recorded_files else ""
+            files = " and files next to the weights" if each.recorded_files else ""
             checked.append(f"the values{files} of {each.path.name} against the hashes in its {MANIFEST_FILE}")
     if len(opened) == 2:
         settings = (
@@ -168,7 +168,7 @@ def scope(
     elif opened[0].manifest is None:
         checked.append("every value was read" if found else "every value was read and is finite")
         unchecked.insert(
-            0, f"whether the values are the right ones: there is no {MANIFEST_FILE} and no second checkpoint"
+            0, f"whether the values are correct: there is no {MANIFEST_FILE} and no second checkpoint"
         )
     names = [*excused, *recorded_excuses(opened)]
     return checked, [*unchecked, *([f"excused: {', '.join(names)}"] if names else [])]
@@ -181,21 +181,21 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
         recorded = opened[0].recorded_files
         later = sorted({name for each in hashes for name in each} - recorded.keys())
         if not recorded:
-            yield "tokenizer and other files beside the weights"
+            yield "tokenizer and other files next to the weights"
         elif later:
-            yield f"files that came after the conversion: {', '.join(later)}"
+            yield f"files added after the conversion: {', '.join(later)}"
         return
     if any(each.config is None for each in opened):
-        yield "special tokens and defaults of text generation: a config is made of its trainer's settings"
+        yield ("special tokens and defaults of text generation: a config is made from its trainer's settings")
     if len(hashes) < 2:
-        yield "tokenizer and other files beside the weights: there are none on one side"
+        yield "tokenizer and other files next to the weights: there are none on one side"
         return
     left, right = hashes
     silent = [
         name for name in sorted({*left, *right}) if not speaks(name) and left.get(name) != right.get(name)
     ]
     if silent:
-        yield f"files that differ and say nothing of the model: {', '.join(silent)}"
+        yield f"files that differ but do not describe the model: {', '.join(silent)}"
 
 
 def logits_difference(one: Opened, other: Opened) -> float:

@@ -50,7 +50,7 @@ def open_megatron_adapter(
     place = next((place for place in places if (place / "config.json").is_file()), None)
     if place is None:
         raise ConversionError(
-            f"{hf_directory or checkpoint} does not say of which model the adapters are (no config.json)",
+            f"{hf_directory or checkpoint} does not name the base model of the adapters (no config.json)",
             "pass --hf-config DIRECTORY of it",
         )
     return MegatronAdapter(checkpoint, read_architecture(read_config(place), ignored))
@@ -76,8 +76,8 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
     )
     if misread:
         raise ConversionError(
-            f"{adapter.directory} holds adapters of dense layers in a mixture of experts, whose names PEFT "
-            "takes for those of experts",
+            f"{adapter.directory} holds adapters of the dense layers of a mixture of experts, "
+            "whose names PEFT mistakes for names of experts",
             "merge them: give the base model, and with --lora this directory",
             misread,
         )
@@ -120,7 +120,7 @@ def convert_adapter(
     if is_peft_directory(source):
         if hf_directory is None:
             raise ConversionError(
-                f"{source} does not hold the config of the model that it changes",
+                f"{source} does not hold the config of its base model",
                 "pass --hf-config DIRECTORY of it",
             )
         plan = plan_adapter(source, hf_directory, ignored)

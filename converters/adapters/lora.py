@@ -191,7 +191,7 @@ class LoraAdapter:
                 _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else None
             )
             if match is None:
-                problems.append(f"{name} {list(self.source.shape(name))}: no factor of a LoRA module")
+                problems.append(f"{name} {list(self.source.shape(name))}: not a factor of a LoRA module")
             else:
                 found.setdefault(match["module"], {})[match["factor"]] = name
         fitted: dict[str, Factors] = {}
@@ -219,7 +219,9 @@ class LoraAdapter:
                     is_embedding=is_embedding,
                 )
         problems += [
-            f"{name} is changed twice, by factors and as a whole" for name in fitted if name in self.replaced
+            f"{name} is changed twice: by LoRA factors and by a full tensor"
+            for name in fitted
+            if name in self.replaced
         ]
         untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
         problems += _left_out(self._config, tensors, set(found), untrained)
@@ -281,11 +283,9 @@ class LoraAdapter:
         fitting = [stack for stack, expected in wanted.items() if expected == shapes]
         if len(fitting) != 1:
             listing = ", ".join(
-                f"{stack} for {[list(shape) for shape in expected]}" for stack, expected in wanted.items()
+                f"{stack} needs {[list(shape) for shape in expected]}" for stack, expected in wanted.items()
             )
-            return [
-                f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing} would be asked"
-            ]
+            return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing}"]
         dtypes = [self.source.dtype(name) for name in (down, up)]
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
@@ -309,8 +309,8 @@ class LoraAdapter:
         if tied and (module == "lm_head" or module.endswith(".embed_tokens")):
             return [
                 (
-                    f"{module}: tie_word_embeddings is true, and with the adapter embedding and output layer "
-                    "would differ"
+                    f"{module}: tie_word_embeddings is true, but the adapter would make embedding "
+                    "and output layer differ"
                 )
             ]
         rank = self._config.rank_of(module)

@@ -141,7 +141,7 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         token_indices=_token_indices(config, problems),
     )
     if problems:
-        raise ConversionError(f"{path} is not of a LoRA adapter that can be merged", _FIX, problems)
+        raise ConversionError(f"{path} does not describe a LoRA adapter that can be merged", _FIX, problems)
     return found
 
 
@@ -158,8 +158,8 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     start = config.get("init_lora_weights")
     if not any(start is value or start == value for value in _UNCHANGED_BASE):
         problems.append(
-            f"init_lora_weights = {start!r}: it changed the base weights as training began, which are not "
-            "at hand"
+            f"init_lora_weights = {start!r}: it changed the base weights when training began, and "
+            "those weights are not available"
         )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
     # New releases of peft add keys. A key that is off requests nothing.

@@ -93,7 +93,7 @@ def refuse_other_base(adapter: LoraAdapter, base: LogicalModel) -> None:
             # Widen both exactly to float32, so that their stored dtypes may differ.
             if not torch.equal(base.read(tensors[name], start, stop).float(), own.float()):
                 raise ConversionError(
-                    f"{name} of this model is not that of the base model in {adapter.directory}",
+                    f"{name} of this model differs from that of the base model in {adapter.directory}",
                     (
                         "use the base model that the adapter was trained on; if its embeddings were trained "
                         "too, merge with peft"

@@ -134,7 +134,7 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
     }
     if max((stop for _, stop in found.values()), default=0) > stored_rank:
         raise ConversionError(
-            f"the manifest says rank {rank} of each part, stored are {stored_rank}", _CHANGED
+            f"the manifest records rank {rank} for each part, but {stored_rank} is stored", _CHANGED
         )
     return found
 
@@ -161,7 +161,7 @@ def require_as_written(
     changed += [f"missing: {name}" for name in manifest.tensors if name not in names]
     if changed:
         raise ConversionError(
-            f"{adapter.directory} is not what its {path.name} says", _CHANGED, list(dict.fromkeys(changed))
+            f"{adapter.directory} does not match its {path.name}", _CHANGED, list(dict.fromkeys(changed))
         )
 
 
@@ -193,8 +193,8 @@ def said_of(
     path = find_run_config(directory)
     if path is None:
         raise ConversionError(
-            f"nothing says the scale (alpha) of the adapters in {directory}",
-            f"put the {RUN_CONFIG_FILE} of Megatron-Bridge beside them",
+            f"the scale (alpha) of the adapters in {directory} is not recorded",
+            f"put the {RUN_CONFIG_FILE} of Megatron-Bridge next to them",
         )
     section, model = read_section(path, "peft"), read_section(path, "model")
     kind = str(section.get("_target_", "")).rpartition(".")[2]
@@ -346,10 +346,9 @@ class MegatronAdapter:
         )
         if cut != 1 and any(map(self._has, apart)):
             raise ConversionError(
-                f"{self.directory} holds adapters of gate and up saved with tensor_model_parallel_size = "
-                f"{cut}: "
-                "Megatron-Bridge (0.3.1) then exchanges their rows, and nothing in the checkpoint tells "
-                "whether its release did",
+                f"{self.directory} holds adapters of gate and up saved with "
+                f"tensor_model_parallel_size = {cut}: Megatron-Bridge (0.3.1) then exchanges their "
+                "rows, and the checkpoint does not record which release wrote it",
                 "save it with tensor parallelism 1, or let Megatron-Bridge write the PEFT adapter",
             )
         # Do this check last, because it reads every value.
@@ -466,9 +465,9 @@ class MegatronAdapter:
         experts = [key for key in unknown if ".experts." in key]
         if experts:
             raise ConversionError(
-                f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has one for "
-                "all experts of a rank, which PEFT "
-                "cannot say, and those of each expert are not read here",
+                f"{self.directory} holds adapters of experts ({experts[0]}): Megatron-Bridge has "
+                "one for all experts of a rank, which PEFT's format cannot express, and adapters "
+                "of single experts are not read here",
                 (
                     "let the trainer write them or merge them: megarl's export hf/step_N has adapter/, in "
                     "PEFT's form"

@@ -119,8 +119,8 @@ class Replacements:
             yield f"dtype: {stored} is {dtype}; float32, bfloat16 or float16 is needed"
         if tokens is not None and not all(0 <= token < base.shape[0] for token in tokens):
             yield (
-                f"trainable_token_indices of {name}: {max(tokens)} is the largest, rows 0 to "
-                f"{base.shape[0] - 1} are there"
+                f"trainable_token_indices of {name}: the largest is {max(tokens)}, but the rows "
+                f"are 0 to {base.shape[0] - 1}"
             )
 
     def _tie(self) -> Iterator[str]:
@@ -135,6 +135,6 @@ class Replacements:
         both = embedding is not None and head is not None
         if not both or not torch.equal(self._source.read(embedding.stored), self._source.read(head.stored)):  # type: ignore[union-attr]
             yield (
-                "modules_to_save: tie_word_embeddings is true, and with the adapter embedding and output "
-                "layer would differ"
+                "modules_to_save: tie_word_embeddings is true, but the adapter would make "
+                "embedding and output layer differ"
             )

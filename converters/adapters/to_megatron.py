@@ -48,7 +48,7 @@ from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
 from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
 
-_FIX = "merge it instead (import --lora), or train adapters of linear layers alone, all of one rank and scale"
+_FIX = "merge it instead (import --lora), or train only adapters of linear layers, all of one rank and scale"
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
     adapters, all experts share one, and all adapters have the same rank and scale."""
     for name in adapter.replaced:
         yield (
-            f"{name}: saved as a whole (modules_to_save, trainable_token_indices), which adapters in "
-            "Megatron have no place for"
+            f"{name}: saved in full (modules_to_save, trainable_token_indices), which adapters in "
+            "Megatron cannot hold"
         )
     for name, factors in adapter.factors.items():
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
         elif name not in known:
-            yield f"{name}: only linear layers inside of layers have adapters"
+            yield f"{name}: only linear layers of the transformer layers have adapters"
     for what, values in (
         ("rank", Counter(factors.rank for factors in adapter.factors.values())),
         ("scaling", Counter(factors.scaling for factors in adapter.factors.values())),

@@ -68,7 +68,7 @@ def artifacts(directory: Path) -> list[Path]:
             problems.append(f"{path.relative_to(directory)} is {special_kind(path) or 'no file'}")
     if problems:
         raise ConversionError(
-            f"{directory} has links that lead out of it or to nothing, or what is no file",
+            f"{directory} has links that lead outside it or to nothing, or entries that are not files",
             "put the files themselves there, or remove the links",
             problems,
         )
@@ -144,8 +144,8 @@ def refuse_changed_files(directory: Path, source: Path, recorded: Mapping[str, s
     changes = changed_files(directory, recorded) if recorded else {}
     if changes:
         raise ConversionError(
-            f"{directory} is not what {source / MANIFEST_FILE} says",
-            f"bring the files back, or remove {MANIFEST_FILE} if they were changed on purpose",
+            f"{directory} does not match {source / MANIFEST_FILE}",
+            f"restore the files, or remove {MANIFEST_FILE} if they were changed on purpose",
             [f"{name} {change}" for name, change in changes.items()],
         )
 
@@ -167,12 +167,12 @@ def config_hash(directory: Path) -> str:
         return hashlib.sha256(require_regular(path).read_bytes()).hexdigest()
     except FileNotFoundError as error:
         raise ConversionError(
-            f"{directory} has no config.json", "give the directory of a whole model"
+            f"{directory} has no config.json", "give the directory of a complete model"
         ) from error
     except OSError as error:
         raise ConversionError(
             f"{path} cannot be read ({error.strerror})",
-            "give the directory of a whole model that you may read",
+            "give the directory of a complete model that you may read",
         ) from error
 
 
@@ -196,7 +196,7 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
             f"{source / 'config.json'} was changed while the weights were converted (SHA-256 "
             f"{planned[:12]}... when the conversion "
             f"was planned, {found[:12]}... now)",
-            "put the earlier file back, or convert again with the new one; leave the source alone meanwhile",
+            "restore the earlier file, or convert again with the new one; do not change the source meanwhile",
         )
 
 
@@ -229,5 +229,5 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         ConversionError: the file is missing or damaged.
     """
-    absent = (f"{directory} has no config.json", "give the directory of a whole model")
+    absent = (f"{directory} has no config.json", "give the directory of a complete model")
     return read_json_object(directory / "config.json", absent)

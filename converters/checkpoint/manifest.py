@@ -279,10 +279,10 @@ class HeldAgainst:
             if (before if name in self._cast else written)[name] != record.sha256
         ]
         # A manifest lists every tensor of the source, so that a tensor that it does not list was added later.
-        changed += [f"{name}, which it does not know" for name in self._unknown]
+        changed += [f"{name}, which the manifest does not list" for name in self._unknown]
         if changed:
             raise ChangedSourceError(
-                f"{self._directory} is not what its {MANIFEST_FILE} says",
+                f"{self._directory} does not match its {MANIFEST_FILE}",
                 f"convert again; or remove {MANIFEST_FILE} if the weights were changed on purpose",
                 changed,
             )
@@ -290,7 +290,7 @@ class HeldAgainst:
 
 WEIGHTS = "the weights of the source (name, size or time of change of a file)"
 RULES = "the rules of the family (the program, or a --family-file)"
-THE_REST = "the program, which lays out the same files otherwise"
+THE_REST = "the program, which lays out the same files differently"
 """Name for everything that the named facts do not determine."""
 
 

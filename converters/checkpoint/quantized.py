@@ -98,7 +98,7 @@ class Microscaled:
         scales = self._read_scales((*leading, groups)).flatten(0, -2)
         if bool((scales == _NO_NUMBER).any()):
             raise ConversionError(
-                f"{self.name} has a scale of {_NO_NUMBER}, which stands for no number",
+                f"{self.name} has a scale of {_NO_NUMBER}, which stands for NaN",
                 "fetch the checkpoint again",
             )
         # Bit 3 is the sign: codes 8 to 15 are the negatives of 0 to 7.
@@ -317,7 +317,7 @@ def _method_of(config: Any) -> str:
     problems += [f"{key} = {config[key]!r}" for key in others if not is_off(config[key])]
     if problems:
         raise ConversionError(
-            f"{KEY} says what is not understood",
+            f"{KEY} has settings that are not supported",
             "dequantise the model with the library that wrote it",
             problems,
         )

@@ -49,7 +49,7 @@ _SHARDED = (
     ("*/*.distcp", "FSDP", "join it with accelerate merge-weights"),
     (
         "*_rank_*.pt",
-        "FSDP in pieces of ranks",
+        "FSDP in one file per rank",
         "join it with the program of its trainer that writes Hugging Face's format",
     ),
     ("blobs/sha256*", "ollama (GGUF)", "give the safetensors model that it was made of"),
@@ -66,7 +66,7 @@ def locate_source(model_name: str | Path, revision: str | None = None) -> Path:
         kind = misplaced_kind(directory)
         raise ConversionError(
             f"{directory} is {'a file' if kind is None else kind[0]}, not the directory of a model",
-            f"give {directory.parent}, where config.json has to be too" if kind is None else kind[1],
+            f"give {directory.parent}, which must hold config.json too" if kind is None else kind[1],
         )
     name = str(model_name)
     # Never ask the hub for what can only be a path: ids of the hub are NAME or OWNER/NAME.
@@ -165,7 +165,7 @@ class HuggingFaceSource:
                 name for name in set(self._open(file_name).keys()) if self._file_of.get(name) != file_name
             )
             if unknown:
-                what = f"{self.directory / file_name} holds tensors that {_INDEX} does not say are in it"
+                what = f"{self.directory / file_name} holds tensors that {_INDEX} does not list for it"
                 raise ConversionError(what, "fetch the checkpoint again", unknown)
 
     def unread_files(self) -> list[str]:
@@ -254,9 +254,8 @@ class HuggingFaceSource:
             raise ConversionError(
                 f"{self.directory} holds a PEFT adapter ({ADAPTER_CONFIG})",
                 (
-                    "give the directory of the base model, and with --lora that of the adapter; megarl "
-                    "convert "
-                    "adapter converts it by itself"
+                    "give the directory of the base model, and with --lora that of the adapter; "
+                    "megarl convert adapter converts the adapter alone"
                 ),
             )
         if (self.directory / _SINGLE).exists():
@@ -278,7 +277,7 @@ class HuggingFaceSource:
             path = self.directory / name
             if path.is_symlink():
                 return ConversionError(
-                    f"{path} leads to {os.readlink(path)}, which is not there", "fetch the model again"
+                    f"{path} leads to {os.readlink(path)}, which does not exist", "fetch the model again"
                 )
             if (unfinished := unfinished_download(path)) is not None:
                 return ConversionError(
@@ -293,7 +292,8 @@ class HuggingFaceSource:
         )
         if inside:
             return ConversionError(
-                f"{what}; {inside[-1].relative_to(self.directory)} in it has a model", f"give {inside[-1]}"
+                f"{what}; its subdirectory {inside[-1].relative_to(self.directory)} holds a model",
+                f"give {inside[-1]}",
             )
         for pattern, whose, fix in _SHARDED:
             if any(self.directory.glob(pattern)):
@@ -366,7 +366,7 @@ class HuggingFaceSource:
             absent = sorted(indexed - set(opened.keys()))
             if absent:
                 raise ConversionError(
-                    f"{path} lacks tensors that {_INDEX} says are in it", "fetch the checkpoint again", absent
+                    f"{path} lacks tensors that {_INDEX} lists for it", "fetch the checkpoint again", absent
                 )
             self._files[file_name] = opened
             return opened

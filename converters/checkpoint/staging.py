@@ -211,12 +211,12 @@ class Staging:
                 else "nothing was finished, and nothing is left"
             )
             error.add_note(
-                f"{left}, with which the same command goes on" if self.directory.is_dir() else gone
+                f"{left}; the same command continues from there" if self.directory.is_dir() else gone
             )
         if isinstance(error, ConversionError) and is_of_use:
             raise ConversionError(
                 error.what,
-                f"{error.fix}. {left}, with which the same command goes on; remove it otherwise",
+                f"{error.fix}. {left}; the same command continues from there, or remove the directory",
                 error.details,
             ) from error
 
@@ -256,15 +256,15 @@ class Staging:
             raise ConversionError(
                 f"{self.directory} holds parts of this work "
                 f"({', '.join(sorted(each.name for each in others))})",
-                "go on with --part, or remove the directory",
+                "continue with --part, or remove the directory",
             )
         records = _read_journal(path)
         if self._part is not None:
             for each in others:
                 if each.name == _JOURNAL or not each.name.endswith(f"-of-{self._part[1]}.jsonl"):
                     raise ConversionError(
-                        f"{self.directory} holds work that is divided otherwise ({each.name})",
-                        "go on with the same --part i/n on every machine, or remove the directory",
+                        f"{self.directory} holds work that is divided differently ({each.name})",
+                        "continue with the same --part i/n on every machine, or remove the directory",
                     )
                 self._refuse_other_plan((_read_journal(each) or [{}])[0].get("plan"), each.name)
         if records and records[0].get("plan") == plan:
@@ -290,8 +290,8 @@ class Staging:
     def _refuse_other_plan(self, found: Any, who: str) -> None:
         if found is not None and found != self._plan:
             raise ConversionError(
-                f"{who} was planned otherwise: {', '.join(changed(found, self._plan))}",
-                f"give all parts the same source and options, or remove {self.directory} to begin again",
+                f"{who} was planned differently: {', '.join(changed(found, self._plan))}",
+                f"give all parts the same source and options, or remove {self.directory} to start over",
             )
 
 

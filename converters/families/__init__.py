@@ -110,9 +110,8 @@ def family_of(model_type: object, architectures: object = None) -> Family:
             f"model_type = {model_type!r} has no mapping rules: it also reads pictures, sound or the text "
             f"of an encoder{also}",
             (
-                f"take a model of text alone, or a {seeing} model: those that also see are converted whole, "
-                "and "
-                "their text is trained"
+                f"use a text model, or a {seeing} model: these vision-language models are "
+                "converted completely, and their text part is trained"
             ),
         )
     if described is not None:

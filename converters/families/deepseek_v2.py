@@ -17,12 +17,12 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 def _read_mixture(config: Config, num_layers: int, problems: list[str]) -> MixtureOfExperts | None:
     if config.get("mlp_bias"):
-        problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core has no biases in MLPs alone")
+        problems.append(f"mlp_bias = {config['mlp_bias']!r}: Megatron-Core cannot have biases only in MLPs")
     require(
         config, "scoring_func", "softmax", "transformers computes no other score for this family", problems
     )
     require(
-        config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems
+        config, "moe_layer_freq", 1, "transformers gives every layer after the first ones experts", problems
     )
     require(
         config,

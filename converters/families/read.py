@@ -170,17 +170,12 @@ def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> li
     unread = [f"{key} = {shown(config[key])}" for key in foreign if refusal_of_key(key, config_class) is None]
     unread += unread_rope_parameters(config)
     notes = (
-        [
-            (
-                f"{', '.join(unread)}: passed over, transformers does not read "
-                f"{'it' if len(unread) == 1 else 'them'}"
-            )
-        ]
+        [(f"{', '.join(unread)}: ignored, transformers does not read {'it' if len(unread) == 1 else 'them'}")]
         if unread
         else []
     )
     asked = [f"{key} = {shown(config[key])}" for key in sorted(ignored & set(config))]
-    notes += [f"{', '.join(asked)}: ignored as asked for"] if asked else []
+    notes += [f"{', '.join(asked)}: ignored as requested"] if asked else []
     return notes + [f"{key} = {config[key]!r}: training uses 0" for key in _DROPOUTS if config.get(key)]
 
 
@@ -368,8 +363,8 @@ def _refused_keys(
     ]
     if config.get("is_causal") is False:
         problems.append(
-            "is_causal = False: transformers then lets tokens see those behind them; only causal attention "
-            "is supported"
+            "is_causal = False: transformers then lets tokens attend to later ones; only causal "
+            "attention is supported"
         )
     known = {"full_attention", *(["linear_attention"] if family.read_gated_delta is not read_nothing else [])}
     windows = (

@@ -71,7 +71,7 @@ def _kind_of(beginning: bytes, size: int, name: str) -> tuple[str, str] | None:
             f"fetch the file itself, as hf download does (.../resolve/main/{name})",
         )
     if not any(beginning):
-        return "full of zeros where it begins, as an unfinished download leaves it", "fetch the file again"
+        return "a file that begins with zeros, as an unfinished download leaves it", "fetch the file again"
     if beginning.startswith(b"GGUF"):
         return "a GGUF file of llama.cpp", "give the safetensors model that it was made of"
     # This is the ZIP archive of torch.save, or a bare pickle of protocol 2, 3 or 4.

@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
         found = self._known(module, name)
         if found is None:
             raise ConversionError(
-                f"{self._what} names {module}.{name}, which none needs; loading it could run code",
+                f"{self._what} names {module}.{name}, which no checkpoint needs; loading it could run code",
                 "do not trust this file",
             )
         return _inert(found)
@@ -207,5 +207,5 @@ def load_plain(source: Path | IO[bytes], what: str | None = None) -> Any:
         ) from error
     except (OSError, RuntimeError, *DAMAGED) as error:
         raise ConversionError(
-            f"{what or source} cannot be read: {error}", "it is damaged or of another kind; take another one"
+            f"{what or source} cannot be read: {error}", "it is damaged or of another kind; use another file"
         ) from error

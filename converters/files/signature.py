@@ -78,7 +78,7 @@ def fault_of_signature(manifest: Mapping[str, Any], key: bytes) -> str | None:
     """Return the problem with a manifest's signature, or None if this key signed the manifest."""
     given = manifest.get(FIELD)
     if given is None:
-        return f"{MANIFEST_NAME} bears no signature, and a key is given"
+        return f"{MANIFEST_NAME} is not signed, but a key is given"
     # Compare bytes, because compare_digest refuses a str that is not ASCII.
     if not isinstance(given, str) or not hmac.compare_digest(
         given.encode(), signature_of(manifest, key).encode()
@@ -108,7 +108,7 @@ def require_signed(directory: Path, key: bytes, *, whole: bool = False) -> None:
     )
     if root is None:
         raise ConversionError(
-            f"{directory} belongs to no checkpoint with a {MANIFEST_NAME}, so that nothing of it is signed",
+            f"{directory} belongs to no checkpoint with a {MANIFEST_NAME}, so nothing in it is signed",
             _FIX,
         )
     manifest = read_json_object(root / MANIFEST_NAME)

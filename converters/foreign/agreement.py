@@ -112,7 +112,7 @@ def _differences(
         yield f"num_moe_experts = {values['num_moe_experts']!r}, by the config there are none"
     for name in sorted(set(neutral) - set(expected) - set(ignored)):
         if values.get(name) is not None and values[name] not in neutral[name]:
-            yield f"{name} = {values[name]!r}: nothing in the config says so"
+            yield f"{name} = {values[name]!r}: the config has no such setting"
 
 
 def _same(name: str, found: Any, wanted: Any, layers: int) -> bool:

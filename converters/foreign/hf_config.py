@@ -60,7 +60,7 @@ def _family(settings: ForeignSettings) -> tuple[str, dict[str, Any]]:
     """Return ``model_type``, and the config entries that only this family has."""
     values = settings.values
     if values.get("multi_latent_attention"):
-        raise ConversionError(f"{settings.origin}: no config is made of latent attention", _FIX)
+        raise ConversionError(f"{settings.origin}: no config can be made for latent attention", _FIX)
     every_bias, norms = bool(values.get("add_bias_linear")), bool(values.get("qk_layernorm"))
     query_bias = bool(values.get("add_qkv_bias"))
     if values.get("num_moe_experts"):

@@ -86,18 +86,16 @@ def with_rope_factor(settings: ForeignSettings, said: float | None, *, is_heeded
     if not settings.values.get("rope_scaling"):
         if said is not None:
             raise ConversionError(
-                f"rope-scaling-factor = {said}, but {settings.origin} says nothing of rope scaling",
+                f"rope-scaling-factor = {said}, but {settings.origin} has no rope scaling",
                 "leave --rope-scaling-factor out",
             )
         return settings
     if said is None and not is_heeded and found != ROPE_FACTOR:
         raise ConversionError(
-            f"{settings.origin}: rope_scaling_factor = {found}, which Megatron-LM writes down and does not "
-            "use: it trains with "
-            f"{ROPE_FACTOR:g}",
-            f"pass --rope-scaling-factor {ROPE_FACTOR:g} if Megatron-LM itself trained the model, or "
-            f"--rope-scaling-factor {found:g} if a "
-            "trainer did that hands the factor to the model",
+            f"{settings.origin}: rope_scaling_factor = {found}, which Megatron-LM records but does "
+            f"not use: it trains with {ROPE_FACTOR:g}",
+            f"pass --rope-scaling-factor {ROPE_FACTOR:g} if Megatron-LM itself trained the model, "
+            f"or --rope-scaling-factor {found:g} if its trainer passes the factor to the model",
         )
     if said is not None and said not in ((found,) if is_heeded else (found, ROPE_FACTOR)):
         raise ConversionError(
@@ -160,11 +158,11 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
         wanted = (_MIXERS, _MLPS)[at % 2]
         if symbol not in wanted or (at % 2 == 0 and at == len(symbols) - 1):
             expected = " or ".join(f"{one} ({_SYMBOLS[one]})" for one in wanted)
-            fault = f"{expected} is wanted" if symbol not in wanted else "no MLP stands behind it"
+            fault = f"{expected} is expected" if symbol not in wanted else "no MLP follows it"
             found = f"layer {at} is {symbol} ({_SYMBOLS.get(symbol, 'unknown')}), where {fault}"
             raise ConversionError(
                 f"{settings.origin}: {name} = {values[name]!r}: {found}",
-                "convert a model whose every layer is attention and an MLP or experts behind it",
+                "convert a model in which every layer is attention followed by an MLP or experts",
             )
     own: dict[str, Any] = {
         "num_layers": len(symbols) // 2,

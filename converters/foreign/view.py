@@ -202,8 +202,8 @@ def refuse_adapters(tensors: StoredTensors) -> None:
     found = [key for key in tensors if _ADAPTER.search(key) and not is_of_optimizer(key)]
     if found:
         raise ConversionError(
-            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, the first "
-            f"{found[0]}), and is no model",
+            f"{tensors.directory} holds the LoRA adapters of its trainer ({len(found)} tensors, "
+            f"the first {found[0]}), not a model",
             (
                 "write them as a PEFT adapter (megarl convert adapter), or merge them: megarl convert import "
                 "BASE OUT --lora and this directory, then megarl convert export OUT"
@@ -297,7 +297,7 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
             what = "a mixer of tokens" if block % 2 == 0 else "an MLP or experts"
             raise ConversionError(
                 f"{tensors.directory}: {key} is stored where layer {block} of a HybridModel has to be {what}",
-                "convert a model whose every layer is attention and an MLP or experts behind it",
+                "convert a model in which every layer is attention followed by an MLP or experts",
             )
         names[f"decoder.layers.{block // 2}.{name}"] = key
     return RenamedTensors(tensors, names)

@@ -84,8 +84,8 @@ def _mscale(scaling: dict[str, Any], mscale_all_dim: float) -> float:
         return float((wanted * of_all - 1.0) / logarithm)
     if not math.isclose(wanted, 1.0, rel_tol=1e-6):
         raise ConversionError(
-            f"yarn attention_factor = {wanted!r}: with the factor {factor!r} Megatron-Core's latent "
-            "attention has none but 1",
+            f"yarn attention_factor = {wanted!r}: with the factor {factor!r} Megatron-Core's "
+            "latent attention supports only 1",
             _OTHER_BACKEND,
         )
     return 1.0

@@ -269,5 +269,5 @@ def require_sigmoids(config: Config, problems: list[str]) -> None:
         problems,
     )
     require(
-        config, "moe_layer_freq", 1, "transformers gives every layer behind the first ones experts", problems
+        config, "moe_layer_freq", 1, "transformers gives every layer after the first ones experts", problems
     )

@@ -255,7 +255,7 @@ def _stored(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -
         )
         if place is None:
             raise ConversionError(
-                f"the index says of no file that it holds {key} at {list(described.offsets)}",
+                f"the index names no file for {key} at {list(described.offsets)}",
                 "write the checkpoint again",
             )
         if getattr(place, "transform_descriptors", None):
@@ -298,7 +298,7 @@ def _check_apart(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     if outside or overlapping:
         raise ConversionError(
             f"the index gives {key} {list(shape)} pieces that "
-            + (f"overlap: {overlapping}" if overlapping else f"leave it: {outside[0]}"),
+            + (f"overlap: {overlapping}" if overlapping else f"exceed it: {outside[0]}"),
             "the index is damaged; fetch or write the checkpoint again",
         )
 

@@ -67,24 +67,23 @@ class BaseModel:
         """
         if not is_file(directory / BASE_FILE):
             raise CheckpointError(
-                f"{directory} holds all weights of a model, and {_KEY}.enabled is true. Fix: export it and "
-                "name the export as "
-                f"policy.model_name, or set {_KEY}.enabled to false"
+                f"{directory} holds all weights of a model, but {_KEY}.enabled is true. Fix: "
+                f"export it and name the export as policy.model_name, or set {_KEY}.enabled to "
+                "false"
             )
         record = _read_json(directory / BASE_FILE)
         stored = record.get("adapter") or {}
         for key, name in _SAME.items():
             if stored.get(key) != peft.get(key):
                 raise CheckpointError(
-                    f"{directory} holds adapters with {name} = {stored.get(key)!r}, and {_KEY} gives "
-                    f"{peft.get(key)!r}. "
-                    f"Fix: set {_KEY}.{name} to the checkpoint's"
+                    f"{directory} holds adapters with {name} = {stored.get(key)!r}, but {_KEY} "
+                    f"gives {peft.get(key)!r}. Fix: set {_KEY}.{name} to the checkpoint's"
                 )
         if record.get("weights") != self.digest:
             raise CheckpointError(
-                f"{directory} holds adapters of {record.get('model_name')}, and the weights in "
-                f"{self._directory} are others. Fix: name the "
-                "model that they were trained beside as policy.model_name"
+                f"{directory} holds adapters of {record.get('model_name')}, but the weights in "
+                f"{self._directory} are not those of that model. Fix: set policy.model_name to the "
+                "model that they were trained on"
             )
 
 
@@ -97,7 +96,7 @@ def refuse_adapters(directory: Path) -> None:
     if is_file(directory / BASE_FILE):
         name = _read_json(directory / BASE_FILE).get("model_name")
         raise CheckpointError(
-            f"{directory} holds adapters of {name} alone. Fix: set {_KEY} as its {BASE_FILE} says"
+            f"{directory} holds only the adapters of {name}. Fix: set {_KEY} as in its {BASE_FILE}"
         )
 
 
@@ -107,6 +106,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(read_again(read, str(path)))
     except ValueError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}. It is damaged; take another checkpoint"
+            f"{path} cannot be read: {error}. It is damaged; use another checkpoint"
         ) from error
     return found if isinstance(found, dict) else {}

@@ -193,7 +193,7 @@ def move_files(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> 
         elif name in staged:
             entry = staged[name].write((target / name).parent)
         else:
-            raise CheckpointError(f"the memory that {plain_name(name)} is in is not open; a defect of megarl")
+            raise CheckpointError(f"the memory that holds {plain_name(name)} is not open; a defect of megarl")
         # Remove the source only after the copy is on disk: until then the memory holds the only copy.
         (source / name).unlink()
         return plain_name(name), entry
@@ -217,8 +217,7 @@ def files_to_move(source: Path, target: Path) -> list[str]:
         found += [(here / name).as_posix() for name in names]
     if not found:
         raise CheckpointError(
-            f"no rank has written a file to {source}. Fix: let the ranks of a node have the same "
-            f"{SHARED_MEMORY} as each other, or write "
-            "checkpointing.async_save=false"
+            f"no rank has written a file to {source}. Fix: give all ranks of a node the same "
+            f"{SHARED_MEMORY}, or write checkpointing.async_save=false"
         )
     return found

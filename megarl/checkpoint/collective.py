@@ -155,7 +155,7 @@ def _publish(directory: Path, staging: Path) -> str | None:
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:
-        return f"{directory} could not be written: {error}; see to free space and permissions there"
+        return f"{directory} could not be written: {error}; check free space and permissions there"
     return None
 
 

@@ -135,12 +135,11 @@ class RunLock:
         """
         if not self.held or _file_at(self.path) == _identity(os.fstat(self._descriptor)):
             return
-        there = "its file run.lock is not the one" if self.directory.is_dir() else "it is not there any more"
+        there = "its file run.lock is another one" if self.directory.is_dir() else "it no longer exists"
         raise StateError(
-            f"run directory {self.directory} was removed, renamed or replaced while the run wrote into it: "
-            f"{there}. The run ends before it "
-            "writes more. Fix: see who did that; bring the directory back from where it was moved to, and "
-            "start the run again"
+            f"run directory {self.directory} was removed, renamed or replaced while the run wrote "
+            f"into it: {there}. The run ends before it writes more. Fix: find out who did that; "
+            "move the directory back, and start the run again"
         )
 
     def release(self) -> None:

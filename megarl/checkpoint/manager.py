@@ -105,10 +105,12 @@ def faults_of_checkpoint(path: Path, hashes: bool = True, key: bytes | None = No
     except CheckpointError as error:
         return [str(error)]
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        return [f"{INFO_NAME} says step = {step!r}, and a whole number of at least 0 is wanted"]
+        return [f"{INFO_NAME} says step = {step!r}, must be a whole number of at least 0"]
     named = _FINAL.fullmatch(path.name)
     if named is not None and int(named[1]) != step:
-        return [f"{INFO_NAME} says step = {step}: it was renamed, or is a copy of another one"]
+        return [
+            (f"{INFO_NAME} says step = {step}: its directory was renamed, or is a copy of another checkpoint")
+        ]
     return []
 
 
@@ -447,7 +449,7 @@ class CheckpointManager:
                 problems = self._verify(path)
             except StorageError as error:
                 raise StorageError(
-                    f"checkpoint {path}: {error}; or move it away to go on from an earlier one"
+                    f"checkpoint {path}: {error}; or move it away to continue from an earlier one"
                 ) from error
             if not problems:
                 yield path
@@ -551,9 +553,8 @@ class CheckpointManager:
             remove_tree(temporary)
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         return CheckpointError(
-            f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. Earlier "
-            "checkpoints are untouched. "
-            "Fix: see to free space and permissions there"
+            f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. "
+            "Earlier checkpoints are untouched. Fix: check free space and permissions there"
         )
 
 

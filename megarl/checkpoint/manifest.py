@@ -173,7 +173,7 @@ def _read(root: Path) -> Mapping[str, Any]:
     files = manifest.get("files")
     # Refuse an empty table: its digest is correct as well, but the checkpoint has no files.
     if files == {}:
-        raise CheckpointError(f"{path} names no file: nothing of the checkpoint is there")
+        raise CheckpointError(f"{path} lists no files: the checkpoint is empty")
     if (
         not isinstance(files, dict)
         or manifest.get("digest") != _digest(files)

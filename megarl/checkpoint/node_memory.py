@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Ignore these signals: Ctrl-C or a Slurm notice reaches the whole process group, and the save that it
 # requests must not lose its writer.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_NOTHING = "nothing waits in the memory of this node: its process has been restarted since"
+_NOTHING = "no checkpoint waits in the memory of this node: its process has been restarted since"
 _ANSWER, _ERRORS = 1, 2
 # The process may take this time to start and to open the memory of the ranks.
 _HOLD_S = 60.0
@@ -150,7 +150,7 @@ class OwnMemory:
             return self._memory.take(needed) is not None
         except OSError as error:
             logger.warning(
-                "a checkpoint cannot wait in memory: no process can be started that writes it (%s)", error
+                "a checkpoint cannot wait in memory: its writer process cannot be started (%s)", error
             )
             return False
 
@@ -243,7 +243,7 @@ class Writer:
         """
         self._tell(None)
         if not self._holds.wait(_HOLD_S):
-            raise CheckpointError(f"the process that writes there does not answer within {_HOLD_S:g} s")
+            raise CheckpointError(f"its writer process does not respond within {_HOLD_S:g} s")
         return int(self._said_of("kept_bytes"))
 
     def write(self, target: str) -> None:
@@ -274,7 +274,7 @@ class Writer:
 
     def _said_of(self, answer: str) -> Any:
         if answer not in self._said:
-            raise CheckpointError(self._said.get("reason", "the process that writes there was killed"))
+            raise CheckpointError(self._said.get("reason", "its writer process was killed"))
         return self._said[answer]
 
     def end(self) -> None:

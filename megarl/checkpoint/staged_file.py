@@ -173,13 +173,13 @@ def _read(description: Path) -> dict[str, Any]:
     except (ValueError, AttributeError):
         pass
     raise CheckpointError(
-        f"{description} is no file of megarl's. Fix: no file of the model may be called *{SUFFIX}"
+        f"{description} is not a file of megarl. Fix: no file of the model may be called *{SUFFIX}"
     )
 
 
 def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
     """Open the memory of the rank that a file is in."""
-    what = f"the memory of process {address['process']} that {name} is in cannot be opened"
+    what = f"the memory of process {address['process']} that holds {name} cannot be opened"
     try:
         # Do not block: by now the descriptor may lead to a pipe.
         descriptor = os.open(
@@ -196,7 +196,7 @@ def _opened(name: str, address: Mapping[str, int]) -> mmap.mmap:
         status = os.fstat(descriptor)
         # Compare the file itself, because numbers of processes and descriptors are reused.
         if (status.st_dev, status.st_ino) != (address["device"], address["inode"]):
-            raise CheckpointError(f"{what}: the process has ended, and its number is another one's")
+            raise CheckpointError(f"{what}: the process has ended, and another process has its id")
         # Map it privately, because torch does not accept read-only memory.
         return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_COPY)
     finally:

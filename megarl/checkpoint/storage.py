@@ -57,9 +57,9 @@ def read_again(read: Callable[[], Read], what: str) -> Read:
             if pause is None:
                 tries = f"{len(PAUSES_S) + 1} times within {sum(PAUSES_S):g} s"
                 raise StorageError(
-                    f"{what} cannot be read: {os.strerror(cause.errno or 0)}, {tries}. That is a fault of "
-                    "the storage and no damage of the "
-                    "file. Fix: start again when it answers"
+                    f"{what} cannot be read: {os.strerror(cause.errno or 0)}, {tries}. This is a "
+                    "fault of the storage; the file is not damaged. Fix: start again when the storage "
+                    "responds"
                 ) from error
             logger.warning(
                 "%s cannot be read (%s); trying again in %g s", what, os.strerror(cause.errno or 0), pause
@@ -160,7 +160,7 @@ def said_of_space(directory: Path, needed: int, error: BaseException) -> str:
         return ""
     if free >= needed and not any(os.strerror(number) in str(error) for number in _NO_SPACE):
         return ""
-    elsewhere = " (a quota, or the number of files, may be in the way)" if free >= needed else ""
+    elsewhere = " (a quota, or the limit on files, may be reached)" if free >= needed else ""
     return (
         f"no space: a checkpoint takes about {_gib(needed)}, {_gib(free)} are free in {directory}{elsewhere}"
     )

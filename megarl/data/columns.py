@@ -102,7 +102,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         )
     if not readings:
         header = (
-            ", as the first line says"
+            ", named by its first line"
             if Path(source.get("path") or "").suffix.lower() in (".csv", ".tsv")
             else ""
         )
@@ -142,8 +142,8 @@ def _warn_of_unread(source: DataSource) -> None:
         is_said = key == "system_key" and _roles(row.get(first))[:1] == ["system"]
         if not is_said and row[name] not in (None, "", "[]", []):
             logger.warning(
-                "%s: its records have %s in %r that no key names, so that the model never sees them. Set %s "
-                "where it should",
+                "%s: its records have %s in %r, but no key names that field, so the model never "
+                "sees it. Set %s to use it",
                 source_name(source),
                 _MEANING[key],
                 name,

@@ -141,9 +141,7 @@ class ConversationEncoder:
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
         if said > bound:
-            raise whole.fault(
-                place, "is written again after the next message, so that its end cannot be told"
-            )
+            raise whole.fault(place, "is written again after the next message, so its end is unknown")
         stops = self._all_stops
         token = text.first_token_from(said)
         while token < len(text.ids) and text.starts[token] < bound:
@@ -178,11 +176,10 @@ class ConversationEncoder:
             )
         elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
             raise RecordError(
-                f"{origin}: the chat template marks {len(spans)} texts, the conversation has {len(spoken)} "
-                "turns of the assistant, and not "
-                f"all of these texts are such turns; the first one is {texts[0][:_SHOWN]!r}. Fix: correct "
-                "the marks {% generation %} "
-                "of policy.tokenizer.chat_template"
+                f"{origin}: the chat template marks {len(spans)} texts, the conversation has "
+                f"{len(spoken)} turns of the assistant, and not all marked texts are such turns; "
+                f"the first marked text is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% "
+                "generation %} of policy.tokenizer.chat_template"
             )
         # Include the end token: marks are often put around the content alone, and a model that never learns
         # the end of a turn does not stop.
@@ -265,9 +262,9 @@ class _TokenizedText:
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
-                f"{origin}: the tokens of the conversation do not decode to its text, and this tokenizer "
-                "tells no offsets, so that it "
-                "cannot be told which tokens the assistant says. Fix: use a fast tokenizer (tokenizer.json)"
+                f"{origin}: the tokens of the conversation do not decode to its text, and this "
+                "tokenizer gives no offsets, so the tokens of the assistant are unknown. Fix: use "
+                "a fast tokenizer (tokenizer.json)"
             )
         return cls(ids, [0, *ends[:-1]], ends)
 
@@ -331,7 +328,7 @@ class _Whole:
         marked = self._render([*self.messages[: place - 1], self._with_mark(place - 1)], for_generation=True)
         if after is None or self._mark not in marked:
             raise self.fault(
-                place, "is written in another way when others follow, so that its tokens cannot be told"
+                place, "is written differently when other turns follow, so its tokens are unknown"
             )
         header = marked.rpartition(self._mark)[2]
         shared = _shared_length(self.text[after:], header)
@@ -369,8 +366,8 @@ class _Whole:
             raise self.fault(
                 place,
                 (
-                    f"begins with {found[:_SHOWN]!r} in the conversation, where a generated one follows "
-                    f"{expected[-_SHOWN:]!r}"
+                    f"begins with {found[:_SHOWN]!r} in the conversation, but a generated turn "
+                    f"follows {expected[-_SHOWN:]!r}"
                 ),
             )
         return after + between.index(header) + len(header)
@@ -387,12 +384,12 @@ class _Whole:
         if found is None and not (calls and arguments_of(calls[-1])):
             found = self._end_of_content(place)
         if found is None or found < start:
-            raise self.fault(place, "is not written by the template, or in another way when others follow")
+            raise self.fault(
+                place, "is not written by the template, or is written differently when other turns follow"
+            )
         around = self._around_marks.get(place)
         if around is not None and self._mark in around[0]:
-            raise self.fault(
-                place, "is written more than once by the template, so that its end cannot be told"
-            )
+            raise self.fault(place, "is written more than once by the template, so its end is unknown")
         return found
 
     def start_of_content(self, place: int) -> int:
@@ -405,7 +402,7 @@ class _Whole:
             return found
         around = self._around_mark(place)
         if around is None or not self.text.startswith(around[0]):
-            raise self.fault(place - 1, "is followed by a message that the template does not write as it is")
+            raise self.fault(place - 1, "is followed by a message that the template changes")
         return len(around[0])
 
     def end_of_turn(self, place: int, said: int) -> int:
@@ -491,13 +488,13 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
     visible = visible_text(message)
     if _joined(visible) not in written:
         raise _fault(
-            origin, place, len(messages), f"says {visible[:_SHOWN]!r}, and the template does not write it"
+            origin, place, len(messages), f"says {visible[:_SHOWN]!r}, but the template does not write it"
         )
     for name, values in _calls_of(message):
         missing = next((each for each in (name, *values) if not _is_written(each, written)), None)
         if missing is not None:
             given = "" if missing is name else f" with {missing[:_SHOWN]!r}"
-            what = f"calls the tool {name!r}{given}, and the template does not write it"
+            what = f"calls the tool {name!r}{given}, but the template does not write it"
             raise _fault(origin, place, len(messages), what)
     reasoning = reasoning_of(message)
     if _joined(reasoning) in written:
@@ -507,7 +504,7 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
             origin,
             place,
             len(messages),
-            f"reasons {reasoning.strip()[:_SHOWN]!r}, and the template leaves it out",
+            f"has the reasoning {reasoning.strip()[:_SHOWN]!r}, but the template leaves it out",
         )
     return False
 

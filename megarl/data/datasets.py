@@ -430,7 +430,7 @@ def bound_cache(config: DataConfig) -> None:
     removed = bound_tables(cache_directory(config), most * 2**30)
     if removed:
         logger.info(
-            "data.cache_gib = %g: removed %d tables that were not used for the longest", most, len(removed)
+            "data.cache_gib = %g: removed the %d tables that were unused for longest", most, len(removed)
         )
 
 
@@ -600,7 +600,7 @@ class _Tokenization:
     def _require_unchanged(self) -> None:
         path = self._source.get("path")
         if path is not None and Path(path).is_file() and content_digest(self._source) != self._digest:
-            raise changed_while_read(path, "its content is another one than when it was begun")
+            raise changed_while_read(path, "its content has changed since the reading began")
 
     def _records(self) -> Iterator[Record]:
         """Yield the records of the source; a pair gives two, one with either answer."""
@@ -761,9 +761,9 @@ class _Tokenization:
         (better, _, (prompt, chosen, spoken)), (_, _, (other_prompt, rejected, other_spoken)) = made
         if prompt != other_prompt:
             raise DataError(
-                f"{better.origin}: the chat template writes what is before the last turn in another way for "
-                "the other answer. Fix: give "
-                "policy.tokenizer.chat_template a template that does not"
+                f"{better.origin}: the chat template writes the turns before the last one "
+                "differently for the two answers. Fix: give policy.tokenizer.chat_template a "
+                "template that writes them equally"
             )
         return f"{better.answer[:60]!r}" if (chosen, spoken) == (rejected, other_spoken) else None
 
@@ -805,9 +805,8 @@ class _Tokenization:
             )
         if self._equal.count:
             raise DataError(
-                f"{self._equal.count} of {self._seen} pairs have two answers with the same tokens, so that "
-                "nothing is preferred. "
-                f"Fix: correct or remove them. They are: {self._equal}"
+                f"{self._equal.count} of {self._seen} pairs have two answers with the same tokens, "
+                f"so neither is preferred. Fix: correct or remove them. They are: {self._equal}"
             )
         if self._long.count and not self._filters:
             raise DataError(
@@ -867,24 +866,27 @@ class _Tokenization:
             ),
             (
                 self._unlearned,
-                "the marks {% generation %} of policy.tokenizer.chat_template leave turns of the "
-                "assistant out of "
-                f"{self._unlearned.count} of {self._seen} records, so that these turns are not learned: "
-                f"{self._unlearned}. Mark all "
-                "of them, where that is not meant",
+                (
+                    "the marks {% generation %} of policy.tokenizer.chat_template leave turns of "
+                    f"the assistant out of {self._unlearned.count} of {self._seen} records, so that "
+                    f"these turns are not learned: {self._unlearned}. Mark all of them, if this is not "
+                    "intended"
+                ),
             ),
             (
                 self._silent,
-                f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end is "
-                "learned: "
-                f"{self._silent}. Take these pairs out where that is not meant",
+                (
+                    f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end "
+                    f"token is learned: {self._silent}. Remove these pairs if this is not intended"
+                ),
             ),
             (
                 self._controlled,
-                f"{self._controlled.count} of {self._seen} prompts have a control token of the tokenizer in "
-                "their text, which it reads as "
-                f"such; the first: {''.join(self._controlled.shown[:1])}. Take it out where it is meant as "
-                "text",
+                (
+                    f"{self._controlled.count} of {self._seen} prompts have a control token of the "
+                    "tokenizer in their text, which it encodes as such; the first: "
+                    f"{''.join(self._controlled.shown[:1])}. Remove it if it is meant as text"
+                ),
             ),
         )
         return [text for found, text in notes if found.count]
@@ -978,10 +980,7 @@ def _judged(
 def _in_words(doubtful: _Offenders, seen: int) -> str:
     if not doubtful.count:
         return ""
-    return (
-        f"{doubtful.count} of {seen} reference answers leave a way to a reward without solving the task: "
-        f"{doubtful}"
-    )
+    return f"{doubtful.count} of {seen} reference answers allow a reward without solving the task: {doubtful}"
 
 
 def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:

@@ -127,10 +127,9 @@ class ObservationEncoder:
         }
         if FOLLOWING not in self._behind_response([said]):
             raise RecordError(
-                f"policy.tokenizer.chat_template writes nothing of what {role!r} says behind a response: it "
-                "begins "
-                f"{self.template.text[:60]!r}. Fix: take the template of a model that is trained on such "
-                "turns, or have it said as the user"
+                f"policy.tokenizer.chat_template leaves out a turn of {role!r} after a response: "
+                f"it begins {self.template.text[:60]!r}. Fix: use the template of a model that is "
+                "trained on such turns, or give the turn the role user"
             )
         self._written_roles.add(role)
 
@@ -270,10 +269,9 @@ class ObservationEncoder:
                     else text.partition(PROBE)[2]
                 )
         raise failure or RecordError(
-            f"the chat template does not write what the assistant says before {messages[0].get('role')!r}: "
-            "it begins "
-            f"{self.template.text[:60]!r}. Fix: take a template of conversations of several turns, or "
-            "grpo.max_rollout_turns: 1"
+            "the chat template leaves out the assistant's turn before a turn of "
+            f"{messages[0].get('role')!r}: it begins {self.template.text[:60]!r}. Fix: use a "
+            "template for conversations of several turns, or grpo.max_rollout_turns: 1"
         )
 
     def _behind_turn(self, ids: list[int], last: int | None) -> list[int]:

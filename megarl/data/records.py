@@ -526,9 +526,9 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
         if role not in _FOLLOWS[before]:
             after = f"after {before!r}" if before else "at the beginning"
             raise RecordError(
-                f"{where} has the role {role!r} {after}, where one of {', '.join(sorted(_FOLLOWS[before]))} "
-                "may stand. "
-                "Fix: correct the order of the turns"
+                f"{where} has the role {role!r} {after}, where only "
+                f"{', '.join(sorted(_FOLLOWS[before]))} may stand. Fix: correct the order of the "
+                "turns"
             )
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             kind = "no content" if content is None else f"content of the type {type(content).__name__}"
@@ -569,8 +569,8 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
             json.dumps(value).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(
-                f"{origin}: {key!r} = {repr(value)[:80]} cannot be handed on: {error}. Fix: store it as "
-                "text, numbers, lists and objects"
+                f"{origin}: {key!r} = {repr(value)[:80]} cannot be passed on: {error}. Fix: store "
+                "it as text, numbers, lists and objects"
             ) from error
     return found
 

@@ -154,8 +154,8 @@ def _file(path: str) -> Path:
     if kind is not None:
         # Refuse a pipe: reading it would wait, and its content could not be read a second time.
         raise DataError(
-            f"data file {path} is {kind}, not a file. Fix: write what it gives into a file, and give the "
-            "path of that"
+            f"data file {path} is {kind}, not a file. Fix: write its output into a file, and give "
+            "the path of that file"
         )
     if not Path(path).is_file():
         raise DataError(
@@ -363,8 +363,8 @@ def _load(place: str, subset: str | None, split: str) -> Any:
         # Refuse CSV files here: the library would guess types, and turn the answer 007 into 7.
         fix = "give the path of each file, as a list of sources"
         raise DataError(
-            f"data set {place} has CSV files, whose cells are text only where a file is read by itself. "
-            f"Fix: {fix}"
+            f"data set {place} has CSV files, whose cells stay text only if each file is read by "
+            f"itself. Fix: {fix}"
         )
     try:
         if _was_saved_to_disk(Path(place)):

@@ -113,8 +113,7 @@ class ResumableSampler(Sampler):
         """
         if size < 1:
             raise DataError(
-                f"a sampler over {size} records has nothing to hand out, at least 1 is needed. Fix: give "
-                "data with records"
+                f"a sampler has {size} records, at least 1 is needed. Fix: give data with records"
             )
         self.size = size
         self.identity = {"size": size, "seed": seed, "shuffle": shuffle, "data_fingerprint": data_fingerprint}

@@ -30,8 +30,8 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
     media = _media_of(row)
     if media is not None:
         return (
-            f"{media!r} holds what is no text, and only text is read. Fix: take data of text alone; where "
-            "the text is meant without it, name prompt_key and answer_key, or messages_key"
+            f"{media!r} holds data other than text, but only text is read. Fix: use text-only "
+            "data; to use the text without it, name prompt_key and answer_key, or messages_key"
         )
     written = "\n".join(_texts(list(prompts)))
     for name in _CHOICES:
@@ -46,14 +46,14 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
             )
     if learns and isinstance(row.get("label"), bool):
         return (
-            "'label' says which answers are good ones, and all of them would be learned. Fix: keep the "
+            "'label' marks the good answers, but all answers would be learned. Fix: keep the "
             "records whose label is true, without that column, or name prompt_key and answer_key"
         )
     if row.get("chat_template_kwargs"):
         return (
-            "'chat_template_kwargs' has values of the chat template for each record, and only those of a run "
-            "are read. Fix: name messages_key, or prompt_key and answer_key, and write the values of all "
-            "records into policy.tokenizer.chat_template_kwargs"
+            "'chat_template_kwargs' has values of the chat template for each record, but only "
+            "those of a run are read. Fix: name messages_key, or prompt_key and answer_key, and "
+            "write the values of all records into policy.tokenizer.chat_template_kwargs"
         )
     return None
 
@@ -68,8 +68,9 @@ def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> N
     found = None if media is None else next(filter(None, map(_PLACE_OF_MEDIA.search, texts)), None)
     if found is not None:
         raise RecordError(
-            f"{origin}: its text has {found[0]} for what {media!r} holds, and only text is read. Fix: take "
-            "data of text alone, or leave such records out with data.on_bad_record=skip"
+            f"{origin}: its text has the placeholder {found[0]} for the content of {media!r}, but "
+            "only text is read. Fix: use text-only data, or leave such records out with "
+            "data.on_bad_record=skip"
         )
 
 

@@ -358,8 +358,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for key, value in self.data.items():
             if not 0 <= start <= end <= len(value):
                 raise BatchError(
-                    f"rows {start} to {end} of batch key {key!r} were asked for, it has {len(value)}; use 0 "
-                    "<= start <= end <= rows"
+                    f"rows {start} to {end} of batch key {key!r} were requested, but it has "
+                    f"{len(value)}; use 0 <= start <= end <= rows"
                 )
             sliced[key] = value[start:end]
         return sliced

@@ -108,7 +108,10 @@ class DeviceRuntime:
         for name, values in _DETERMINISTIC.items():
             found = env.text(name, values[0])
             if found not in values:
-                bound = f"the environment has {name} = {found}, with which the same run may give other bits"
+                bound = (
+                    f"the environment has {name} = {found}, with which the same run may give different "
+                    "results"
+                )
                 raise ConfigError(
                     [
                         Violation(

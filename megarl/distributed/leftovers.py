@@ -64,7 +64,7 @@ def sweep(parent: Path) -> list[Path]:
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
     if removed:
-        logger.info("removed what dead runs have left: %s", ", ".join(map(str, removed)))
+        logger.info("removed leftovers of dead runs: %s", ", ".join(map(str, removed)))
     return removed
 
 

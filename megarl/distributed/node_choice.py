@@ -68,9 +68,8 @@ def choose_nodes(
     if chosen is None:
         have = ", ".join(f"{node.name}: {_capacity(bundle, node.total)}" for node in nodes)
         raise ResourceInsufficientError(
-            f"bundles of each node = {list(counts)}, each bundle {dict(bundle)}: every entry needs a node "
-            "of its own. "
-            f"The {len(nodes)} nodes hold so many bundles: {have}. "
+            f"bundles of each node = {list(counts)}, each bundle {dict(bundle)}: every entry needs "
+            f"a node of its own. The {len(nodes)} nodes can hold these numbers of bundles: {have}. "
             "Fix: start more or equal nodes (sbatch --nodes), or lower cluster.num_nodes or "
             "cluster.gpus_per_node"
         )

@@ -42,10 +42,9 @@ class _Watch:
             for late, seconds, what in list(self.calls.values()):
                 if time.monotonic() > late:
                     self._on_late(
-                        f"{what}: Ray has not come back within {seconds:g} s. Fix: see whether its "
-                        "processes (gcs_server, raylet) run, and "
-                        "whether their node swaps; then start the run again: it goes on from its last "
-                        "checkpoint"
+                        f"{what}: Ray did not return within {seconds:g} s. Fix: check whether its "
+                        "processes (gcs_server, raylet) run, and whether their node swaps; then "
+                        "start the run again: it continues from its last checkpoint"
                     )
                     return
 

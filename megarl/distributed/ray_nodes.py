@@ -78,9 +78,8 @@ def wait_for_nodes(
         if time.monotonic() - start >= timeout_s:
             raise MissingNodesError(
                 f"{len(missing)} of {len(expected)} nodes did not join Ray within {timeout_s:g} s: "
-                f"{', '.join(missing)}. "
-                "Fix: see their node-N.log beside the token, and whether they reach the first node; then "
-                "leave them out (sbatch --exclude)"
+                f"{', '.join(missing)}. Fix: see their node-N.log next to the token, and check "
+                "whether they reach the first node; then leave them out (sbatch --exclude)"
             )
         if len(expected) - len(missing) != seen:
             seen = len(expected) - len(missing)

@@ -59,8 +59,8 @@ class LocalRay:
         if self._keeper is None or start is None:
             if self._keeper is not None:
                 logger.warning(
-                    "this version of Ray starts its processes otherwise: a signal to the driver's group "
-                    "ends them too"
+                    "this version of Ray starts its processes differently: a signal to the "
+                    "driver's group ends them too"
                 )
             yield
             return
@@ -97,7 +97,7 @@ class LocalRay:
             keeper.wait(_FAREWELL_SECONDS)
         except subprocess.TimeoutExpired:
             logger.warning(
-                "processes of Ray are still ending; its directory %s goes when they have", self.private
+                "processes of Ray are still ending; its directory %s is removed after that", self.private
             )
 
     def _tell(self, line: str) -> None:
@@ -120,7 +120,7 @@ def _private_directory(log_dir: str | None) -> Path:
         # mkdtemp appends eight letters.
         if len(os.fsencode(os.path.join(parent, f"{PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
             logger.warning(
-                "Ray's own files do not go below %s: that is longer than the %d bytes Ray can use",
+                "Ray's own files are not written below %s: that is longer than the %d bytes Ray can use",
                 parent,
                 LONGEST_DIRECTORY,
             )
@@ -129,7 +129,7 @@ def _private_directory(log_dir: str | None) -> Path:
             Path(parent).mkdir(parents=True, exist_ok=True)
             return owned_directory(parent)
         except OSError as error:
-            logger.warning("Ray's own files do not go below %s: %s", parent, error)
+            logger.warning("Ray's own files are not written below %s: %s", parent, error)
     return owned_directory("/tmp")
 
 

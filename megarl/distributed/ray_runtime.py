@@ -164,8 +164,8 @@ def _shut_down(end_processes: Callable[[], None]) -> None:
         end_processes()
         if not done.wait(_STUCK_SECONDS):
             leave_late(
-                "ray.shutdown does not come back. Fix: see whether Ray's processes run; what the run has "
-                "written is whole"
+                "ray.shutdown does not return. Fix: check whether Ray's processes run; the files "
+                "of the run are complete"
             )
 
     bound = threading.Thread(target=end, name="bound of ray.shutdown", daemon=True)
@@ -250,7 +250,7 @@ def _init_in_time(
         _shut_down(lambda: _end_processes_of_ray(others))
         _end_processes_of_ray(others)
         if isinstance(error, OutOfTimeError):
-            raise DeadlineError(f"ray.init did not come back within {seconds:g} s") from None
+            raise DeadlineError(f"ray.init did not return within {seconds:g} s") from None
         raise
 
 
@@ -377,8 +377,8 @@ def _start_local(
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning(
-            "the local Ray listens on %s, not on the loopback interface: this Ray version cannot be told "
-            "otherwise",
+            "the local Ray listens on %s, not on the loopback interface: this Ray version has no "
+            "setting for that",
             address,
         )
 

@@ -146,7 +146,7 @@ def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
     except OSError as error:
         if error.errno == errno.ECONNREFUSED or error.errno in _SILENT:
             return int(error.errno)
-        logger.warning("it cannot be seen whether Ray is still there at %s: %s", address, error)
+        logger.warning("it is unknown whether Ray still runs at %s: %s", address, error)
     return 0
 
 
@@ -224,10 +224,9 @@ class ProcessWatch:
 
 def _lost(what: str) -> str:
     return (
-        f"{what}. Without it no worker can be reached. Fix: see what stopped or ended it, for example the "
-        "kernel when memory ran out "
-        "(MEGARL_KEEP_RAY_FILES=1 keeps the logs of a local Ray); then start the run again: it goes on from "
-        "its last checkpoint"
+        f"{what}. Without it no worker can be reached. Fix: find out what stopped or ended it, for "
+        "example the kernel when memory ran out (MEGARL_KEEP_RAY_FILES=1 keeps the logs of a "
+        "local Ray); then start the run again: it continues from its last checkpoint"
     )
 
 
@@ -327,7 +326,7 @@ def own_raylet() -> int | None:
             # process.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError as error:
-        logger.warning("it cannot be seen which process the raylet is: %s", error)
+        logger.warning("the process of the raylet was not found: %s", error)
         return None
     # struct ucred holds process, user and group. The process is 0 if another namespace hides it.
     return int(struct.unpack("3i", credentials)[0]) or None

@@ -205,28 +205,27 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
         )
     if _agreed_value(store, "run_id", _proof(endpoint, "run"), rank, where) != _proof(endpoint, "run"):
         raise ClusterError(
-            f"rank {rank} came with another run id than the group {where} has: another group meets there. "
-            "Fix: give every group its own rank 0"
+            f"rank {rank} has another run id than the group {where}: another group uses that "
+            "address. Fix: give every group its own rank 0"
         )
     agreed, _, proven = _agreed_value(
         store, "world_size", f"{world_size} {_proof(endpoint, 'size', world_size)}", rank, where
     ).partition(" ")
     if agreed != str(world_size):
         raise ClusterError(
-            f"rank {rank} came with WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = {agreed}: "
-            "they must be equal. "
-            "Fix: start every rank with the same world size"
+            f"rank {rank} has WORLD_SIZE = {world_size}, the group {where} has WORLD_SIZE = "
+            f"{agreed}: they must be equal. Fix: start every rank with the same world size"
         )
     if proven != _proof(endpoint, "size", world_size):
         raise ClusterError(
-            f"the world size of the group {where} was not said by its rank 0. Fix: see who else reaches "
-            "that port"
+            f"the world size of the group {where} was not set by its rank 0. Fix: find out who "
+            "else reaches that port"
         )
     # The store adds atomically, so that only the first of two processes with the same rank is accepted.
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(
-            f"rank {rank} {where} is taken: two processes came with the same RANK. Fix: give every process "
-            "its own rank"
+            f"rank {rank} {where} is taken: two processes have the same RANK. Fix: give every "
+            "process its own rank"
         )
     store.set(f"proof_{rank}", _proof(endpoint, "rank", rank))
 
@@ -247,13 +246,13 @@ def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
             given = store.get(f"proof_{rank}").decode(errors="replace")
         except dist.DistError as error:
             raise DeadlineError(
-                f"rendezvous {where} failed: rank {rank} did not come ({error}). Fix: see why it stopped"
+                f"rendezvous {where} failed: rank {rank} did not connect ({error}). Fix: see why it stopped"
             ) from error
         # Compare in constant time: otherwise the duration would reveal how much of a guess is correct.
         if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
             raise ClusterError(
-                f"who came as rank {rank} {where} does not prove that it belongs to this group. Fix: see "
-                "who reaches that port"
+                f"the process that connected as rank {rank} {where} does not prove that it belongs "
+                "to this group. Fix: find out who reaches that port"
             )
 
 
@@ -272,8 +271,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
         return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
     except dist.DistError as error:
         raise DeadlineError(
-            f"rendezvous of rank {rank} {where} failed: rank 0 did not say its {key} ({error}). Fix: see "
-            "why rank 0 stopped"
+            f"rendezvous of rank {rank} {where} failed: rank 0 did not send its {key} ({error}). "
+            "Fix: see why rank 0 stopped"
         ) from error
 
 

@@ -326,15 +326,18 @@ def _deadline_error(
         )
         advice = f"see below where they hang, or raise {deadline.key or 'the timeout'}"
     elif reason == STOPPED:
-        bound, advice = "do not answer", "see who stopped it; a new start goes on from the last checkpoint"
+        bound, advice = (
+            "do not answer",
+            "find out who stopped it; a new start continues from the last checkpoint",
+        )
     else:
         bound, advice = (
             f"do not answer and {reason}",
-            "see below where they wait; a new start goes on from the last checkpoint",
+            "see below where they wait; a new start continues from the last checkpoint",
         )
     # A worker without a process never got a bundle.
     if any(process is None for process in processes):
-        advice = "check that the cluster has free places for all workers"
+        advice = "check that the cluster has free resources for all workers"
     return DeadlineError(
         f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} "
         f"Fix: {advice}{details}"

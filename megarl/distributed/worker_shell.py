@@ -111,7 +111,8 @@ def own_compile_cache() -> None:
     other = str(owned_directory(tempfile.gettempdir(), "megarl-compiled-"))
     atexit.register(shutil.rmtree, other, ignore_errors=True)
     logger.warning(
-        "%s is not this user's alone: what torch.compile makes is kept in %s, and not beyond this run",
+        "%s is not this user's alone: compiled code of torch.compile is kept in %s, and removed "
+        "after this run",
         usual,
         other,
     )

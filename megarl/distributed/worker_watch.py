@@ -74,7 +74,7 @@ class WorkerWatch:
             time.sleep(_SURE_AFTER_S)
             return STOPPED if any_is_stopped(self._look(processes)) else ""
         if not self._wait_for_others and stand_still(self._looks[-LOOKS:]):
-            return f"stand still, for at least {(LOOKS - 1) * (self._look_s or 0) / LOOKS:g} s"
+            return f"make no progress for at least {(LOOKS - 1) * (self._look_s or 0) / LOOKS:g} s"
         return ""
 
 

@@ -138,8 +138,8 @@ def _faults(options: Options) -> Mapping[str, Fault]:
     found = faults_named(options.mutate, options.seed)
     if not options.prove and len(found) > 1:
         raise ConfigError(
-            f"--mutate {options.mutate}: {len(found)} faults, and a case can have one; name it, or add "
-            "--prove"
+            f"--mutate {options.mutate}: {len(found)} faults, but a case can have only one; name "
+            "it, or add --prove"
         )
     return found
 
@@ -179,7 +179,7 @@ def _many(runner: CaseRunner, drawer: Drawer, fault: Fault | None, options: Opti
             # limit many times.
             elif outcome.timed_out:
                 results.late.append(str(case))
-                progress.say(f"NO ANSWER in {options.job_seconds:g} s: {case}", "bold yellow")
+                progress.say(f"NO RESULT in {options.job_seconds:g} s: {case}", "bold yellow")
             else:
                 results.failures.append(_failure(runner, outcome, fault, options, progress))
             shown.advance()
@@ -217,7 +217,7 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
     results.coverage.show(console)
     if drawer.refusals:
         often = ", ".join(f"{key} ({count})" for key, count in drawer.refusals.most_common(6))
-        console.print(f"drawn again because the rules of configurations refuse: {often}", soft_wrap=True)
+        console.print(f"sampled again because the rules of configurations refuse: {often}", soft_wrap=True)
     for kind, (error, _) in sorted(results.worst.items()):
         console.print(f"largest relative error of {kind}: {error:.1e}")
     total = results.passed + len(results.failures) + len(results.late)
@@ -226,8 +226,8 @@ def _report(results: Results, drawer: Drawer, options: Options, console: Console
     )
     if results.late:
         console.print(
-            f"{len(results.late)} gave no answer in {options.job_seconds:g} s, which is no mismatch: give "
-            "them longer (--job-seconds)"
+            f"{len(results.late)} gave no result in {options.job_seconds:g} s, which is not a "
+            "mismatch: give them more time (--job-seconds)"
         )
     _write(
         options.json,

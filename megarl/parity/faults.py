@@ -87,8 +87,8 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
     source = inspect.getsource(module)
     if source.count(fault.old) != 1:
         raise ConfigError(
-            f"fault in {fault.module}: {fault.old!r} is there {source.count(fault.old)} times; choose a "
-            "text that is there once"
+            f"fault in {fault.module}: {fault.old!r} occurs {source.count(fault.old)} times; "
+            "choose a text that occurs once"
         )
     changed = source.replace(fault.old, fault.new)
     # With dont_inherit, this file's own __future__ imports do not change how the text is compiled.

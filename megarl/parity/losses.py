@@ -140,7 +140,7 @@ def policy_gradient_settings(case: Case) -> ClippedPGLossConfig:
 def _number(case: Case, option: str) -> float:
     number = case.loss_number(option)
     if number is None:
-        raise CaseError(f"case word 'loss={case.loss}': {option} needs a number, and none is no bound of it")
+        raise CaseError(f"case word 'loss={case.loss}': {option} needs a number, not none")
     return number
 
 

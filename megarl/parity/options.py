@@ -177,14 +177,14 @@ def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
         if fault:
             return fault
     both = next((each for each in ONE_OF if len(set(each) & set(names)) > 1), None)
-    return "" if both is None else f"of {', '.join(both)} a loss has one at most"
+    return "" if both is None else f"a loss has at most one of {', '.join(both)}"
 
 
 def _fault_of_numbers(word: str, listed: tuple[Numbers, ...]) -> str:
     _, *given = word.split(":")
     count = len(listed[0]) if listed else 0
     if given and len(given) != count:
-        return f"{word!r} has {len(given)} numbers, and the option {count}"
+        return f"{word!r} has {len(given)} numbers, but the option takes {count}"
     try:
         numbers = [float(text) for text in given if text != "none"]
     except ValueError:

@@ -94,8 +94,8 @@ class WorkerPool:
                 if errors:
                     break
                 raise TimeoutError(
-                    f"ranks {sorted(waiting.values())} of {name} gave no answer in {self._job_seconds:g} "
-                    f"s{stacks}"
+                    f"ranks {sorted(waiting.values())} of {name} gave no result in "
+                    f"{self._job_seconds:g} s{stacks}"
                 )
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]

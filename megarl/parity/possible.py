@@ -78,10 +78,7 @@ def _own_violations(case: Case) -> list[Violation]:
         bound = f"{case.family} normalises heads, which are too narrow for that to be well-conditioned"
         found.append(Violation("case.head", case.head, bound, f"write {LEAST_NORMED_HEAD} or more"))
     if case.lora and case.layout:
-        bound = (
-            "a written layout may have a stage without a layer, which would have nothing to train "
-            "beside its weights"
-        )
+        bound = "a written layout may have a stage without a layer, which would have no adapter to train"
         found.append(Violation("case.lora", case.lora, bound, "write 0, or leave the layout out"))
     absent = absent_model_class() if case.model_class == "hybrid" else None
     if absent is not None:
@@ -117,8 +114,8 @@ def _own_violations(case: Case) -> list[Violation]:
     found += _faults_of_advantages(case)
     if case.filters and case.precision != "float32":
         bound = (
-            f"rounding in {case.precision} moves tokens over the edge of what top-k and top-p keep, and "
-            "that is no small error"
+            f"rounding in {case.precision} moves tokens across the bounds of top-k and top-p, "
+            "which causes large errors"
         )
         found.append(Violation("case.precision", case.precision, bound, "write float32"))
     return found
@@ -163,7 +160,7 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
     """Return the violations between the source of advantages and the loss that reads them."""
     kind, found = case.advantages_kind, []
     if case.segments > 1 and kind != "given":
-        bound = f"segments share an advantage that is given, and {kind} makes one of each row"
+        bound = f"segments share a given advantage, but {kind} computes one for each row"
         found.append(Violation("case.segments", case.segments, bound, "write 1, or advantages=given"))
     if case.segments > 1 and case.global_batch == 1:
         found.append(
@@ -174,12 +171,16 @@ def _faults_of_advantages(case: Case) -> list[Violation]:
     if case.loss_kind == "value" and kind not in ("given", "gae"):
         found.append(
             Violation(
-                "case.advantages", case.advantages, "returns of a value loss are given, or gae's", "write gae"
+                "case.advantages",
+                case.advantages,
+                "a value loss takes its returns from given or gae",
+                "write gae",
             )
         )
     if case.takes_divergence_from_rewards and kind in ("given", "gdpo", "teacher"):
         bound = (
-            f"in-reward takes the divergence from the reward that advantages are made of, and {kind} has none"
+            f"in-reward subtracts the divergence from the reward of the advantages, but {kind} has "
+            "no such reward"
         )
         found.append(
             Violation(

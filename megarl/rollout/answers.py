@@ -127,7 +127,7 @@ def fault_of_gsm8k(answer: str) -> str | None:
     return (
         None
         if _reference_number(answer) is not None
-        else "no number stands after ####, and it is no number itself"
+        else "no number follows ####, and it is not a number itself"
     )
 
 
@@ -201,11 +201,7 @@ def dapo_answer(response: str) -> str | None:
 def fault_of_text(answer: str) -> str | None:
     """Return why no text can be compared with a reference by DAPO's rule, or None if the reference is
     usable."""
-    return (
-        None
-        if simplified(answer)
-        else "nothing is left of it once units, spaces and marks of LaTeX are taken away"
-    )
+    return None if simplified(answer) else "nothing is left of it without units, spaces and LaTeX markup"
 
 
 def simplified(text: str) -> str:

@@ -412,8 +412,8 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
     taken = sorted(own.keys() & total.keys())
     if taken:
         raise BatchError(
-            f"the environment returned the metrics {', '.join(taken)}, which the run has itself. Fix: give "
-            "them other names"
+            f"the environment returned the metrics {', '.join(taken)}, whose names the run uses "
+            "itself. Fix: rename them"
         )
     return {**own, **total}
 

@@ -34,9 +34,9 @@ class Signal(Enum):
     """Signal that the responses to a prompt give an algorithm. The value is its name in messages."""
 
     SOME = "with a signal"
-    ALL_RIGHT = "all right"
-    ALL_WRONG = "all wrong"
-    ALIKE = "alike otherwise"
+    ALL_RIGHT = "all correct"
+    ALL_WRONG = "all incorrect"
+    ALIKE = "alike in another way"
     UNUSABLE = "fewer than two scored responses, or none to train on"
 
 
@@ -167,13 +167,11 @@ class DynamicSampling:
         counts = Counter(found)
         shares = ", ".join(f"{signal.value}: {counts[signal] / len(found):.1%}" for signal in Signal)
         return RewardError(
-            f"step {step}: {counts[Signal.SOME]} of the {self.prompts} groups that it trains on were found "
-            f"in {len(found)} prompts "
-            f"(grpo.dynamic_sampling_max_gen_batches = {self.most_batches} times {self.batch}). Of these "
-            f"{shares}. Nothing was trained on "
-            "them. Fix: take prompts of which the policy solves some, or more responses a prompt; raise the "
-            "bound only if such prompts are "
-            "rare and not absent"
+            f"step {step}: only {counts[Signal.SOME]} of the {self.prompts} groups of a step were "
+            f"found in {len(found)} prompts (grpo.dynamic_sampling_max_gen_batches = "
+            f"{self.most_batches} times {self.batch}). Shares of these prompts: {shares}. Nothing "
+            "was trained on them. Fix: take prompts of which the policy solves some, or more "
+            "responses a prompt; raise the bound only if such prompts are rare but exist"
         )
 
 

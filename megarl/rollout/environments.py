@@ -103,7 +103,7 @@ class NamedEnvironments:
         if name not in self.environments:
             names = ", ".join(self.environments)
             return (
-                f"its record names the environment {name!r}, and there are {names}"
+                f"its record names the environment {name!r}, but the environments are {names}"
                 if name
                 else f"its record names none of {names}"
             )
@@ -126,9 +126,9 @@ class NamedEnvironments:
             return next(iter(self.environments))
         if name not in self.environments:
             raise RewardError(
-                f"record {record.index} names the environment {name!r}, and there are "
-                f"{', '.join(self.environments)}. Fix: give it an "
-                "env_name among these, or the source of data that it comes from"
+                f"record {record.index} names the environment {name!r}, but the environments are "
+                f"{', '.join(self.environments)}. Fix: set env_name of the record, or of its data "
+                "source, to one of these"
             )
         return name
 
@@ -257,7 +257,7 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
                     return environment.fault_of_reference(answer, name)
                 return environment.fault_of_reference(answer)
         except OutOfTimeError:
-            return f"fault_of_reference did not come back within {timeout_s:g} s"
+            return f"fault_of_reference did not return within {timeout_s:g} s"
         # Catch SystemExit too, because a user's code may call sys.exit.
         except (Exception, SystemExit) as error:
             return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
@@ -348,9 +348,11 @@ def _made(section: EnvConfig, key: str) -> Environment:
             raise ConfigError(faults)
         around = key.rpartition(".")[0]
         if section["reward"] is not None or section["rewards"] is not None:
-            logger.warning("%s.reward is not used by megarl: the steps of %s have the rewards", around, name)
+            logger.warning(
+                "%s.reward is not used by megarl: the steps of %s return the rewards", around, name
+            )
         if kind.tools and section["tool_parser"] is None:
-            logger.warning("%s.tool_parser is null: no call of the tools of %s is read", around, name)
+            logger.warning("%s.tool_parser is null: calls of the tools of %s are not parsed", around, name)
         return MessageEnvironment(kind, section, fault_of_reference=kind.fault_of_reference)
     environment: Environment = kind(section)
     return environment

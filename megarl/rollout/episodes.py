@@ -402,9 +402,9 @@ class EpisodeRunner:
         length = self._limits.length
         if length is not None and len(tokens) >= length:
             raise BatchError(
-                f"record {episode.record.index}: its environment begins with {len(tokens)} tokens, and "
-                "policy.max_total_sequence_length is "
-                f"{length}. Fix: raise it, or begin with less"
+                f"record {episode.record.index}: the prompt of its environment has {len(tokens)} "
+                f"tokens, but policy.max_total_sequence_length is {length}. Fix: raise it, or "
+                "shorten the prompt"
             )
 
     def _end(self) -> None:
@@ -480,9 +480,9 @@ class EpisodeRunner:
             episode.reason = StopReason(reason) if reason else StopReason.DONE
         elif self._limits.turns == 1:
             raise BatchError(
-                "the environment goes on after a response, and there is one turn. Fix: write "
-                "grpo.max_rollout_turns (of the run's "
-                "algorithm), or return terminated = True"
+                "the environment continues after a response, but a conversation has only one "
+                "turn. Fix: write grpo.max_rollout_turns (of the run's algorithm), or return "
+                "terminated = True"
             )
         elif episode.truncated:
             left = self._limits.left(episode)
@@ -576,9 +576,9 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
         isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found
     ):
         raise BatchError(
-            f"the environment goes on, and returned the observation {repr(observation)[:80]}. Fix: return a "
-            "text, a message with role and "
-            "content, or a list of messages; or terminated = True"
+            f"the environment continues, but returned the observation {repr(observation)[:80]}. "
+            "Fix: return a text, a message with role and content, or a list of messages; or "
+            "terminated = True"
         )
     return cast("Sequence[Mapping[str, Any]]", _whole_characters(found))
 

@@ -108,7 +108,9 @@ def doubt_of_reference(answer: str) -> Doubt | None:
     reference."""
     if "".join(answer.split()).lower() not in _NO_ANSWERS:
         return None
-    return Doubt(f"{answer!r} is no answer, and a response that repeats it is right: leave such problems out")
+    return Doubt(
+        f"{answer!r} is not an answer, but a response that repeats it is correct: leave such problems out"
+    )
 
 
 def _reference(answer: str) -> str:
@@ -180,6 +182,6 @@ def _time_limit(seconds: float) -> Iterator[None]:
             yield
     except (OutOfTimeError, TimeoutException):
         raise JudgementTimeoutError(
-            f"an answer could not be judged within {seconds:g} s; it counts as wrong. Fix: nothing, unless "
-            "there are many"
+            f"a response could not be scored within {seconds:g} s; it counts as incorrect. Fix: "
+            "nothing, unless there are many"
         ) from None

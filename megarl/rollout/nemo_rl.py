@@ -188,7 +188,7 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
     try:
         found, error = done.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError(f"step did not come back within {seconds:g} s (env.step_timeout_s)") from None
+        raise TimeoutError(f"step did not return within {seconds:g} s (env.step_timeout_s)") from None
     if isinstance(error, TimeoutError):
         # The environment raised this TimeoutError itself, for example because of a server: it is not the time
         # limit of this call.
@@ -247,8 +247,8 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
 def _message(said: Any) -> dict[str, str]:
     if not isinstance(said, Mapping) or not isinstance(said.get("content"), str):
         raise BatchError(
-            f"step goes on with the observation {repr(said)[:80]}. Fix: return a message with role and "
-            "content, or terminateds = True"
+            f"step continues with the observation {repr(said)[:80]}. Fix: return a message with "
+            "role and content, or terminateds = True"
         )
     role = said.get("role")
     return {**said, "role": role if role in _ROLES else "user"}

@@ -170,7 +170,7 @@ class RewardPool:
             StateError: the pool is closed; an error of an earlier call closes it too.
         """
         if not self._processes:
-            raise StateError("the pool of rewards is closed. Fix: make another one")
+            raise StateError("the pool of rewards is closed. Fix: create a new one")
         scores: dict[int, Score] = {}
         waiting, given_twice = deque(range(len(tasks))), set[int]()
         with self._closed_on_error():
@@ -243,7 +243,7 @@ class RewardPool:
         elif process.has_ended and self._failed_starts[place] + 1 < STARTS:
             self._failed_starts[place] += 1
             logger.warning(
-                "a process of rewards ended before it was ready, with %s; another takes its place",
+                "a reward process ended before it was ready, with %s; another replaces it",
                 process.exit_code(),
             )
         else:
@@ -557,7 +557,7 @@ class _Process:
             code = self.child.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             # The process is still running.
-            return "its output was closed, or said what is no answer"
+            return "its output was closed or invalid"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     @property
@@ -602,9 +602,7 @@ def _show(text: str) -> None:
 
 
 def _late(spec: RewardSpec) -> Score:
-    return Score(
-        None, "timeout" if spec.blames_answer else "outage", f"no answer within {spec.timeout_s:g} s"
-    )
+    return Score(None, "timeout" if spec.blames_answer else "outage", f"no reply within {spec.timeout_s:g} s")
 
 
 def _place_of(error: BaseException) -> str:

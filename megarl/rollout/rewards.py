@@ -262,8 +262,7 @@ def _code(
     if fault is not None and isolation == "required":
         fix = (
             "allow user namespaces on the driver's machine, or install bubblewrap there, or write "
-            "preferred, with which programs could "
-            "reach the network, write files and end other processes"
+            "preferred, which lets programs reach the network, write files and end other processes"
         )
         raise ConfigError(
             [

@@ -174,13 +174,11 @@ def masked_far_apart(
     counted = int(counts.any(dim=1).sum())
     if counted and int(far.sum()) == counted:
         raise MismatchError(
-            f"step {step}: all {counted} sequences are above {section}.seq_logprob_error_threshold = "
-            f"{threshold:g}, the nearest with "
-            f"{float(of_sequences[far].min()):.4g}, so that nothing is left to train on. Fix: compare the "
-            "precision of the engine with "
-            "policy.precision, and its log-probabilities with those of transformers on the exported model; "
-            "raise the threshold only if "
-            "the difference is understood"
+            f"step {step}: all {counted} sequences are above {section}.seq_logprob_error_threshold "
+            f"= {threshold:g}, the lowest with {float(of_sequences[far].min()):.4g}, so nothing is "
+            "left to train on. Fix: compare the precision of the engine with policy.precision, "
+            "and its log-probabilities with those of transformers on the exported model; raise "
+            "the threshold only if the difference is understood"
         )
     worst = float(of_sequences.max()) if counted else 1.0
     return sample_mask * (~far).to(sample_mask.dtype), {

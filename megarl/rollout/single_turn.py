@@ -326,9 +326,9 @@ class SingleTurn:
         ):
             first = next(score.message for column in columns for score in column if score.fault is not None)
             raise RewardError(
-                f"no response of {_BATCHES} batches in a row could be scored; of the last, the first fault "
-                f"is: {first}. Fix: mend the "
-                "reward function, or bring the scorer up, and start the run again"
+                f"no response of {_BATCHES} batches in a row could be scored; the first fault of "
+                f"the last batch is: {first}. Fix: correct the reward function, or start the "
+                "scorer, and start the run again"
             )
         return masked
 
@@ -357,8 +357,8 @@ class SingleTurn:
                 first = f"record {turn.records[0].index}: {column[0].message}"
                 raise RewardError(
                     (
-                        f"{what}, which is no fault of theirs. The first, of {first}. Fix: mend the reward "
-                        f"function\n{column[0].trace}"
+                        f"{what}, so the responses are not the cause. The first, of {first}. Fix: "
+                        f"correct the reward function\n{column[0].trace}"
                     ).rstrip()
                 )
         return columns
@@ -374,7 +374,9 @@ class SingleTurn:
         decision = self._on_fault[score.fault]
         if decision == "raise":
             key = "timeout" if score.fault == "timeout" else "error"
-            raise RewardError(f"{what}. Fix: mend the reward function, or set env.on_{key} to zero or mask")
+            raise RewardError(
+                f"{what}. Fix: correct the reward function, or set env.on_{key} to zero or mask"
+            )
         if tell:
             logger.warning(
                 "%s; %s", what, "it is left out of training" if decision == "mask" else "it counts as 0"

@@ -163,9 +163,9 @@ class TurnThreads:
         owner.threads -= 1
         if owner.hanging > owner.most:
             raise RewardError(
-                f"{owner.hanging} calls of the environment {owner.name} did not come back within "
-                f"{call.timeout_s:g} s. Nothing was trained "
-                "on this batch. Fix: mend the environment, or raise env.step_timeout_s"
+                f"{owner.hanging} calls of the environment {owner.name} did not return within "
+                f"{call.timeout_s:g} s. Nothing was trained on this batch. Fix: correct the "
+                "environment, or raise env.step_timeout_s"
             )
         self._add_threads(owner, min(1, owner.most - owner.threads))
 

@@ -246,8 +246,8 @@ class WeightListener(_Channel):
             raise failure
         if refusals:
             raise RefitError(
-                "others could not load the weights, so that this engine does not serve them either: "
-                f"{'; '.join(refusals)}"
+                "other engines could not load the weights, so this engine does not serve them "
+                f"either: {'; '.join(refusals)}"
             )
         # Set the version only after all have agreed: an engine that loaded everything must not serve a
         # version that another one lacks.
@@ -272,13 +272,13 @@ class WeightListener(_Channel):
         name = part.tensors[0].name
         round_, version, first, number, checked = self._header(index).tolist()
         if round_ == _GIVEN_UP:
-            raise RefitError("the policy gave the refit up: look at its own error, and refit again")
+            raise RefitError("the policy aborted the refit: look at its own error, and refit again")
         # Groups come in the same order on all ranks, so that any other group belongs to a refit whose end
         # this rank has missed.
         if (round_, first) != (self._round, part.first):
             raise RefitError(
-                f"weight {first} of refit {round_} came where weight {part.first} of refit {self._round} "
-                f"was next: {NEW_GROUP}"
+                f"weight {first} of refit {round_} came where weight {part.first} of refit "
+                f"{self._round} was expected: {NEW_GROUP}"
             )
         if index and version != self._coming:
             raise RefitError(

@@ -102,8 +102,8 @@ class SharedBlock:
         """
         if handle["host"] != host_identity():
             raise RefitError(
-                "the weights are in the memory of another host or container: to be colocated, engine and "
-                "policy need the same"
+                "the weights are in the memory of another host or container: colocated engine and "
+                "policy must share one"
             )
         path = f"/proc/{handle['process']}/fd/{handle['descriptor']}"
         try:
@@ -121,9 +121,9 @@ class SharedBlock:
         except (OSError, ValueError) as error:
             os.close(descriptor)
             raise RefitError(
-                f"no room for {handle['nbytes']} bytes of the policy's shared memory in this process: "
-                f"{error}; "
-                "leave it more, or set a smaller policy.refit_buffer_size_gb"
+                f"no room for {handle['nbytes']} bytes of the policy's shared memory in this "
+                f"process: {error}; leave this process more memory, or set a smaller "
+                "policy.refit_buffer_size_gb"
             ) from error
         # A later buffer of the same process may have the same descriptor and size, but has another token.
         if bytes(block._token.tolist()).hex() != handle["token"]:
@@ -179,8 +179,8 @@ class IpcBuffer:
             data = _device_buffer(SLOTS * slot_bytes, device)
         except torch.OutOfMemoryError as error:
             raise RefitError(
-                f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for weights on their way: set a "
-                "smaller policy.refit_buffer_size_gb"
+                f"no {SLOTS * slot_bytes / 2**30:.3g} GiB on {device} for the transfer buffer of "
+                "weights: set a smaller policy.refit_buffer_size_gb"
             ) from error
         return cls(slot_bytes, SharedBlock.create(PAGE), data, _device_handle(data))
 
@@ -282,9 +282,9 @@ def _device_handle(data: torch.Tensor) -> dict[str, Any]:
     wrong = [name for name, kind in _TRAVELS.items() if type(values[name]) is not kind]
     if other or wrong or values["tensor_size"] != data.shape:
         raise RefitError(
-            f"torch {torch.__version__} describes {', '.join([*other, *wrong]) or 'tensor_size'} of shared "
-            "device memory otherwise than "
-            "megarl knows. Fix: install the torch of the constraints file, or generate with the policy itself"
+            f"torch {torch.__version__} describes {', '.join([*other, *wrong]) or 'tensor_size'} "
+            "of shared device memory differently than megarl expects. Fix: install the torch of "
+            "the constraints file, or generate with the policy itself"
         )
     return {"nbytes": data.numel(), **{name: values[name] for name in _TRAVELS}}
 
@@ -293,9 +293,9 @@ def _check_fields(fields: list[str]) -> None:
     known = {*_TRAVELS, *_KNOWN, *_EACH_SIDE}
     if set(fields) != known:
         raise RefitError(
-            f"torch {torch.__version__} shares device memory by other fields than megarl knows: "
-            f"{sorted(known ^ set(fields))}. Fix: "
-            "install the torch of the constraints file, or generate with the policy itself"
+            f"torch {torch.__version__} shares device memory with other fields than megarl "
+            f"expects: {sorted(known ^ set(fields))}. Fix: install the torch of the constraints "
+            "file, or generate with the policy itself"
         )
 
 

@@ -135,10 +135,9 @@ class Mailbox:
         while late := [reader.process for reader in self._readers() if self._is_late(reader, count)]:
             if time.monotonic() >= ends:
                 raise RefitError(
-                    f"group {count - 1} of the weights was not read by process {', '.join(map(str, late))} "
-                    "of an engine within "
-                    f"{patience:g} s, so that its buffer cannot be used again: see what keeps the engine, "
-                    "and refit again"
+                    f"group {count - 1} of the weights was not read by process "
+                    f"{', '.join(map(str, late))} of an engine within {patience:g} s, so its "
+                    "buffer cannot be reused: find out what blocks the engine, and refit again"
                 )
             self._look(ends - time.monotonic())
 
@@ -209,8 +208,8 @@ class MailboxReader:
     def __init__(self, handle: Mapping[str, Any], session: int) -> None:
         if handle["host"] != host_identity():
             raise RefitError(
-                "the weights are in the memory of another host or container: to be colocated, engine and "
-                "policy need the same"
+                "the weights are in the memory of another host or container: colocated engine and "
+                "policy must share one"
             )
         self.session, self._policy = session, handle["process"]
         connection = socket.socket(socket.AF_UNIX)
@@ -242,7 +241,7 @@ class MailboxReader:
             while True:
                 message = self._line.hear(ends - time.monotonic())
                 if message["ticket"] == ticket and "given_up" in message:
-                    raise RefitError(f"the policy gave the refit up: {message['given_up']}; refit again")
+                    raise RefitError(f"the policy aborted the refit: {message['given_up']}; refit again")
                 if message["ticket"] == ticket and message["index"] == index:
                     return dict(_with_bytes(message["payload"]))
         except TimeoutError as error:
@@ -252,8 +251,8 @@ class MailboxReader:
             ) from error
         except OSError as error:
             raise RefitError(
-                f"the policy's process {self._policy} ended within a refit: start a new policy, and refit "
-                "anew"
+                f"the policy's process {self._policy} ended within a refit: start a new policy, "
+                "and refit again"
             ) from error
 
     def has_read(self, ticket: int, count: int) -> None:

@@ -133,8 +133,8 @@ class Manifest:
         unknown = slices.keys() - self._index.keys()
         if unknown or self.slices:
             raise RefitError(
-                f"a slice of {min(unknown) if unknown else 'slices'} was asked for, which the policy does "
-                "not send whole"
+                f"a slice of {min(unknown) if unknown else 'slices'} was requested, but the policy "
+                "does not send its full weight"
             )
         tensors = [
             replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape))
@@ -272,7 +272,7 @@ class Manifest:
         if not names or list(names) != expected:
             wrong = next((name for name, right in zip_longest(names, expected) if name != right), "no name")
             raise RefitError(
-                f"{wrong} does not stand there in the order of sending: ask for whole groups of "
+                f"{wrong} is not at that position of the sending order: ask for complete groups of "
                 "prepare_weights_for_ipc(), in their order"
             )
         return self.group(first, len(names))
@@ -335,8 +335,8 @@ def _lay(
     stop = first + bucket.count
     if not first < stop <= group.stop:
         raise AssertionError(
-            f"{type(stream).__name__} gave {bucket.count} weights where 1 to {group.stop - first} were "
-            "asked for"
+            f"{type(stream).__name__} gave {bucket.count} weights, but 1 to {group.stop - first} "
+            "were requested"
         )
     # Store the plan with the group, which is stored with the manifest, so that the second refit finds all
     # plans.

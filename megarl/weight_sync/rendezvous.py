@@ -80,7 +80,9 @@ class Members:
         # Compare these first: if both sides differ in size or model, every later objection would be a
         # consequence.
         wrong = [
-            f"{key} {said.get(key)!r} for {value!r}" for key, value in own.items() if said.get(key) != value
+            f"{key} {said.get(key)!r} instead of {value!r}"
+            for key, value in own.items()
+            if said.get(key) != value
         ]
         if wrong:
             return f"{name} expects {', '.join(wrong)}: give both sides the same"
@@ -95,7 +97,7 @@ class Members:
                 "engines' ranks from 1"
             )
         if self.number(rank, stage) in here:
-            return f"{name} came twice: give every rank of every engine its own number"
+            return f"{name} connected twice: give every rank of every engine its own number"
         return ""
 
     def names(self, numbers: Collection[int]) -> str:
@@ -232,8 +234,8 @@ class Rendezvous:
             line = self._accept()
             if line is None:
                 late = (
-                    f"{members.names(missing)} did not come within {self._seconds:g} s; start world_size "
-                    "- 1 engine ranks"
+                    f"{members.names(missing)} did not connect within {self._seconds:g} s; start "
+                    "world_size - 1 engine ranks"
                 )
                 verdict["error"] = verdict["error"] or late
                 break
@@ -246,7 +248,7 @@ class Rendezvous:
                 line.close()
                 continue
             came.append((line, nonce, challenge))
-            error = f"somebody came who does not prove to belong to this run; {_OTHER_RUN}"
+            error = f"a process connected that cannot prove to belong to this run; {_OTHER_RUN}"
             if said is not None:
                 error = members.objection(said, own, self._lines)
             if said is not None and not error:
@@ -339,7 +341,7 @@ class Rendezvous:
             # that is served.
             if lost := self.lost():
                 absent = self.members.names(lost)
-                raise ConnectionError("it went away")
+                raise ConnectionError("it disconnected")
             refusals = {number: text for number, text in said.items() if text}
             for number, line in self._lines.items():
                 absent = self.members.names([number])

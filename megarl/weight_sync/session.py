@@ -202,16 +202,16 @@ class WeightSender:
         total = len(self.manifest.tensors)
         if not (first >= 0 and 1 <= count <= total - first):
             raise StateError(
-                f"{count} weights from weight {first} on: there are {total}; take the groups of "
-                "prepare_weights_for_ipc()"
+                f"{count} weights from weight {first} on were requested, but there are {total}; "
+                "take the groups of prepare_weights_for_ipc()"
             )
         # Accept groups only in order and once: a stream cannot go back, and a skipped group would keep the
         # old version of its weights.
         if first != self._next:
             raise StateError(
-                f"{self.manifest.tensors[first].name} is weight {first} of the order of sending, but weight "
-                f"{self._next} is next: "
-                "take the groups of prepare_weights_for_ipc() in their order, each once"
+                f"{self.manifest.tensors[first].name} is weight {first} of the sending order, but "
+                f"weight {self._next} is next: take the groups of prepare_weights_for_ipc() in "
+                "their order, each once"
             )
         try:
             handles = self.mailbox()
@@ -475,7 +475,7 @@ class WeightReceiver:
                     else f"weight {self._next} of refit {self._refit[1]}"
                 )
                 raise RefitError(
-                    f"weight {first} of refit {ticket} came where {expected} was next: start a new refit"
+                    f"weight {first} of refit {ticket} came where {expected} was expected: start a new refit"
                 )
             group = self.manifest.group(first, payload["count"])
             ipc_buffer, mark = self._buffer(payload["buffer"]), [mailbox.session, ticket, index]
@@ -538,9 +538,8 @@ def _require(ipc_buffer: IpcBuffer, mark: list[int]) -> None:
     """
     if ipc_buffer.marks[mark[-1] % SLOTS].tolist() != mark:
         raise RefitError(
-            "the buffer does not hold the group of the handle any more: an old handle was used again, or "
-            "the refit was given up; "
-            "start a new refit"
+            "the buffer no longer holds the group of the handle: an old handle was used again, or "
+            "the refit was aborted; start a new refit"
         )
 
 

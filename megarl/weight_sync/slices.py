@@ -60,9 +60,8 @@ class Slice:
             and self.stop <= whole[self.dim]
         ):
             raise RefitError(
-                f"a slice from {self.start} to {self.stop} of dimension {self.dim} does not lie in a weight "
-                f"of shape {list(whole)}: "
-                "give policy and engine one model"
+                f"a slice from {self.start} to {self.stop} of dimension {self.dim} is outside a "
+                f"weight of shape {list(whole)}: give policy and engine one model"
             )
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
@@ -190,8 +189,8 @@ class PartialWeight(torch.Tensor):
             # can be the source of copy_.
             if isinstance(args[0] if args else None, PartialWeight) and _changes_in_place(name):
                 raise RefitError(
-                    f"{name} would write into a weight of which a slice came: report the model, and take "
-                    "whole weights"
+                    f"{name} would write into a weight of which only a slice came: report the "
+                    "model, and use full weights"
                 )
             given = [one for one in tree_flatten((args, options))[0] if isinstance(one, PartialWeight)]
             # Try the call on meta first: a view needs no values, and torch's own rules decide what is a view,
@@ -279,10 +278,9 @@ class _Root:
         # the rows.
         if (block is None and where.dim) or needed.start < where.start or needed.stop > where.stop:
             raise RefitError(
-                f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a weight of "
-                f"shape {list(self.whole)}, of "
-                f"which it had read {where.start} to {where.stop}, and got no more: start new engines, and "
-                "report the model"
+                f"the engine reads {needed.start} to {needed.stop} of dimension {where.dim} of a "
+                f"weight of shape {list(self.whole)}, but received only {where.start} to "
+                f"{where.stop}, as it had read before: start new engines, and report the model"
             )
         if block is None:
             offset = view.storage_offset() - where.start * math.prod(self.whole[1:])

@@ -177,9 +177,9 @@ class TransferGroup:
                 # connection.
                 lost = self._rendezvous.lost()
                 if lost:
-                    raise RuntimeError(f"{', '.join(map(self._rendezvous.members.name, lost))} went away")
+                    raise RuntimeError(f"{', '.join(map(self._rendezvous.members.name, lost))} disconnected")
                 if self._asks and time.monotonic() > ends:
-                    raise RuntimeError(f"an operation was not done after {seconds:g} s")
+                    raise RuntimeError(f"an operation did not finish within {seconds:g} s")
         except RuntimeError as error:
             raise _not_through(error) from error
         finally:
@@ -247,7 +247,7 @@ class TransferGroup:
 
 
 def _not_through(error: Exception) -> RefitError:
-    return RefitError(f"weights did not get through: {error}; {NEW_GROUP}")
+    return RefitError(f"the weight transfer failed: {error}; {NEW_GROUP}")
 
 
 def _outlast(works: list[dist.Work], groups: list[Any]) -> None:

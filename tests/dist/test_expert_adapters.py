@@ -240,7 +240,7 @@ def test_some_experts_of_a_layer_are_refused(pool: WorkerPool, tmp_path: Path) -
     config = peft_jobs.with_adapters(policy_config(model), target_modules=["*.experts.3.up_proj"])
     [said] = pool.run(1, jobs.build_error, config)
     assert (
-        "layers.0.mlp.experts.3.up_proj an adapter, and not all of model.layers.0.mlp.experts.*.up_proj"
+        "layers.0.mlp.experts.3.up_proj an adapter, but not all of model.layers.0.mlp.experts.*.up_proj"
         in said
     )
     config["peft"] |= {"target_modules": [], "target_parameters": ["experts.up_proj"]}

@@ -149,7 +149,7 @@ def test_a_checkpoint_that_one_host_does_not_see_changes_nothing(
     pool.run(2, train_and_save, config, str(tmp_path))
     (seeing, first), (blind, second) = pool.run(2, load_where_one_host_sees_it, config, str(tmp_path))
     assert first and second
-    assert "another rank cannot begin" in seeing and "nowhere is not a checkpoint" in blind
+    assert "another rank cannot load it" in seeing and "nowhere is not a checkpoint" in blind
 
 
 def load_with_a_fault(config: Mapping[str, Any], root: str, fault: str) -> str:

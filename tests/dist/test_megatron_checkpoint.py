@@ -242,10 +242,10 @@ def test_the_state_of_the_other_kind_of_optimizer(
     other = policy_config(model, distributed_optimizer=not distributed, precision=precision)
     for message in pool.run(2, load_twice, other, tmp_path):
         assert (
-            f"use_distributed_optimizer = {str(distributed).lower()}, and this one has "
+            f"use_distributed_optimizer = {str(distributed).lower()}, but this one has "
             f"{str(not distributed).lower()}"
         ) in message
-        assert "load the weights alone" in message
+        assert "load only the weights" in message
 
 
 @newest_megatron

@@ -105,7 +105,9 @@ def test_layers_that_predict_further_are_exported_as_they_were(
     told = f"not trained, and exported as it was: prediction layer ({len(kept)} tensors)"
     assert [told in text for _, warnings in results for text in warnings].count(True) == 1
     checkpoint = open_megatron(tmp_path / "out" / "weights")
-    assert plan_export(checkpoint).notes["prediction_layers"].startswith("2 that config.json counts are not")
+    assert (
+        plan_export(checkpoint).notes["prediction_layers"].startswith("2 counted in config.json are missing")
+    )
     completed = plan_export(checkpoint, untouched_from=model)
     assert "prediction_layers" not in completed.notes
     export_model(completed, tmp_path / "exported")

@@ -208,5 +208,5 @@ def test_the_reference_keeps_its_own_correction(
 
 
 def test_a_ring_with_sinks_is_refused(pool: WorkerPool, model_of: Callable[..., Path]) -> None:
-    with pytest.raises(JobError, match="sinks does not send keys and values round; choose all_gather"):
+    with pytest.raises(JobError, match="sinks does not send keys and values around; choose all_gather"):
         pool.run(2, export, policy_config(model_of("gpt_oss"), cp=2, comm="p2p", multiple=4))

@@ -104,7 +104,7 @@ def test_a_job_that_takes_too_long_ends_with_the_stacks_of_the_silent_ranks(
 
     monkeypatch.setattr("megarl.parity.pool.wait", hear_nothing)
     with pytest.raises(
-        TimeoutError, match=r"ranks \[0, 1\] of stand_still gave no answer in 300 s"
+        TimeoutError, match=r"ranks \[0, 1\] of stand_still gave no result in 300 s"
     ) as caught:
         own_pool.run(2, stand_still, tmp_path)
     _, *stacks = str(caught.value).split("\n--- rank ")

@@ -295,11 +295,11 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
     other = make_tiny(tmp_path / "other", "qwen2", tied=False, seed=8, layers=LAYERS)
     changes: dict[str, Any] = {
         "with alpha = 5.0": {"peft": {"enabled": True, "dim": 3, "alpha": 6.0}},
-        "holds adapters of": {
+        "not those of that model": {
             "model_name": str(other),
             "peft": {"enabled": True, "dim": 3, "alpha": 5.0, "target_modules": ALL},
         },
-        "alone. Fix: set policy.peft": {"peft": None},
+        "holds only the adapters of": {"peft": None},
         "target_modules": {"peft": {"enabled": True, "dim": 3, "alpha": 5.0, "target_modules": ["q_proj"]}},
     }
     for message, change in changes.items():

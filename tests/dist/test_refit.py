@@ -183,7 +183,7 @@ def test_all_stages_hear_at_once_why_no_group_is_made_and_the_next_one_is(
             (free_port("127.0.0.1"), free_port("127.0.0.1")),
         )
     assert all("the port cannot be taken" in said[0] for said in (first, second))
-    assert all("rank 1 expects world_size 3 for 2" in said for said in (*first[1:3], second[1]))
+    assert all("rank 1 expects world_size 3 instead of 2" in said for said in (*first[1:3], second[1]))
     assert (first[3:], second[2:]) == (["", ""], [""])
 
 
@@ -200,7 +200,7 @@ def test_engines_hear_of_a_policy_that_has_nothing_to_send_and_take_the_next_ref
         first[:2], second[:2], ("MemoryError: all of it is taken", "StateError: "), strict=True
     ):
         assert own.startswith(kind) and other.startswith(kind)
-        assert engine == "RefitError: the policy gave the refit up: look at its own error, and refit again"
+        assert engine == "RefitError: the policy aborted the refit: look at its own error, and refit again"
     assert (first[2], second[2]) == (["", ""], [""])
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_fails_within_a_refit_keeps_no_other_one_and_no_engine_waiti
             "RefitError: another rank of the policy could not begin the refit: see its own error, and "
             "refit again"
         )
-        assert engine == f"RefitError: the policy gave the refit up: {own}; refit again"
+        assert engine == f"RefitError: the policy aborted the refit: {own}; refit again"
     assert begun[-1][0] == broken[-1][0] == "MemoryError: all of it is taken"
     # the rank that publishes went through all its weights, and the engines have them whole
     assert [own for own, _ in broken[:-1]] == [""] * len(others) and [engine for _, engine in broken] == [
@@ -227,10 +227,10 @@ def test_a_rank_that_fails_within_a_refit_keeps_no_other_one_and_no_engine_waiti
     ] * world
     for own, engine in alone:
         assert own == "RefitError: the others did not come"
-        assert engine == f"RefitError: the policy gave the refit up: {own}; refit again"
+        assert engine == f"RefitError: the policy aborted the refit: {own}; refit again"
     for own, engine in away:
         assert own.startswith("StateError: ") and engine.startswith(
-            "RefitError: the policy gave the refit up: StateError: "
+            "RefitError: the policy aborted the refit: StateError: "
         )
     assert list(whole) == [["", ""]] * world
 

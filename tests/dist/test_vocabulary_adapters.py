@@ -172,4 +172,4 @@ def test_tied_ones_another_base_and_dropped_logits_are_refused(
     factors["base_model.model.lm_head.base_layer.weight"] += 1
     save_file(factors, adapter / "adapter_model.safetensors")
     [said] = pool.run(1, jobs.build_error, config)
-    assert "beside another lm_head than the model has" in said
+    assert "with another lm_head than that of the model" in said

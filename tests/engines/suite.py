@@ -62,7 +62,7 @@ class Suite:
         exports."""
         if served.refit is not None:
             served.engine.prepare_refit_info(served.policy.prepare_refit_info())
-            with pytest.raises(RefitError, match="no whole weights"):
+            with pytest.raises(RefitError, match="no complete weights"):
                 served.engine.generate(PROMPTS, greedy=True)
             served.refit._informed = False
         answers, versions = [], []
@@ -204,7 +204,7 @@ class Suite:
         before = rows_of(served.engine.generate(SEEDED))
         served.engine.restart(served.policy if served.refit.colocated else None)
         assert served.engine.is_alive() and served.engine.version is None
-        with pytest.raises(RefitError, match="no whole weights"):
+        with pytest.raises(RefitError, match="no complete weights"):
             served.engine.generate(SEEDED)
         served.prepare()
         assert rows_of(served.engine.generate(SEEDED)) == before

@@ -93,7 +93,7 @@ def test_a_process_that_is_killed_is_named_with_its_node(
     [name] = [each.name for each in alive_nodes()]
     with pytest.raises(
         CheckpointError,
-        match=f"could not be written by node {name}: the process that writes there was killed",
+        match=f"could not be written by node {name}: its writer process was killed",
     ):
         write.wait(LONGEST_S)
     assert write.has_ended() and not place.exists()

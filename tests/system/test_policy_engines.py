@@ -32,7 +32,7 @@ of_both = pytest.mark.parametrize("pair", [DENSE, SPARSE], indirect=True, scope=
 @of_both
 def test_engines_answer_with_the_weights_of_the_refit(pair: Pair) -> None:
     batch = BatchedDataDict(make_batch(5, 9, seed=4))
-    with pytest.raises(RefitError, match="no whole weights"):
+    with pytest.raises(RefitError, match="no complete weights"):
         pair.engines.generate(batch)
     for _ in range(2):
         pair.change_the_policy()

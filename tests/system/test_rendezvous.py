@@ -106,7 +106,7 @@ def test_members_that_agree_are_let_in() -> None:
     [
         ("a", 1, 4, r"WORLD_SIZE = 4, the group at 127\.0\.0\.1:1 has WORLD_SIZE = 3"),
         ("a", 0, 3, "rank 0 at .* is taken"),
-        ("b", 1, 3, "another run id .*: another group meets there"),
+        ("b", 1, 3, "another run id .*: another group uses that address"),
         ("a", 3, 3, r"RANK = 3 .*\[0, 3\)"),
         ("a", -1, 3, r"RANK = -1 .*\[0, 3\)"),
     ],
@@ -125,7 +125,7 @@ def test_who_comes_before_rank_0_does_not_decide_whose_group_it_is() -> None:
         other_size = pool.submit(check_membership, store, Endpoint("127.0.0.1", 1, "a"), 2, 4)
         assert not wait([other_run, other_size], timeout=0.1).done
         check_membership(store, Endpoint("127.0.0.1", 1, "a"), 0, 3)
-        with pytest.raises(ClusterError, match=r"another run id .*: another group meets there"):
+        with pytest.raises(ClusterError, match=r"another run id .*: another group uses that address"):
             other_run.result()
         with pytest.raises(ClusterError, match=r"WORLD_SIZE = 4, the group .* has WORLD_SIZE = 3"):
             other_size.result()
@@ -137,7 +137,7 @@ def test_a_rank_0_that_does_not_come_is_named() -> None:
     store.set_timeout(datetime.timedelta(milliseconds=10))
     with pytest.raises(
         DeadlineError,
-        match=r"rank 1 at 127\.0\.0\.1:1 failed: rank 0 did not say its run_id .*see why rank 0 stopped",
+        match=r"rank 1 at 127\.0\.0\.1:1 failed: rank 0 did not send its run_id .*see why rank 0 stopped",
     ):
         check_membership(store, Endpoint("127.0.0.1", 1, "a"), 1, 3)
 
@@ -164,7 +164,7 @@ def test_a_process_of_another_run_is_turned_away_before_any_group_is_made() -> N
     result = subprocess.run(
         [sys.executable, "-u", "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert "rank 1 came with another run id" in result.stdout, result.stdout + result.stderr[-3000:]
+    assert "rank 1 has another run id" in result.stdout, result.stdout + result.stderr[-3000:]
 
 
 def test_a_foreign_address_cannot_be_bound() -> None:

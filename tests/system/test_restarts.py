@@ -237,7 +237,7 @@ def test_a_rank_that_waits_for_ever_in_the_first_step_ends_the_launch(
     assert launch.finish() == DeadlineError.exit_code == 4, launch.output()[-5000:]
     [recorded] = read_launches(run_dir)
     said = (
-        r"DeadlineError: train, step 1, of lm_policy: 2 of 2 workers do not answer and stand still, for "
+        r"DeadlineError: train, step 1, of lm_policy: 2 of 2 workers do not answer and make no progress for "
         r"at least 12 s: "
     )
     assert re.match(said, recorded.outcome or ""), recorded.outcome

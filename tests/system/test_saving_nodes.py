@@ -206,9 +206,8 @@ def test_a_node_whose_writer_dies_is_a_save_that_failed(
     assert [each["checkpoint"] for each in places(run_dir)] == ["tmp_step_1", "tmp_step_2"]
     check_bytes(run_dir / "checkpoints" / "step_3", whole / "checkpoints" / "step_3")
     killed = places(run_dir)[1]["other"]
-    assert (
-        f"tmp_step_2 could not be written by node {killed}: the process that writes there was killed"
-        in said_by(run_dir)
+    assert f"tmp_step_2 could not be written by node {killed}: its writer process was killed" in said_by(
+        run_dir
     )
     assert "the checkpoint of step 2 could not be written" in said_by(
         run_dir

@@ -140,7 +140,7 @@ def check_answers(policy: Policy, colocated: VllmGeneration, apart: VllmGenerati
     info = policy.prepare_refit_info() or {}
     for generation in (colocated, apart):
         generation.prepare_refit_info(info)
-        with pytest.raises(RefitError, match="no whole weights"):
+        with pytest.raises(RefitError, match="no complete weights"):
             generation.generate(PROMPTS)
     connect(policy, apart)
     answers = set()
@@ -230,7 +230,7 @@ def test_a_stream_goes_on_while_further_requests_come_and_not_beyond_a_refit(
     stream.submit({1: Request(np.full(3, 5), 2)})
     assert all(len(found.tokens) == NEW for found in fetched(stream, 2).values())
     refit_policy_generation(policy, apart, colocated_inference=False)
-    with pytest.raises(RefitError, match="where version"):
+    with pytest.raises(RefitError, match="but version"):
         stream.submit({0: Request(np.full(4, 5), 1)})
         apart.loaded([0, None])
         apart.requests([], 0, greedy=False, sampling=None)
@@ -333,7 +333,7 @@ def test_half_a_refit_is_never_served_and_the_next_one_works(
     names = [name for group in policy.prepare_weights_for_ipc() for name in group]
     half = policy.get_weights_ipc_handles(names[:7])
     colocated.update_weights_from_ipc_handles(half)
-    with pytest.raises(RefitError, match="no whole weights"):
+    with pytest.raises(RefitError, match="no complete weights"):
         colocated.generate(PROMPTS)
     policy.prepare_weights_for_ipc()
     policy.get_weights_ipc_handles(names[:3])
@@ -353,23 +353,25 @@ def test_engines_apart_that_missed_a_version_are_refused(apart: VllmGeneration, 
     # nobody called loaded(): the engines themselves say what came
     before = rows_of(apart.generate(PROMPTS, greedy=True))
     assert apart.version == apart.expected_version == 0
-    with pytest.raises(RefitError, match="version 0 where version 7 is wanted"):
+    with pytest.raises(RefitError, match="version 0, but version 7 is required"):
         apart.worker_group.get_all_worker_results(
             apart.worker_group.run_all_workers_single_data("generate", data=PROMPTS, greedy=True, version=7)
         )
     apart.loaded([0, None])
     with pytest.raises(
         RefitError,
-        match="engine 1 of 2 has no whole weights where version 0 was sent last: refit all engines",
+        match="engine 1 of 2 has no complete weights, but version 0 was sent last: refit all engines",
     ):
         apart.generate(PROMPTS)
     sending, receiving = policy.broadcast_weights_for_collective(), apart.update_weights_from_collective(3)
     policy.worker_group.get_all_worker_results(sending)
     with pytest.raises(
-        RefitError, match="the policy sent version 0 of its weights where version 3 was asked for"
+        RefitError, match="the policy sent version 0 of its weights, but version 3 was requested"
     ):
         apart.generate(PROMPTS)
-    with pytest.raises(RefitError, match="engine 0 of 2 has no whole weights where version 3 was sent last"):
+    with pytest.raises(
+        RefitError, match="engine 0 of 2 has no complete weights, but version 3 was sent last"
+    ):
         apart.generate(PROMPTS)
     refit_policy_generation(policy, apart, colocated_inference=False)
     assert rows_of(apart.generate(PROMPTS, greedy=True)) == before
@@ -388,10 +390,14 @@ def test_an_engine_that_died_is_said_to_be_dead_and_a_new_one_is_refused_until_i
     os.kill(process.process_id, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"worker process died(.|\n)*VllmGeneration\.restart\(policy\)"):
         colocated.generate(PROMPTS)
-    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
+    with pytest.raises(
+        RefitError, match="engine 0 of 1 has no complete weights, but version 0 was sent last"
+    ):
         colocated.generate(PROMPTS)
     colocated.restart(policy)
-    with pytest.raises(RefitError, match="engine 0 of 1 has no whole weights where version 0 was sent last"):
+    with pytest.raises(
+        RefitError, match="engine 0 of 1 has no complete weights, but version 0 was sent last"
+    ):
         colocated.generate(PROMPTS)
     refit_policy_generation(policy, colocated, colocated_inference=True)
     assert rows_of(colocated.generate(PROMPTS, greedy=True)) == before
@@ -441,7 +447,7 @@ def test_a_wrong_world_size_and_wrong_refit_info_are_refused_at_once(
 
 @slow
 def test_places_that_make_no_whole_engines_are_refused(local_ray: int, model: Path) -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: it does not divide the 3 places"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: it does not divide the 3 bundles"):
         engines(model, "odd", colocated=True, places=3, tensor_parallel=2)
 
 

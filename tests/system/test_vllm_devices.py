@@ -30,6 +30,6 @@ def test_engines_of_two_ranks_have_the_policy_s_gpus_beside_it_and_others_apart_
     assert len(set(others)) == 2 and not set(others) & set(ranks)
     [[refusal]] = found["taken"]
     assert (
-        "an engine of 2 ranks from place 0 on: Ray did not give it the GPUs of places [1] in 1 s. Fix: "
+        "an engine of 2 ranks from bundle 0 on: Ray did not give it the GPUs of bundles [1] in 1 s. Fix: "
         in refusal
     )

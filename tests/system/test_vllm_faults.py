@@ -76,7 +76,7 @@ def test_an_engine_out_of_memory_serves_nothing_and_takes_the_next_refit(
             break
         except RefitError as error:
             failures.append(str(error))
-        with pytest.raises(RefitError, match=r"no whole weights|the engine is out of memory"):
+        with pytest.raises(RefitError, match=r"no complete weights|the engine is out of memory"):
             generation.generate(PROMPTS, greedy=True)
         policy.prepare_for_lp_inference()
         refit.bring_up_to_date()

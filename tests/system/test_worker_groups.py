@@ -430,7 +430,7 @@ def test_ranks_that_stand_still_are_found_before_their_deadline(
     with group_of([2], "CollectiveWorker", deadlines=deadlines) as group:
         begun = time.monotonic()
         expected = (
-            rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and stand still, for at "
+            rf"^{method}, step 1, of sample: 2 of 2 workers do not answer and make no progress for at "
             rf"least 2.25 s: .*{words}"
         )
         with at_step(1), pytest.raises(DeadlineError, match=expected) as caught:

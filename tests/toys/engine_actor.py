@@ -130,7 +130,7 @@ class EngineInActor(RolloutEngine):
 
     def generate(self, data: Any, greedy: bool = False, *, sampling: Mapping[str, Any] | None = None) -> Any:
         if self._version is None:
-            raise RefitError("the toy engine has no whole weights: refit it before it answers")
+            raise RefitError("the toy engine has no complete weights: refit it before it generates")
         self.calls += 1
         return self.results([self.actor.generate.remote(self.calls, data, greedy, sampling)])[0]
 

@@ -101,7 +101,7 @@ class TransformersEngine(RolloutEngine):
         from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 
         if self._version is None:
-            raise RefitError("the toy engine has no whole weights: refit it before it answers")
+            raise RefitError("the toy engine has no complete weights: refit it before it generates")
         self.calls += 1
         torch.set_num_threads(self.generation["engine_cfg"]["threads"])
         settings = SamplingSettings.of(self.generation | dict(sampling or {}), greedy=greedy)

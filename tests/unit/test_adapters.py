@@ -196,7 +196,7 @@ def test_what_megatron_bridge_trained_is_the_same_model_in_peft(
 ) -> None:
     hf, source = bases / family / "hf", trained(bases / family, tmp_path, form)
     assert main(["adapter", str(source), str(tmp_path / "peft")]) == 2
-    assert "does not say of which model the adapters are" in capsys.readouterr().err
+    assert "does not name the base model of the adapters" in capsys.readouterr().err
     run("adapter", source, tmp_path / "peft", "--hf-config", hf)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(DENSE) and config["base_model_name_or_path"] == "some/model"
@@ -367,14 +367,14 @@ def test_nobody_says_the_scale(bases: Path, tmp_path: Path, capsys: pytest.Captu
     assert (
         main(["adapter", str(source), str(tmp_path / "out"), "--hf-config", str(bases / "llama" / "hf")]) == 2
     )
-    assert "nothing says the scale (alpha)" in capsys.readouterr().err
+    assert "the scale (alpha) of the adapters" in capsys.readouterr().err
 
 
 WITHOUT_FORM: dict[str, tuple[str, dict[str, Any], str]] = {
     "embedding": (
         "llama",
         {"target_modules": ["q_proj", "lm_head"]},
-        "lm_head.weight: only linear layers inside of layers have adapters",
+        "lm_head.weight: only linear layers of the transformer layers have adapters",
     ),
     "ranks": (
         "llama",
@@ -432,7 +432,7 @@ def test_what_was_changed_meanwhile_is_seen(
     assert main(["adapter", str(copied), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert (
-        "is not what its conversion.json says" in error
+        "does not match its conversion.json" in error
         and (key if rank else "layers.1.self_attn.q_proj.lora_B") in error
     )
 

@@ -137,7 +137,7 @@ def test_verifiers_by_name_and_option(environments: list[SingleTurn]) -> None:
     assert list(result.rewards) == [1001.0, 1011.0, 1101.0, 1001.5, 0.0]
     assert (
         environments[0].fault_of_reference("x^2")
-        == "gsm8k: no number stands after ####, and it is no number itself"
+        == "gsm8k: no number follows ####, and it is not a number itself"
     )
 
 

@@ -122,7 +122,7 @@ def test_a_writer_that_dies_is_a_save_that_failed(
     [said] = [record.message for record in caplog.records if "could not be written" in record.message]
     assert (
         "checkpoint of step 2" in said
-        and "the process that writes there was killed" in said
+        and "its writer process was killed" in said
         and "step_1 is the newest one" in said
     )
     assert not memory_of(tmp_path / "checkpoints").exists()
@@ -302,7 +302,7 @@ def test_a_process_that_cannot_be_started_costs_no_checkpoint(
     with refused, watched_writes() as writes:
         assert run(config_of(tmp_path, model, data), PolicyMaker()) == 0
     assert writes == [] and checkpoints(tmp_path) == STEPS_OF_RUN
-    assert "no process can be started that writes it (Resource temporarily unavailable)" in caplog.text
+    assert "its writer process cannot be started (Resource temporarily unavailable)" in caplog.text
     assert not memory_of(tmp_path / "checkpoints").exists()
 
 
@@ -347,6 +347,6 @@ def test_a_process_that_does_not_answer_is_not_waited_for(begun: tuple[OwnMemory
     writer_of(target.parent, "").suspend()
     with (
         mock.patch.object(node_memory, "_HOLD_S", 0.1),
-        pytest.raises(CheckpointError, match=r"does not answer within 0\.1 s"),
+        pytest.raises(CheckpointError, match=r"does not respond within 0\.1 s"),
     ):
         memory.hold()

@@ -139,7 +139,7 @@ def test_thinking_off_is_learned_or_refused_with_what_differs(name: str, kind: s
     try:
         found = encoder_of(name, enable_thinking=False).encode_conversation(record_of(messages, tools))
     except RecordError as error:
-        assert "would be generated" in str(error) or "where a generated one follows" in str(error)
+        assert "would be generated" in str(error) or "but a generated turn follows" in str(error)
         assert not whole.startswith(prompt)
         return
     last = found.targets[-1][1]
@@ -213,7 +213,7 @@ def test_a_turn_that_a_template_writes_twice_is_refused(asked: str) -> None:
     turns, added = tokenizer.chat_template.split("{% if add_generation_prompt")
     tokenizer.chat_template = f"{turns}{summary}{{% if add_generation_prompt{added}"
     with pytest.raises(
-        RecordError, match="more than once" if "<" in asked else "where a generated one follows"
+        RecordError, match="more than once" if "<" in asked else "but a generated turn follows"
     ):
         PromptEncoder(tokenizer).encode_conversation(record_of([user(asked), assistant("Said two.")]))
 
@@ -261,7 +261,8 @@ def test_marks_of_some_turns_are_the_assistants(marked: str, learned: Any) -> No
     encoder, record = _marking(body + "{{ '<|im_end|>\n' }}"), record_of(CONVERSATIONS["three turns"])
     if learned is None:
         with pytest.raises(
-            RecordError, match=r"not all of these texts are such turns; the first one is 'Want further\.'"
+            RecordError,
+            match=r"not all marked texts are such turns; the first marked text is 'Want further\.'",
         ):
             encoder.encode_conversation(record)
         return
@@ -331,7 +332,7 @@ def test_a_slow_tokenizer_counts_characters_by_decoding() -> None:
     )
     assert (found.ids, found.targets) == (fast.ids, fast.targets)
     slow.loses = True
-    with pytest.raises(DataError, match="this tokenizer tells no offsets"):
+    with pytest.raises(DataError, match="this tokenizer gives no offsets"):
         PromptEncoder(slow).encode_conversation(record_of(CONVERSATIONS["one turn"]))  # type: ignore[arg-type]
 
 

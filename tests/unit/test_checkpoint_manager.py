@@ -340,7 +340,9 @@ def test_a_checkpoint_under_another_name_is_not_resumed_from(copies: bool, tmp_p
     latest, damaged = manager(tmp_path).latest_and_damaged()
     assert latest == (tmp_path / "step_3" if copies else None)
     assert damaged == {
-        tmp_path / "step_9": [f"{INFO_NAME} says step = 3: it was renamed, or is a copy of another one"]
+        tmp_path / "step_9": [
+            f"{INFO_NAME} says step = 3: its directory was renamed, or is a copy of another checkpoint"
+        ]
     }
     with pytest.raises(CheckpointError, match="says step = 3"):
         writer.verify_checkpoint(tmp_path / "step_9")
@@ -357,7 +359,7 @@ def test_a_step_that_is_none_is_damage(step: Any, tmp_path: Path) -> None:
     write_manifest(path)
     assert manager(tmp_path).latest_and_damaged() == (
         None,
-        {path: [f"{INFO_NAME} says step = {step!r}, and a whole number of at least 0 is wanted"]},
+        {path: [f"{INFO_NAME} says step = {step!r}, must be a whole number of at least 0"]},
     )
 
 
@@ -366,7 +368,7 @@ def test_a_manifest_that_names_nothing_is_damage(tmp_path: Path) -> None:
     for file in [each for each in path.rglob("*") if each.is_file()]:
         file.unlink()
     write_manifest(path)
-    assert "names no file" in verify(path)[0] and manager(tmp_path).get_latest_checkpoint_path() is None
+    assert "lists no files" in verify(path)[0] and manager(tmp_path).get_latest_checkpoint_path() is None
 
 
 def test_the_step_that_is_saved_is_that_of_the_checkpoint(tmp_path: Path) -> None:

@@ -464,7 +464,9 @@ def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kin
     if kind is Kind.ANSWERS:
         keys["answer_key"] = "answer"
     file = write(tmp_path, rows)
-    with pytest.raises(RecordError, match=r"line 2.*<image> for what 'image' holds.*on_bad_record"):
+    with pytest.raises(
+        RecordError, match=r"line 2.*placeholder <image> for the content of 'image'.*on_bad_record"
+    ):
         load(file, kind, **keys)
 
 
@@ -521,9 +523,9 @@ def test_csv_may_hold_messages_as_json_text(tmp_path: Path) -> None:
         (b"", r"cannot be read as CSV"),
         ("prémpt,answer\na,b\n".encode("latin-1"), r"cannot be read as CSV"),
         ("prompt,answer\na,b\n".encode("utf-16"), r"cannot be read as CSV"),
-        (b"prompt;answer\na;b\n", r"\(prompt;answer, as the first line says\)"),
+        (b"prompt;answer\na;b\n", r"\(prompt;answer, named by its first line\)"),
         (b"prompt,answer\n", r"holds 0 records"),
-        (b"What is 1+1?,2\nWhat is 1+2?,3\n", r"\(What is 1\+1\?, 2, as the first line says\)"),
+        (b"What is 1+1?,2\nWhat is 1+2?,3\n", r"\(What is 1\+1\?, 2, named by its first line\)"),
         (b"prompt,answer\na,b\nc\n", r"after \d rows: .*[Ee]xpected 2 columns, got 1"),
         (b"prompt,answer\n\xff\xfe,b\n", r"invalid UTF8"),
         (b'prompt,answer\n"a,b\n', r"cannot be read as CSV"),

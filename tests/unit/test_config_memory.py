@@ -506,7 +506,7 @@ def test_an_engine_without_room_for_one_longest_sequence_is_refused() -> None:
             "policy.generation.vllm_cfg.gpu_memory_utilization"
         ] * refused
         assert all(
-            "609 tokens, and policy.generation.vllm_cfg.max_model_len = 610" in violation.bound
+            "609 tokens, but policy.generation.vllm_cfg.max_model_len = 610" in violation.bound
             for violation in found
         )
 

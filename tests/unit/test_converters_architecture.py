@@ -210,7 +210,7 @@ def test_keys_that_are_off_say_nothing(name: str, changes: dict[str, Any]) -> No
     assert read_architecture(config).num_layers == 3 and config_notes(config) == []
 
 
-ONE, SEVERAL = "passed over, transformers does not read it", "passed over, transformers does not read them"
+ONE, SEVERAL = "ignored, transformers does not read it", "ignored, transformers does not read them"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_keys_named_by_the_caller_are_ignored() -> None:
     asked = ("auto_map", "logit_scale", "not_there")
     assert read_architecture(config, asked) == read_architecture(tiny_config("llama"))
     assert config_notes(config, asked) == [
-        "auto_map = {'AutoModel': 'code.Model'}, logit_scale = 0.5: ignored as asked for"
+        "auto_map = {'AutoModel': 'code.Model'}, logit_scale = 0.5: ignored as requested"
     ]
 
 

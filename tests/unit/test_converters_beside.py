@@ -139,7 +139,7 @@ def test_an_import_holds_a_model_against_its_manifest(converted: Path, run: Run,
     tensors[NORM][3] *= 1 + 2**-20
     save_file(tensors, path, metadata={"format": "pt"})
     code, said = run("import", converted / "back", converted / "new", *asked)
-    assert code == 2 and NORM in said and "is not what its conversion.json says" in said
+    assert code == 2 and NORM in said and "does not match its conversion.json" in said
     assert not list(converted.glob("*new*")) and not list(converted.glob(".new*")), (
         "a refused conversion leaves nothing"
     )
@@ -166,7 +166,7 @@ def test_an_export_takes_no_tensor_that_the_manifest_does_not_know(converted: Pa
     manifest["tensors"].pop(NORM)
     path.write_text(json.dumps(manifest))
     code, said = run("export", converted / "mcore", converted / "new")
-    assert code == 2 and f"{NORM!r} is in the checkpoint, and it does not know it" in said
+    assert code == 2 and f"{NORM!r} is in the checkpoint, but not in the manifest" in said
     path.unlink()
     assert run("export", converted / "mcore", converted / "new")[0] == 0
 
@@ -177,7 +177,11 @@ def test_an_import_takes_no_tensor_that_the_manifest_does_not_know(converted: Pa
     manifest["tensors"].pop(NORM)
     path.write_text(json.dumps(manifest))
     code, said = run("import", converted / "back", converted / "new")
-    assert code == 2 and f"{NORM}, which it does not know" in said and not list(converted.glob(".new*"))
+    assert (
+        code == 2
+        and f"{NORM}, which the manifest does not list" in said
+        and not list(converted.glob(".new*"))
+    )
 
 
 def test_a_json_file_that_is_no_object_is_compared_all_the_same(converted: Path, run: Run) -> None:

@@ -253,8 +253,8 @@ def test_the_header_of_a_file_of_another_part(shared: Shared, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--part", "2/3", "--dtype", "bfloat16"], "was planned otherwise: --dtype"),
-        (["--part", "2/4"], "work that is divided otherwise (.journal-1-of-3.jsonl)"),
+        (["--part", "2/3", "--dtype", "bfloat16"], "was planned differently: --dtype"),
+        (["--part", "2/4"], "work that is divided differently (.journal-1-of-3.jsonl)"),
         ([], "holds parts of this work (.journal-1-of-3.jsonl)"),
     ],
 )
@@ -282,7 +282,8 @@ def test_parts_of_an_export_with_other_files(
     (other / "chat_template.jinja").write_text("{{ x }}")
     assert shared.part("2/2", "--hf-config", str(other)) == 2
     assert (
-        ".journal-1-of-2.jsonl was planned otherwise: the files beside the weights" in capsys.readouterr().err
+        ".journal-1-of-2.jsonl was planned differently: the files next to the weights"
+        in capsys.readouterr().err
     )
 
 
@@ -310,7 +311,7 @@ def test_an_interrupted_part_says_what_it_left(
         patch.setattr("converters.checkpoint.work.RunOptions.parts_to_wait_for", interrupted)
         assert shared.part("2/2") == INTERRUPTED
     assert (
-        ".out.partial keeps 0.00 GB of finished work, with which the same command goes on"
+        ".out.partial keeps 0.00 GB of finished work; the same command continues from there"
         in capsys.readouterr().err
     )
     assert shared.left() == [".out.partial"]
@@ -379,7 +380,7 @@ def test_an_interrupted_call_says_what_it_left(
         patch.setattr(Conversion, "finish", interrupted)
         assert shared.call() == INTERRUPTED
     assert (
-        ".out.partial keeps 0.00 GB of finished work, with which the same command goes on"
+        ".out.partial keeps 0.00 GB of finished work; the same command continues from there"
         in capsys.readouterr().err
     )
     assert shared.left() == [".out.partial"]

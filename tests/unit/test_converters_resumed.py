@@ -106,7 +106,7 @@ def test_an_import_that_starts_anew_says_why(
     outcome = bring_in(hf, tmp_path / "out", said, **options)
     assert outcome.resumed == 0 and outcome.notes["started_anew_because_of"] == changed
     assert (
-        f"an unfinished run is not taken up, since these have changed: {', '.join(changed)}\n"
+        f"an unfinished run is not resumed, because these have changed: {', '.join(changed)}\n"
         in said.getvalue()
     )
     assert "started_anew" not in (tmp_path / "out" / "conversion.json").read_text()
@@ -190,7 +190,7 @@ def test_work_goes_on_once_a_config_is_back(
         patch.setattr(module, name, changed)
         with pytest.raises(
             ConversionError,
-            match=r"(?s)config\.json was changed while .*put the earlier file back.*keeps .* GB of finished",
+            match=r"(?s)config\.json was changed while .*restore the earlier file.*keeps .* GB of finished",
         ):
             run()
     assert not (tmp_path / "out").exists()

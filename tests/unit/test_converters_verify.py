@@ -146,7 +146,7 @@ def test_one_checkpoint_without_a_manifest_is_read_to_the_last_byte(run: Any, tm
     code, found = run("verify", tmp_path / "hf")
     assert code == 0 and not found["values_checked"]
     assert "every value was read and is finite" in found["checked"]
-    assert any("whether the values are the right ones" in each for each in found["not_checked"])
+    assert any("whether the values are correct" in each for each in found["not_checked"])
     run("import", tmp_path / "hf", tmp_path / "mcore")
     (tmp_path / "mcore" / "conversion.json").unlink()
     assert run("verify", tmp_path / "mcore")[0] == 0

@@ -180,15 +180,15 @@ def test_a_step_that_is_never_full_ends_with_the_shares() -> None:
         )
     text = str(stopped.value)
     assert (
-        "step 7: 1 of the 2 groups" in text
+        "step 7: only 1 of the 2 groups" in text
         and "found in 10 prompts" in text
         and "max_gen_batches = 2 times 5" in text
     )
     for share in (
         "with a signal: 10.0%",
-        "all right: 50.0%",
-        "all wrong: 20.0%",
-        "alike otherwise: 10.0%",
+        "all correct: 50.0%",
+        "all incorrect: 20.0%",
+        "alike in another way: 10.0%",
         "to train on: 10.0%",
     ):
         assert share in text
@@ -418,4 +418,4 @@ def test_a_run_that_never_fills_a_step_ends_before_it_trains(
         run(config, maker)
     assert maker.policies[0].trained_steps == 0 and not (tmp_path / "run" / "checkpoints" / "step_1").exists()
     assert report(stopped.value) == 1
-    assert "0 of the 4 groups that it trains on were found in 12 prompts" in capsys.readouterr().err
+    assert "only 0 of the 4 groups of a step were found in 12 prompts" in capsys.readouterr().err

@@ -167,7 +167,7 @@ class EngineProcess(RolloutEngine):
 
     def generate(self, data: Any, greedy: bool, *, sampling: Any = None) -> Any:
         if self._version is None:
-            raise RefitError("the engine has no whole weights")
+            raise RefitError("the engine has no complete weights")
         prompts = [
             ids[:length].tolist()
             for ids, length in zip(data["input_ids"], data["input_lengths"], strict=True)

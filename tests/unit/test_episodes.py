@@ -488,7 +488,7 @@ def test_half_characters_of_an_observation_are_replaced(caplog: pytest.LogCaptur
 
 @pytest.mark.usefixtures("hanging")
 def test_an_environment_that_always_hangs_ends_the_run() -> None:
-    with pytest.raises(RewardError, match=r"did not come back within 0\.2 s"):
+    with pytest.raises(RewardError, match=r"did not return within 0\.2 s"):
         odd(*["hangs"] * 9, threads=2, step_timeout_s=0.2)
 
 
@@ -563,7 +563,9 @@ def test_environments_of_batches_go_on_too() -> None:
     rollouts, *_ = collected([1, 3, 2], environment)
     assert environment.batches == [[0, 0, 1, 1, 2, 2], [1, 1, 2, 2], [1, 1]]
     assert rollouts.samples["reward"].tolist() == [1, 1, 3, 3, 2, 2]
-    with pytest.raises(BatchError, match=r"there is one turn\. Fix: write grpo\.max_rollout_turns"):
+    with pytest.raises(
+        BatchError, match=r"a conversation has only one turn\. Fix: write grpo\.max_rollout_turns"
+    ):
         collected([2], Batched(), turns=1)
 
 

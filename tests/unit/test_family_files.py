@@ -87,7 +87,7 @@ def test_the_example_of_the_documentation(tmp_path: Path, capsys: pytest.Capture
     # of Qwen2, whose layer_types alone decide
     assert (
         left_out.keys() == {"log-probabilities", "config keys"}
-        and "nothing reads max_window_layers" in left_out["config keys"]
+        and "no code reads max_window_layers" in left_out["config keys"]
     )
     family = family_of("my_family")
     config = tiny_config(family)
@@ -279,4 +279,4 @@ def test_keys_that_a_family_calls_its_own_and_does_not_read_are_named(tmp_path: 
     assert 0 in config["no_rope_layers"]
     findings = list(selftest(family, config))
     said = next(finding for finding in findings if finding.check == "config keys")
-    assert "nothing reads no_rope_layer_interval, no_rope_layers" in said.text
+    assert "no code reads no_rope_layer_interval, no_rope_layers" in said.text

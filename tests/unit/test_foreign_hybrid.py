@@ -203,11 +203,11 @@ def foreign(directory: Path, tensors: dict[str, Tensor], arguments: argparse.Nam
             "M-*-*-",
             (
                 "layer 0 is M (Mamba), where * (attention) or + (latent attention) or G (gated delta net) is "
-                "wanted"
+                "expected"
             ),
         ),
-        ("**-*--", "layer 1 is * (attention), where - (MLP) or E (experts) is wanted"),
-        ("*-*-*", "layer 4 is * (attention), where no MLP stands behind it"),
+        ("**-*--", "layer 1 is * (attention), where - (MLP) or E (experts) is expected"),
+        ("*-*-*", "layer 4 is * (attention), where no MLP follows it"),
         ("*-*-*-/*-", "layer 6 is / (layers that predict further tokens), where"),
         ("*-*-D-", "layer 4 is D (sparse attention), where"),
         ("*-*-*-*-", "num_layers = 4, by the config 3"),

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "window and norms": (
         "qwen3",
         {"window_size": (8, 0)},
-        "window_size = (8, 0): nothing in the config says so",
+        "window_size = (8, 0): the config has no such setting",
     ),
     "window in some layers": ("mistral_window", {"window_attn_skip_freq": 2}, "window_attn_skip_freq = 2"),
     "another scale": ("llama", {"softmax_scale": 0.1}, "softmax_scale = 0.1"),
@@ -68,7 +68,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "further predictions": ("llama", {"mtp_num_layers": 1}, "mtp_num_layers = 1"),
     "hybrid": ("llama", {"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern = 'M-M*'"),
-    "latent attention": ("llama", {"multi_latent_attention": True}, "no config is made of latent attention"),
+    "latent attention": (
+        "llama",
+        {"multi_latent_attention": True},
+        "no config can be made for latent attention",
+    ),
     "norms and biases": ("qwen3", {"add_qkv_bias": True}, "add_qkv_bias = True, by the config False"),
     "sigmoid routing": (
         "qwen3_moe",
@@ -276,7 +280,7 @@ def test_damaged_descriptions_are_refused(case: str, tmp_path: Path) -> None:
             ),
             (
                 r"holds the LoRA adapters of its trainer \(1 tensors, the first "
-                r"decoder\.layers\.mlp\.linear_fc2\.adapter.*, and is no model"
+                r"decoder\.layers\.mlp\.linear_fc2\.adapter.*, not a model"
             ),
         ),
         (

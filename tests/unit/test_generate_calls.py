@@ -101,9 +101,9 @@ def test_engines_that_start_anew_go_on_with_other_seeds() -> None:
     workers = Played()
     engines = PolicyEngines(lambda: policy_of(workers))
     for _ in range(2):
-        with pytest.raises(RefitError, match="no whole weights"):
+        with pytest.raises(RefitError, match="no complete weights"):
             engines.generate(PROMPTS)
-        with pytest.raises(RefitError, match="no whole weights"):
+        with pytest.raises(RefitError, match="no complete weights"):
             engines.score(PROMPTS)
         engines.loaded([1, 1])
         engines.generate(PROMPTS)

@@ -347,13 +347,13 @@ def without(tensors: dict[str, Tensor], beginning: str) -> dict[str, Tensor]:
             False,
             {"model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 42)},
             {"trainable_token_indices": [3, 101]},
-            "101 is the largest, rows 0 to 100 are there",
+            "the largest is 101, but the rows are 0 to 100",
         ),
         (
             False,
             {"lm_head.weight": (101, 42)},
             {},
-            "base_model.model.lm_head.weight [101, 42]: no factor of a LoRA module",
+            "base_model.model.lm_head.weight [101, 42]: not a factor of a LoRA module",
         ),
     ],
 )
@@ -394,7 +394,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
         ),
         (
             lambda tensors: tensors.update({NAME.replace("lora_B", "lora_C"): torch.zeros(2)}),
-            "lora_C.weight [2]: no factor",
+            "lora_C.weight [2]: not a factor",
         ),
         (
             lambda tensors: tensors.update({NAME.replace("layers.1", "layers.9"): torch.zeros(2, 4)}),
@@ -402,11 +402,11 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
         ),
         (
             lambda tensors: tensors.update({NAME.replace("B.weight", "magnitude_vector"): torch.zeros(2)}),
-            "no factor of a LoRA module",
+            "not a factor of a LoRA module",
         ),
         (
             lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.lora_B.weight": torch.zeros(2)}),
-            "no factor of a LoRA module",
+            "not a factor of a LoRA module",
         ),
         (
             lambda tensors: tensors.update({NAME: tensors[NAME].T.contiguous()}),
@@ -470,13 +470,11 @@ def test_a_tied_embedding_and_another_base(tmp_path: Path, capsys: pytest.Captur
     save_tiny(tmp_path / "hf", "llama")
     directory = adapter(tmp_path / "hf", tmp_path / "adapter", target_modules=["embed_tokens"])
     save_tiny(tmp_path / "tied" / "hf", "llama_tied")
-    assert "embedding and output layer would differ" in refused(
-        tmp_path / "tied", directory, tmp_path, capsys
-    )
+    assert "embedding and output layer differ" in refused(tmp_path / "tied", directory, tmp_path, capsys)
     tensors = stored_tensors(tmp_path / "hf")
     tensors["model.embed_tokens.weight"][100, 3] += 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    assert "model.embed_tokens.weight of this model is not that of the base model" in refused(
+    assert "model.embed_tokens.weight of this model differs from that of the base model" in refused(
         tmp_path, directory, tmp_path, capsys
     )
 
@@ -532,7 +530,7 @@ def test_stacks_of_experts_that_do_not_fit(tmp_path: Path, capsys: pytest.Captur
     one = altered(
         tmp_path, tmp_path, {}, lambda tensors: tensors.update({name: tensors[name].T.contiguous()})
     )
-    assert "model.layers.1.mlp.experts.down_proj for [[28, 22], [42, 28]] would be asked" in refused(
+    assert "model.layers.1.mlp.experts.down_proj needs [[28, 22], [42, 28]]" in refused(
         tmp_path, one, tmp_path, capsys
     )
     one.rename(tmp_path / "second")

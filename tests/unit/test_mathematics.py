@@ -255,7 +255,7 @@ def test_a_reference_without_an_answer_is_doubted(options: dict[str, str]) -> No
 def test_an_answer_that_cannot_be_judged_in_time_is_found(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     math_verify(r"\boxed{1}", "1")  # imports take their time too
     monkeypatch.setattr(mathematics, "CHECK_SECONDS", 0.5)
-    with pytest.raises(JudgementTimeoutError, match=r"within 0\.5 s; it counts as wrong"):
+    with pytest.raises(JudgementTimeoutError, match=r"within 0\.5 s; it counts as incorrect"):
         math_verify(bomb, "5")
     assert math_verify(r"\boxed{5}", "5") == 1.0
 

@@ -92,7 +92,7 @@ def test_a_step_of_which_nothing_is_left_is_refused() -> None:
     one, other = torch.zeros(2, 3), torch.full((2, 3), 1.0)
     with pytest.raises(
         MismatchError,
-        match=r"step 7: all 2 sequences .*seq_logprob_error_threshold = 1\.5.*nearest with 2\.718",
+        match=r"step 7: all 2 sequences .*seq_logprob_error_threshold = 1\.5.*lowest with 2\.718",
     ):
         masked_far_apart(one, other, torch.ones(2, 3), torch.ones(2), 1.5, 7)
     mask, metrics = masked_far_apart(one, other, torch.ones(2, 3), torch.zeros(2), 1.5, 7)

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[bytes, str, str]] = {
         "Access to model is restricted",
         "fetch the file",
     ),
-    "zeros": (bytes(4096), "full of zeros", "fetch the file again"),
+    "zeros": (bytes(4096), "begins with zeros", "fetch the file again"),
     "words": (b"Entry not found", "'Entry not found'", "what the server said"),
 }
 
@@ -104,7 +104,7 @@ def renamed(hf: Path, change: Callable[[str], str]) -> None:
         (lambda name: f"base_model.model.{name}", "names with base_model.model. in them, as PEFT"),
         (
             lambda name: f"model.language_{name}" if name.startswith("model.") else name,
-            "language_model. in them, as a model that sees",
+            "language_model. in them, as a vision-language model",
         ),
         (
             lambda name: name.replace(".mlp.", "._fsdp_wrapped_module.mlp.").replace(
@@ -235,7 +235,10 @@ def beside(hf: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda hf: moved(hf, f"snapshots/{'0' * 40}"), f"snapshots/{'0' * 40} in it has a model"),
+        (
+            lambda hf: moved(hf, f"snapshots/{'0' * 40}"),
+            f"its subdirectory snapshots/{'0' * 40} holds a model",
+        ),
         (lambda hf: moved(hf, "Qwen3-8B"), "hf/Qwen3-8B"),
         (lambda hf: moved(hf, "checkpoint-20"), "hf/checkpoint-20"),
         (
@@ -249,7 +252,7 @@ def beside(hf: Path, name: str) -> Path:
         (lambda hf: trainers(hf, "global_step9/mp_rank_00_model_states.pt"), "zero_to_fp32.py"),
         (lambda hf: trainers(hf, "pytorch_model_fsdp_0/__0_0.distcp"), "accelerate merge-weights"),
         (lambda hf: trainers(hf, "blobs/sha256-0"), "ollama (GGUF)"),
-        (lambda hf: dangling(hf), "leads to ../../blobs/0, which is not there"),
+        (lambda hf: dangling(hf), "leads to ../../blobs/0, which does not exist"),
         (lambda hf: hf / "model.safetensors", "model.safetensors is a file, not the directory of a model"),
         (
             lambda hf: beside(hf, "sha256-0") / "sha256-0",

@@ -186,7 +186,7 @@ def test_a_batch_that_hangs_is_left_out(odd: pytest.MonkeyPatch) -> None:
         ({"terminateds": torch.ones(1)}, r"\{'terminateds': 1\} for 2 conversations"),
         (
             {"observations": ["higher", "lower"], "terminateds": torch.zeros(2)},
-            r"goes on with the observation 'higher'",
+            r"continues with the observation 'higher'",
         ),
         ({"rewards": torch.tensor([1.0, float("nan")])}, r"returned the reward nan"),
     ],

@@ -140,7 +140,7 @@ def test_ranks_that_have_another_memory_are_told_of(target: Path, memories: dict
 def test_memory_that_was_freed_has_nothing_to_write(target: Path, memories: dict[str, NodeMemory]) -> None:
     memories["n1"].take(1)
     memories["n1"].free()
-    with pytest.raises(CheckpointError, match="nothing waits in the memory of this node"):
+    with pytest.raises(CheckpointError, match="no checkpoint waits in the memory of this node"):
         memories["n1"].write(str(target))
 
 
@@ -169,12 +169,12 @@ def test_memory_that_cannot_be_held_is_told_of(target: Path, memories: dict[str,
     buffer.close()
     with pytest.raises(
         CheckpointError,
-        match=rf"the memory of process {os.getpid()} that __9_0\.distcp is in cannot be opened",
+        match=rf"the memory of process {os.getpid()} that holds __9_0\.distcp cannot be opened",
     ):
         memories["n1"].hold()
     assert not place.exists() and writers(target.parent) == []
     memories["n1"].free()
-    with pytest.raises(CheckpointError, match="nothing waits in the memory of this node"):
+    with pytest.raises(CheckpointError, match="no checkpoint waits in the memory of this node"):
         memories["n1"].hold()
 
 

@@ -235,7 +235,7 @@ def test_templates_of_one_turn_are_refused() -> None:
         "message.content }} A {% endif %}{% endfor %}"
     )
     with pytest.raises(
-        DataError, match=r"does not write what the assistant says before 'user'.*max_rollout_turns: 1"
+        DataError, match=r"leaves out the assistant's turn before a turn of 'user'.*max_rollout_turns: 1"
     ):
         ObservationEncoder(tokenizer, ChatTemplate(tokenizer), {tokenizer.eos_token_id}).encode(
             [user("x")], None
@@ -357,7 +357,7 @@ def test_a_template_that_leaves_out_what_a_tool_says_is_refused(name: str) -> No
         lambda: encoder.encode([user("and"), {**tool("20"), "name": "look"}], None),
     ):
         with pytest.raises(
-            DataError, match=r"chat_template (writes nothing of what 'tool' says|cannot be applied).*Fix: "
+            DataError, match=r"chat_template (leaves out a turn of 'tool'|cannot be applied).*Fix: "
         ):
             call()
 

@@ -316,7 +316,7 @@ def test_a_file_that_changes_leaves_no_tokens_behind(
     monkeypatch.setattr(data_sets, "content_digest", then_changed)
     with pytest.raises(
         DataError,
-        match=r"a\.jsonl changed while it was read: its content is another one than when it was begun\. Fix",
+        match=r"a\.jsonl changed while it was read: its content has changed since the reading began\. Fix",
     ):
         load(path, tokenizer, cache=cache)
     assert not cache.exists() or not list(cache.iterdir())

@@ -131,12 +131,12 @@ def test_no_answer_is_no_mismatch_and_is_not_shrunk(
         def run(self, case: Case, fault: Fault | None = None) -> CaseOutcome:
             self.ran.append(case)
             assert len(self.ran) <= 3, "it is not run again"
-            return CaseOutcome(case, error="ranks [0] of measure gave no answer in 7 s", timed_out=True)
+            return CaseOutcome(case, error="ranks [0] of measure gave no result in 7 s", timed_out=True)
 
     monkeypatch.setattr(command, "CaseRunner", Late)
     assert command.run(command.Options(cases=3, json=tmp_path / "out.json", job_seconds=7), console) == 1
-    assert said(console).count("NO ANSWER in 7 s") == 3 and "FAILED" not in said(console)
-    assert "3 gave no answer in 7 s, which is no mismatch" in said(console)
+    assert said(console).count("NO RESULT in 7 s") == 3 and "FAILED" not in said(console)
+    assert "3 gave no result in 7 s, which is not a mismatch" in said(console)
     assert len(json.loads((tmp_path / "out.json").read_text())["no_answer"]) == 3
 
 

@@ -101,8 +101,8 @@ def test_nothing_is_planted_without_a_fault(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("return 3 * value", "pass", "'return 3 * value' is there 0 times"),
-        ("value + 1", "value", "is there 3 times"),
+        ("return 3 * value", "pass", "'return 3 * value' occurs 0 times"),
+        ("value + 1", "value", "occurs 3 times"),
         ("LAST = 10 ** 5", "LAST = 1", "is in no function"),
         ("return 2 * value", "return 2  * value", "does the same"),
         ("super().__init__(value + 1000)", "pass", "closes over other names"),

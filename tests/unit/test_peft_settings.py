@@ -213,9 +213,9 @@ def test_models_beside_the_policy_have_adapters_of_their_own_where_they_are_trai
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 5}, "has rank 4 there"),
-        ({"alpha": 9.0}, "has scale 2 there"),
-        ({"targets": ("k_proj",)}, "holds other layers"),
+        ({"rank": 5}, "has rank 4 in the adapter"),
+        ({"alpha": 9.0}, "has scale 2 in the adapter"),
+        ({"targets": ("k_proj",)}, "its layers differ"),
     ],
 )
 def test_another_adapter_to_go_on_from_is_refused(

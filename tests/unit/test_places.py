@@ -273,7 +273,7 @@ def test_a_lock_knows_its_place(tmp_path: Path) -> None:
         (tmp_path / "run" / "more").touch()
         lock.require_place()
         (tmp_path / "run").rename(tmp_path / "other")
-        with pytest.raises(StateError, match="it is not there any more"):
+        with pytest.raises(StateError, match="it no longer exists"):
             lock.require_place()
 
 

@@ -450,8 +450,8 @@ def test_packed_tests_have_a_bound() -> None:
     ("text", "fault"),
     [
         ("eJxrYJmayQABtVM0ejhKM5OLUotLGaYUT9EDAFwYB3I=", "cannot be unpacked"),
-        (packed(json.dumps([PAIR] * 9).encode())[:-8], "its end is missing"),
-        (packed(b"not JSON"), "what was packed is no JSON"),
+        (packed(json.dumps([PAIR] * 9).encode())[:-8], "but truncated"),
+        (packed(b"not JSON"), "its content is not JSON"),
         ("eJ is a name", "no JSON"),
     ],
 )
@@ -468,7 +468,7 @@ def test_statements_that_run_in_process_leave_a_doubt() -> None:
     assert (
         isinstance(doubt, Doubt)
         and "np.allclose" in doubt.why
-        and "the module numpy is not there outside" in doubt.why
+        and "the module numpy is not available outside the sandbox" in doubt.why
     )
     assert isinstance(reward.fault_of_reference("12"), str)
 

@@ -142,7 +142,7 @@ def test_groups_by_hand() -> None:
         -4.0,
         0.0,
     ]
-    with pytest.raises(ConversionError, match="a scale of 255, which stands for no number"):
+    with pytest.raises(ConversionError, match="a scale of 255, which stands for NaN"):
         Microscaled(
             "w", (1, 1, 1), reader(blocks), reader(torch.full((1, 1, 1), 255, dtype=torch.uint8))
         ).read(((0, 1), (0, 1), (0, 1)), torch.float32)

@@ -30,7 +30,7 @@ def test_a_call_that_does_not_come_back_is_told_of_once_with_what_it_is_and_its_
         caller = threading.Thread(target=ray_calls.put, args=(5,))
         caller.start()
         message = told.get(timeout=WAIT)
-        assert "ray.put: Ray has not come back within 0.2 s" in message and "Fix: " in message
+        assert "ray.put: Ray did not return within 0.2 s" in message and "Fix: " in message
         release.set()
         caller.join()
     assert told.empty()

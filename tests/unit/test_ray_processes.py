@@ -199,7 +199,7 @@ def test_ray_starts_its_processes_as_before_afterwards(
         monkeypatch.setitem(sys.modules, "ray._private.services", types.ModuleType("of another version"))
         with local.own_sessions(seen.append):
             pass
-        assert "this version of Ray starts its processes otherwise" in caplog.text
+        assert "this version of Ray starts its processes differently" in caplog.text
     finally:
         local.end()
 

@@ -114,7 +114,7 @@ def test_a_start_that_hangs_has_an_end(
         begun.clear()
         if address is not None:
             monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(DeadlineError, match=r"ray\.init did not come back within 0\.05") as caught:
+        with pytest.raises(DeadlineError, match=r"ray\.init did not return within 0\.05") as caught:
             ray_runtime.init_ray(num_cpus=3, timeout_s=timeout_s)
         assert caught.value.exit_code == 4 and len(begun) == (tries if address is None else 1)
 

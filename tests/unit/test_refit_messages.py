@@ -114,7 +114,7 @@ def test_engines_start_anew_in_the_order_of_the_first_start() -> None:
         "policy: prepare_for_lp_inference",
     ]
     assert said == order
-    with pytest.raises(RefitError, match="no whole weights"):
+    with pytest.raises(RefitError, match="no complete weights"):
         generation._require_weights()
     said.clear()
     generation._colocated = False
@@ -141,7 +141,8 @@ def test_after_a_refit_that_failed_no_engine_has_a_version(failing: str) -> None
     assert generation.version is None
     with pytest.raises(
         RefitError,
-        match=r"no whole weights|said by a worker|has the weights of version 4 where version 3 was sent last",
+        match=r"no complete weights|said by a worker|has the weights of version 4, but version 3 was sent "
+        r"last",
     ):
         generation._require_weights()
     group.answers = {**group.answers, method: lambda worker, **options: VERSION}

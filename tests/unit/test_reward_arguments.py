@@ -255,13 +255,13 @@ def test_a_file_beside_whose_name_another_module_has_is_refused(
     pools.append(RewardPool([RewardSpec(paths[2])], 1))
     assert pools[0].score([(0, Task("a", "b"))])[0].value == 4.0
     with pytest.raises(
-        ConfigError, match=r"imports its_values, which is beside it, but Python takes .*here/its_values.py"
+        ConfigError, match=r"imports its_values, which is next to it, but Python finds .*here/its_values.py"
     ):
         RewardPool([RewardSpec(paths[0])], 1)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"two/mine.py imports its_values.*one/its_values.py for it; rename the one beside it",
+        match=r"two/mine.py imports its_values.*one/its_values.py instead; rename the one next to it",
     ):
         RewardPool([RewardSpec(path) for path in paths[:2]], 1)
 
@@ -273,7 +273,7 @@ def test_a_file_beside_with_the_name_of_what_is_installed_is_refused(
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / f"{name}.py").write_text("value = 1.0\n")
     (tmp_path / f"beside_{name}.py").write_text(f"from {name} import value\n")
-    with pytest.raises(ConfigError, match=rf"imports {name}, which is beside it, but Python takes"):
+    with pytest.raises(ConfigError, match=rf"imports {name}, which is next to it, but Python finds"):
         get_reward(
             RewardSpec(
                 path_of(

@@ -152,7 +152,7 @@ def test_mathematics_in_processes() -> None:
     finally:
         pool.close()
     assert [score.value for score in scores] == [expected for _, _, expected in with_bomb]
-    assert scores[-1] == Score(None, "timeout", "no answer within 8 s")
+    assert scores[-1] == Score(None, "timeout", "no reply within 8 s")
 
 
 def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
@@ -218,8 +218,8 @@ FAULTS: Mapping[str, tuple[str | None, str]] = {
     "huge": ("error", "it returned 1e+300, and a finite number is wanted"),
     "text": ("error", "it returned 'many', and a number is wanted"),
     "none": ("error", "it returned None, and a number is wanted"),
-    "hangs": ("timeout", "no answer within 1.5 s"),
-    "sleeps": ("timeout", "no answer within 1.5 s"),
+    "hangs": ("timeout", "no reply within 1.5 s"),
+    "sleeps": ("timeout", "no reply within 1.5 s"),
 }
 
 
@@ -366,7 +366,7 @@ def test_a_process_that_does_not_read_is_out_of_time(users: str, pools: list[Rew
     assert scored(pools[0], [("a", "")]) == [Score(1 / 8)]
     os.kill(pools[0]._processes[0].child.pid, signal.SIGSTOP)
     assert scored(pools[0], [("b" * 10**6, ""), ("cc", "")]) == [
-        Score(None, "timeout", "no answer within 0.5 s"),
+        Score(None, "timeout", "no reply within 0.5 s"),
         Score(2 / 8),
     ]
     assert scored(pools[0], [("b" * 10**6, "")]) == [Score(10**6 / 8)]
@@ -493,7 +493,7 @@ def test_what_becomes_of_a_response_without_a_reward(
         [False, False],
         {"reward_errors": 0, "reward_timeouts": 1},
     )
-    assert "record 8: no reward, no answer within 1.5 s" in caplog.text and "it counts as 0" in caplog.text
+    assert "record 8: no reward, no reply within 1.5 s" in caplog.text and "it counts as 0" in caplog.text
     environments.append(SingleTurn(section(users, on_error="mask", on_timeout="raise")))
     result = environments[1].step(turn("nan", "aaaa", "dies"))
     assert (result.rewards, result.masked, result.metrics["reward_errors"]) == (
@@ -558,7 +558,7 @@ def answered(result: Any, rows: int) -> Any:
         (EnvironmentReturn([1.0], [True, True], [False, False]), r"\{'rewards': 1\} for 2 responses"),
         (
             EnvironmentReturn([1.0, 1.0], [True, False], [False, False]),
-            "goes on after a response, and there is one turn",
+            "continues after a response, but a conversation has only one turn",
         ),
         (EnvironmentReturn([1.0, float("inf")], [True, True], [False, False]), "the reward inf"),
         (EnvironmentReturn([1.0, float("nan")], [True, True], [False, False]), "the reward nan"),
@@ -610,7 +610,7 @@ def test_a_function_that_writes_to_or_closes_what_is_not_its_own_is_no_hang(
     scores = scored(pools[0], [(each, "") for each in ("a", "babbles", "bb", "closes", "ccc")])
     assert [score.value for score in scores] == [1 / 8, None, 2 / 8, None, 3 / 8]
     assert {score.message for score in scores if score.fault == "error"} == {
-        "its process died (its output was closed, or said what is no answer)"
+        "its process died (its output was closed or invalid)"
     }
 
 

@@ -192,7 +192,8 @@ def test_reasoning_that_a_template_leaves_out_of_the_last_turn_is_refused(
 ) -> None:
     with pytest.raises(
         DataError,
-        match=r"line 1: turn 2 of 2, the assistant's, reasons 'add', and the template leaves it out",
+        match=r"line 1: turn 2 of 2, the assistant's, has the reasoning 'add', but the template leaves it "
+        r"out",
     ):
         load(tmp_path, rows_in("one_turn_r1"), template, messages_key="messages")
 

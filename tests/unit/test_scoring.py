@@ -89,11 +89,11 @@ def test_what_cannot_score_is_refused_before_anything_starts(tmp_path: Path, bac
         )
 
     check(save_scoring(tmp_path / "one", 1))
-    with pytest.raises(ModelError, match=r"it scores with 3 labels, and policy\.reward_model_cfg wants 1"):
+    with pytest.raises(ModelError, match=r"it scores with 3 labels, but policy\.reward_model_cfg needs 1"):
         check(save_scoring(tmp_path / "three", 3))
     with pytest.raises(
         ModelError,
-        match=r"it is a Qwen2ForTokenClassification, and policy\.reward_model_cfg wants a language model or "
+        match=r"it is a Qwen2ForTokenClassification, but policy\.reward_model_cfg needs a language model or "
         r"a",
     ):
         check(save_scoring(tmp_path / "token", 1, AutoModelForTokenClassification))

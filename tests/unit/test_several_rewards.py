@@ -203,8 +203,8 @@ def test_a_run_in_which_nothing_can_be_scored_ends(users: str, made: list[Any]) 
         assert made[0].step(turn(batch)).masked == [response == "raises" for response in batch]
     with pytest.raises(
         RewardError,
-        match=r"no response of 3 batches in a row could be scored; .* first fault is: KeyError: 'abc' "
-        r"\(users\.py, line 6\)\. Fix",
+        match=r"no response of 3 batches in a row could be scored; .*fault of the last batch is: KeyError: "
+        r"'abc' \(users\.py, line 6\)\. Fix",
     ):
         made[0].step(turn(["raises"]))
 
@@ -299,14 +299,17 @@ def test_each_record_meets_the_environment_that_it_names(users: str, made: list[
     assert list(result.accuracies) == [1.0, 1.0, 0.0, 0.0]
     assert (result.metrics["reward_errors"], result.metrics["reward_errors/vowels"]) == (1, 1)
     with pytest.raises(
-        RewardError, match=r"record 0 names the environment 'other', and there are words, own\. Fix"
+        RewardError,
+        match=r"record 0 names the environment 'other', but the environments are words, own\. Fix",
     ):
         made[0].step(turn(["a"], names=["other"]))
     with pytest.raises(RewardError, match=r"record 0 names the environment None"):
         made[0].step(turn(["a"]))
     find = find_faults(made[0], 5.0)
     assert find("1", "words") is None and find("1") == "its record names none of words, own"
-    assert find("1", "other") == "its record names the environment 'other', and there are words, own"
+    assert (
+        find("1", "other") == "its record names the environment 'other', but the environments are words, own"
+    )
     made.append(make_environment({**section(), "only": section(reward="math_verify")}))
     assert made[1].step(turn([r"\boxed{4}"], answer="4")).rewards == [1.0]
     assert find_faults(made[1], 5.0)("1") is None and "no mathematical" in str(find_faults(made[1], 5.0)(""))

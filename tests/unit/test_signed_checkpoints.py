@@ -100,7 +100,7 @@ def linked(root: Path) -> None:
 
 
 TAMPERED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no signature": (lambda root: rewritten(root, signature=None), "bears no signature"),
+    "no signature": (lambda root: rewritten(root, signature=None), "is not signed"),
     "empty signature": (lambda root: rewritten(root, signature=""), "not by the key"),
     "a number for it": (lambda root: rewritten(root, signature=7), "not by the key"),
     "letters outside of ASCII": (lambda root: rewritten(root, signature="hmac-sha256:ä"), "not by the key"),
@@ -279,7 +279,7 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     (root / "policy" / "optimizer" / "state").write_bytes(b"state")
     seal(root)
     key = ["--signing-key", str(key_file)]
-    with pytest.raises(ConversionError, match="bears no signature"):
+    with pytest.raises(ConversionError, match="is not signed"):
         converted(["export", str(root), str(tmp_path / "out"), *key])
     manifest = json.loads((root / MANIFEST_NAME).read_text())
     (root / MANIFEST_NAME).write_text(
@@ -289,7 +289,7 @@ def test_converters_take_the_key(tmp_path: Path, key_file: Path, capsys: pytest.
     flipped(root / "policy" / "optimizer" / "state")
     assert converted(["export", str(root), str(tmp_path / "out"), *key]) == 0
     assert converted(["verify", str(root), str(model), *key]) == 0 == converted(["inspect", str(root), *key])
-    with pytest.raises(ConversionError, match="no other kind is signed"):
+    with pytest.raises(ConversionError, match="only Megatron checkpoints are signed"):
         converted(["inspect", str(model), *key])
     with pytest.raises(ConversionError, match="has mode 0644"):
         converted(["inspect", str(root), "--signing-key", str(write_key(tmp_path / "open", KEY, 0o644))])

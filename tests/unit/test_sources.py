@@ -316,7 +316,7 @@ def test_further_fields_go_to_the_environment(tmp_path: Path, tokenizer: Any, sp
     with pytest.raises(DataError, match=r"line 1 has no key 'x\.y'"):
         load({**plain, "extra_keys": ["x.y"]}, tokenizer)
     path = _parquet(tmp_path / "a.parquet", [{"p": "two", "a": "five", "x": b"bytes"}])
-    with pytest.raises(DataError, match=r"row 0: 'x' = b'bytes' cannot be handed on"):
+    with pytest.raises(DataError, match=r"row 0: 'x' = b'bytes' cannot be passed on"):
         load({**source, "path": path, "extra_keys": ["x"]}, tokenizer)
 
 
@@ -789,11 +789,13 @@ def test_statements_that_a_program_can_pass_unsolved_are_counted_at_every_start(
         [said] = [
             record.getMessage() for record in caplog.records if "without solving" in record.getMessage()
         ]
-        assert "a.jsonl: 2 of 7 reference answers leave a way to a reward" in said
+        assert "a.jsonl: 2 of 7 reference answers allow a reward" in said
         assert (
             "index 2" in said
             and "index 5" in said
-            and "numpy.all(f(1))' without solving its task (the module numpy is not there outside)" in said
+            and "numpy.all(f(1))' without solving its task (the module numpy is not available outside the "
+            "sandbox)"
+            in said
         )
 
 

@@ -211,7 +211,7 @@ def test_a_rank_that_has_ended_is_told_of(rank: subprocess.Popen[str], tmp_path:
     rank.communicate()
     with pytest.raises(
         CheckpointError,
-        match=rf"the memory of process {rank.pid} that {NAME} is in cannot be opened: the process has ended",
+        match=rf"the memory of process {rank.pid} that holds {NAME} cannot be opened: the process has ended",
     ):
         open_staged(tmp_path / "memory")
 
@@ -224,7 +224,7 @@ def test_memory_of_another_one_under_the_same_number_is_not_taken(
     said = json.loads(description.read_text())
     said["memory"]["inode"] += 1
     description.write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match="its number is another one's"):
+    with pytest.raises(CheckpointError, match="another process has its id"):
         move_files(tmp_path, tmp_path)
 
 
@@ -319,7 +319,7 @@ def test_a_file_of_the_model_is_not_taken_for_one_of_ours(tmp_path: Path, conten
     (tmp_path / DESCRIPTION).write_text(content)
     with pytest.raises(
         CheckpointError,
-        match=r"is no file of megarl's. Fix: no file of the model may be called \*\.distcp\.staged",
+        match=r"is not a file of megarl. Fix: no file of the model may be called \*\.distcp\.staged",
     ):
         open_staged(tmp_path)
     (tmp_path / DESCRIPTION).rename(tmp_path / "a.staged")

@@ -95,7 +95,7 @@ def test_a_listing_that_fails_for_a_moment_hides_no_checkpoint(tmp_path: Path, c
     (directory / "tmp_step_3").mkdir()
     with failing_calls(call, part, TRIES - 1) as seen:
         assert [step for step, _ in manager.checkpoints()] == [2, 1] and max(seen.values()) >= TRIES
-    with failing_calls(call, part, 1000), pytest.raises(StorageError, match="no damage") as caught:
+    with failing_calls(call, part, 1000), pytest.raises(StorageError, match="is not damaged") as caught:
         find_resume_point(manager, "auto")
     assert caught.value.exit_code == 1 and not isinstance(caught.value, UnusableCheckpointError)
     with failing_calls("listdir", "checkpoints", TRIES - 1):
@@ -189,7 +189,7 @@ def test_storage_that_stays_away_ends_the_start_and_no_older_checkpoint_is_taken
     tmp_path: Path, part: str
 ) -> None:
     manager = written(tmp_path, 1, 2)
-    with failing_opens(errno.EIO, TRIES, part), pytest.raises(StorageError, match="no damage") as caught:
+    with failing_opens(errno.EIO, TRIES, part), pytest.raises(StorageError, match="is not damaged") as caught:
         find_resume_point(manager, "auto")
     assert not isinstance(caught.value, UnusableCheckpointError)
     assert f"checkpoint {tmp_path / 'step_2'}: " in str(

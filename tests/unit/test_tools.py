@@ -513,8 +513,8 @@ def test_what_an_environment_of_ones_own_does_not_read_is_told(caplog: pytest.Lo
     make_environment({**defaults_of(EnvConfig), **own}).close()  # type: ignore[typeddict-item]
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"env.reward is not used by megarl: the steps of {toy}:TwoTools have the rewards",
-        f"env.tool_parser is null: no call of the tools of {toy}:TwoTools is read",
+        f"env.reward is not used by megarl: the steps of {toy}:TwoTools return the rewards",
+        f"env.tool_parser is null: calls of the tools of {toy}:TwoTools are not parsed",
     ]
     caplog.clear()
     own |= {"reward": None, "tool_parser": "hermes"}

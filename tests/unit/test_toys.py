@@ -376,7 +376,7 @@ def test_an_environment_has_no_metric_of_the_run_s_own() -> None:
         "even": 5,
         "odd": 1,
     }
-    with pytest.raises(BatchError, match="the metrics loss, reward, which"):
+    with pytest.raises(BatchError, match="the metrics loss, reward, whose"):
         add_metrics({"loss": 1.0, "reward": 0.0}, [{"reward": 42}, {"loss": 99}])
 
 
@@ -491,7 +491,7 @@ def test_a_template_without_turns_of_tools_is_refused_before_anything_starts(
     makers = PolicyMaker()
     with pytest.raises(
         DataError,
-        match=r"chat_template writes nothing of what 'tool' says.*Fix: take the template of a model",
+        match=r"chat_template leaves out a turn of 'tool'.*Fix: use the template of a model",
     ):
         run(config, makers)
     assert not makers.policies

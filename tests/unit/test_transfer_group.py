@@ -102,7 +102,7 @@ def test_a_rank_killed_while_bytes_are_on_their_way_is_missed_and_a_new_group_wo
                 comes(buffer)
             other.kill()
             with pytest.raises(
-                RefitError, match=f"weights did not get through: rank {killed} went away; make a new group"
+                RefitError, match=f"the weight transfer failed: rank {killed} disconnected; make a new group"
             ):
                 group.wait(works)
         else:
@@ -149,7 +149,7 @@ def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_the
     works: list[Any] = [*operations]
     with pytest.raises(
         RefitError,
-        match=r"weights did not get through: an operation was not done after 0\.01 s; make a new group",
+        match=r"the weight transfer failed: an operation did not finish within 0\.01 s; make a new group",
     ):
         group_of_gpu(0.01).wait(works)
     assert works == [] and [one.waited for one in operations] == [1, 1, 0]
@@ -159,14 +159,16 @@ def test_operations_of_a_gpu_are_asked_whether_they_are_done_and_given_up_at_the
 def test_an_operation_of_a_gpu_that_failed_says_why() -> None:
     works: list[Any] = [Operation(done=2, error=dist.DistBackendError("NCCL error: remote process exited"))]
     with pytest.raises(
-        RefitError, match=r"weights did not get through: NCCL error: remote process exited; make a new group"
+        RefitError, match=r"the weight transfer failed: NCCL error: remote process exited; make a new group"
     ):
         group_of_gpu(LONG).wait(works)
 
 
 def test_a_rank_that_is_gone_ends_the_wait_for_an_operation_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_group, "_LOOK", datetime.timedelta(seconds=0.01))
-    with pytest.raises(RefitError, match=r"weights did not get through: rank 2 went away; make a new group"):
+    with pytest.raises(
+        RefitError, match=r"the weight transfer failed: rank 2 disconnected; make a new group"
+    ):
         group_of_gpu(LONG, (2,)).wait([Operation()])  # type: ignore[list-item]
 
 
@@ -210,7 +212,7 @@ def test_who_has_all_bytes_misses_a_sender_that_broke_off_because_of_another() -
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)
         other.kill()
         with pytest.raises(
-            RefitError, match=r"weights did not get through: rank 1 went away; make a new group"
+            RefitError, match=r"the weight transfer failed: rank 1 disconnected; make a new group"
         ):
             sender.wait(sent)
         sender.close()
@@ -225,7 +227,9 @@ def survive(port: int, sender: int) -> None:
     buffer, works = begin(group)
     comes(buffer)
     os.kill(sender, signal.SIGKILL)
-    with pytest.raises(RefitError, match=r"weights did not get through: rank 0 went away; make a new group"):
+    with pytest.raises(
+        RefitError, match=r"the weight transfer failed: rank 0 disconnected; make a new group"
+    ):
         group.wait(works)
     group.close()
     assert [thread.name for thread in threading.enumerate() if thread.daemon] == ["weights-in-flight"]

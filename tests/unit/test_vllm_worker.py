@@ -130,7 +130,7 @@ def test_an_engine_of_two_ranks_without_places_is_refused(gpus: None) -> None:
     config = completed(
         {**LEAST, "vllm_cfg": {"max_model_len": 64, "precision": "bfloat16", "pipeline_parallel_size": 2}}
     )
-    with pytest.raises(ConfigError, match="an engine of 2 ranks on GPUs has no places"):
+    with pytest.raises(ConfigError, match="an engine of 2 ranks on GPUs has no bundles"):
         VllmGenerationWorker(config)
 
 

@@ -127,7 +127,8 @@ def test_a_torch_that_shares_memory_by_other_fields_is_refused(
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", rebuild)
     for use in (lambda: IpcBuffer.create(100, CUDA), lambda: IpcBuffer.attach(handle, CUDA)):
         with pytest.raises(
-            RefitError, match=r"shares device memory by other fields than megarl knows: \['dtype', .*'fabric'"
+            RefitError,
+            match=r"shares device memory with other fields than megarl expects: \['dtype', .*'fabric'",
         ):
             use()
 

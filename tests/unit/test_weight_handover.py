@@ -214,7 +214,7 @@ def test_a_policy_that_fails_says_why_goes_through_its_weights_and_the_next_refi
         side.hand_over(2)
     for future in receiving:
         with pytest.raises(
-            RefitError, match=rf"the policy gave the refit up: RefitError: .*{named} \[3\].*refit again"
+            RefitError, match=rf"the policy aborted the refit: RefitError: .*{named} \[3\].*refit again"
         ):
             future.result(60)
     assert taken == NAMES, "the other ranks gather to the end"
@@ -231,7 +231,7 @@ def test_a_policy_that_cannot_see_who_reads_says_so_and_goes_through_its_weights
         broken.setattr(Mailbox, "has_readers", Mock(side_effect=OSError("no such socket")))
         side.hand_over(1)
     for future in receiving:
-        with pytest.raises(RefitError, match="gave the refit up: OSError: no such socket; refit again"):
+        with pytest.raises(RefitError, match="aborted the refit: OSError: no such socket; refit again"):
             future.result(60)
     assert side.taken == len(NAMES), "the other ranks gather to the end"
     assert refit(pool, side, readers, 2) == [2, 2]
@@ -243,7 +243,7 @@ def test_a_refit_that_was_never_begun_is_refused_with_the_reason(
     receiving = pool.submit(readers[0].receive, 9)
     side.sender.refuse(SESSION, 9, StateError("the parameters are in host memory"))
     with pytest.raises(
-        RefitError, match="gave the refit up: StateError: the parameters are in host memory; refit again"
+        RefitError, match="aborted the refit: StateError: the parameters are in host memory; refit again"
     ):
         receiving.result(60)
     assert refit(pool, side, readers, 10) == [10, 10]
@@ -259,7 +259,7 @@ def test_a_reader_that_stands_still_is_named_and_frees_the_policy(
     ):
         side.hand_over(1, patience=0.05)
     with pytest.raises(
-        RefitError, match=r"gave the refit up: RefitError: group 0 of the weights was not read"
+        RefitError, match=r"aborted the refit: RefitError: group 0 of the weights was not read"
     ):
         receiving.result(60)
     # the last groups are waited for too
@@ -329,7 +329,7 @@ def test_a_policy_that_is_in_the_next_refit_before_the_reader_looks_is_not_waite
     side.sender.refuse(SESSION, 2, RefitError("another rank could not begin"))
     go_on.set()
     with pytest.raises(
-        RefitError, match="gave the refit up: RefitError: group 0 of the weights was not read"
+        RefitError, match="aborted the refit: RefitError: group 0 of the weights was not read"
     ):
         receiving.result(60)
     readers[0].before = lambda group: None

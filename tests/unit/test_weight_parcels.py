@@ -373,5 +373,5 @@ def test_a_stream_that_gives_other_than_it_was_asked_for_is_stopped(count: int) 
             return flat_bucket and replace(flat_bucket, count=count)
 
     manifest = Manifest.of(Shelves([_experts(4)]))
-    with pytest.raises(AssertionError, match=f"Wrong gave {count} weights where 1 to 6 were asked for"):
+    with pytest.raises(AssertionError, match=f"Wrong gave {count} weights, but 1 to 6 were requested"):
         pack(Wrong([_experts(4)]), manifest, manifest.group(0, 6), None)

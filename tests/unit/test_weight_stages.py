@@ -158,7 +158,7 @@ def test_what_one_stage_cannot_send_no_engine_serves_and_the_next_refit_works(st
     assert f"gives {name} [3, 3] float32 where {name}" in str(outcomes[stage])
     who = f"pipeline stage {stage}" if stage else "rank 0"
     assert all(f"{who}: the policy gives {name} [3, 3]" in str(outcomes[one]) for one in {0, 1, 2} - {stage})
-    assert all("the policy gave the refit up" in str(one) for one in outcomes[3:])
+    assert all("the policy aborted the refit" in str(one) for one in outcomes[3:])
     assert ranks.serves_nothing()
     assert [next(one, None) for one in streams] == [None] * 3, (
         "gathering is collective: the streams have to be taken to their end"
@@ -200,11 +200,11 @@ def test_stages_with_weights_of_two_versions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 1, "world_size": 5}, "rank 1 expects world_size 5 for 3"),
-        ({"rank": 0, "stage": 2, "world_size": 2}, "pipeline stage 2 expects world_size 2 for 3"),
+        ({"rank": 1, "world_size": 5}, "rank 1 expects world_size 5 instead of 3"),
+        ({"rank": 0, "stage": 2, "world_size": 2}, "pipeline stage 2 expects world_size 2 instead of 3"),
         ({"rank": 0, "stage": 2, "digest": "other"}, "pipeline stage 2 expects manifest 'other'"),
         ({"rank": 0, "stage": 3}, "pipeline stage 3 is outside the 3 stages"),
-        ({"rank": 0, "stage": 1}, "pipeline stage 1 came twice"),
+        ({"rank": 0, "stage": 1}, "pipeline stage 1 connected twice"),
         ({"rank": 3}, "rank 3 is outside the 3 ranks"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_stage_that_does_not_come_is_named() -> None:
     meeting = Rendezvous(HOST, port, keeps=True, seconds=20.0)
     first = ending_when_here(meeting, 2, joining_one(port, 0, rendezvous=meeting))
     outcomes = together(first, joining_one(port, 0, 1), joining_one(port, 2))
-    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not come within 20 s"
+    message = "ranks [1] of 3 and the sender of pipeline stage 2 did not connect within 20 s"
     assert all(isinstance(outcome, RefitError) and message in str(outcome) for outcome in outcomes), outcomes
 
 
@@ -281,7 +281,7 @@ def test_stages_that_come_after_an_engine_was_refused_hear_why() -> None:
     meeting._accept = accepting  # type: ignore[method-assign]
     first, engine = joining_one(port, 0, rendezvous=meeting), joining_one(port, 1, world_size=7)
     outcomes = together(lambda: said(first), lambda: said(engine), lambda: late(1), lambda: late(2))
-    assert all("rank 1 expects world_size 7 for 3" in outcome for outcome in outcomes), outcomes
+    assert all("rank 1 expects world_size 7 instead of 3" in outcome for outcome in outcomes), outcomes
 
 
 def test_all_take_the_smallest_buffer_that_a_sender_has() -> None:

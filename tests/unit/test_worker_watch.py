@@ -99,7 +99,7 @@ def still_from(first: int, count: int) -> list[ProcessLook]:
 
 def test_they_are_given_up_after_the_time_and_not_before() -> None:
     watch = WorkerWatch(300.0, look=Looks(*still_from(0, 9)))
-    reason = "stand still, for at least 225 s"
+    reason = "make no progress for at least 225 s"
     assert said(watch, 5) == ["", "", "", reason, reason]
     watch.answered()
     assert said(watch, 4) == ["", "", "", reason]
@@ -107,7 +107,7 @@ def test_they_are_given_up_after_the_time_and_not_before() -> None:
 
 def test_whoever_moves_has_the_whole_time_again() -> None:
     watch = WorkerWatch(300.0, look=Looks(look(), look(at=1), look(line=8, at=2), *still_from(3, 5)))
-    assert said(watch, 7) == ["", "", "", "", "", "", "stand still, for at least 225 s"]
+    assert said(watch, 7) == ["", "", "", "", "", "", "make no progress for at least 225 s"]
 
 
 def test_workers_that_may_wait_for_others_are_not_given_up_for_standing_still() -> None:

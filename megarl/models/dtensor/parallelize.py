@@ -212,8 +212,8 @@ def _hooks_at_rest(model: nn.Module) -> Iterator[None]:
             # Check the number of hooks: if one of fully_shard's hooks stayed, gradients would go to
             # parameters that are never read.
             assert len(own) == 1, (
-                f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one before and "
-                "one behind it"
+                f"fully_shard has {len(own)} hooks around {type(module).__name__}, expected one "
+                "before and one after it"
             )
             del hooks[own[0]]
     try:

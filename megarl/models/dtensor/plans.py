@@ -224,10 +224,9 @@ def _check_shared_inputs(plan: Plan) -> None:
         )
         if disagrees:
             raise ConfigError(
-                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} and the modules around it do not agree "
-                "on who adds up the gradient of "
-                "its input; write ColumnLinear(shared_input=True) inside a module with WholeInput, and "
-                "there alone"
+                f"policy.dtensor_cfg.custom_parallel_plan: {name!r} and the modules around it do "
+                "not agree on who adds up the gradient of its input; write "
+                "ColumnLinear(shared_input=True) inside a module with WholeInput, and only there"
             )
 
 

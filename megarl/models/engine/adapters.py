@@ -315,23 +315,23 @@ class FirstFactors:
         if stored != wanted:
             more, fewer = sorted(stored - wanted), sorted(wanted - stored)
             raise self._refusal(
-                f"it holds other layers: {more[:2]} are only there, {fewer[:2]} only in {KEY} ({len(more)}, "
-                f"{len(fewer)})"
+                f"its layers differ: {more[:2]} are only in the adapter, {fewer[:2]} only in {KEY} "
+                f"({len(more)}, {len(fewer)})"
             )
         for module in (*modules, *self._stacked.modules):
             if source.config.rank_of(module) != self._settings.rank:
                 raise self._refusal(
-                    f"{module} has rank {source.config.rank_of(module)} there, and {KEY}.dim is "
-                    f"{self._settings.rank}"
+                    f"{module} has rank {source.config.rank_of(module)} in the adapter, but "
+                    f"{KEY}.dim is {self._settings.rank}"
                 )
             if not math.isclose(source.config.scaling_of(module), self._settings.scaling):
                 raise self._refusal(
-                    f"{module} has scale {source.config.scaling_of(module):g} there, and here "
-                    f"{self._settings.scaling:g}"
+                    f"{module} has scale {source.config.scaling_of(module):g} in the adapter, but "
+                    f"{self._settings.scaling:g} here"
                 )
 
     def _refusal(self, bound: str) -> ConfigError:
-        fix = "let dim, alpha, use_rslora and target_modules say what its adapter_config.json does"
+        fix = "set dim, alpha, use_rslora and target_modules as in its adapter_config.json"
         return ConfigError([Violation(f"{KEY}.adapter_path", str(self._settings.start), bound, fix)])
 
 
@@ -353,7 +353,7 @@ def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
         for name in ("lm_head", "model.embed_tokens"):
             if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
                 bound = (
-                    f"{pattern!r} names {name}, and embedding and output layer are one matrix "
+                    f"{pattern!r} names {name}, but embedding and output layer are one matrix "
                     "(tie_word_embeddings)"
                 )
                 fix = "add it to exclude_modules: with an adapter of one of them the two would differ"
@@ -387,8 +387,8 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
     dist.all_gather_object(everywhere, module)
     modules = [found for found in everywhere if found]
     if modules:
-        bound = f"it was trained beside another {modules[0]} than the model has, and brings that with it"
-        fix = f"name its own base as policy.model_name, or start without {KEY}.adapter_path"
+        bound = f"it was trained with another {modules[0]} than that of the model, and holds a copy of it"
+        fix = f"set policy.model_name to its own base, or start without {KEY}.adapter_path"
         raise ConfigError([Violation(f"{KEY}.adapter_path", str(settings.start), bound, fix)])
 
 

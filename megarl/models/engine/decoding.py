@@ -377,10 +377,9 @@ class _Decoding:
         if wrong:
             raise GenerationError(
                 f"row {self.names[wrong[0]]}: the logits of response token {done} (position "
-                f"{len(self.prompts[wrong[0]]) + done}) are not "
-                f"finite ({len(wrong)} of {len(rows)} rows at this position), so no token can be drawn. "
-                "Fix: see whether the weights are "
-                "finite, or use float32 or bfloat16 instead of float16"
+                f"{len(self.prompts[wrong[0]]) + done}) are not finite ({len(wrong)} of "
+                f"{len(rows)} rows at this position), so no token can be sampled. Fix: check "
+                "whether the weights are finite, or use float32 or bfloat16 instead of float16"
             )
 
 

@@ -268,7 +268,7 @@ def score_further(
         tokens: int64 vocabulary indices below ``shard.size``, equal on all ranks of the group.
         sums: the sums that ``score`` returned.
     """
-    assert sums.bounds is None, "of tokens that sampling leaves out there is no log-probability"
+    assert sums.bounds is None, "tokens that sampling leaves out have no log-probability"
     dtype, own = working_dtype(logits), shard.own(logits.shape[1])
     found = torch.zeros(tokens.shape, dtype=dtype, device=logits.device)
     if own > 0:

@@ -106,17 +106,16 @@ class SkipLimit:
         self.in_a_row += 1
         if self.raises:
             raise NonFiniteError(
-                f"{batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. "
-                "Fix: look at those rows, or write skip to go on without such a batch"
+                f"{batch}. No weight was changed by it. policy.on_nonfinite = 'raise'. Fix: look "
+                "at those rows, or write skip to continue without such batches"
             )
         if self.in_a_row >= self.most:
             raise NonFiniteError(
-                f"{self.in_a_row} optimizer steps in a row were skipped, policy.max_consecutive_skips = "
-                f"{self.most}; the last: {batch}. "
-                "No weight was changed by any. Fix: look at those rows; go on from an earlier checkpoint, "
-                "with later ones moved away, and "
-                "a smaller max_grad_norm; or start another run with a lower learning rate from exported "
-                "weights"
+                f"{self.in_a_row} optimizer steps in a row were skipped, "
+                f"policy.max_consecutive_skips = {self.most}; the last: {batch}. No weight was "
+                "changed by any of them. Fix: look at those rows; move the later checkpoints "
+                "away, and continue from an earlier one with a smaller max_grad_norm; or start "
+                "another run with a lower learning rate from exported weights"
             )
         if dist.get_rank() == 0:
             logger.warning("skipped an optimizer step: %s", batch)
@@ -200,6 +199,6 @@ def require_finite(
     names = list(dict.fromkeys(name for rank in everywhere for name in rank))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise kind(
-        f"{consequence}: NaN or infinity in {', '.join(names[:_SHOWN])}{more}. "
-        "Fix: go on from a checkpoint or a model whose weights are finite"
+        f"{consequence}: NaN or infinity in {', '.join(names[:_SHOWN])}{more}. Fix: continue from "
+        "a checkpoint or a model whose weights are finite"
     )

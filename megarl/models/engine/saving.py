@@ -96,10 +96,10 @@ class SavingWorker(WorkerState):
             failure = error
         if not on_all_ranks(failure is None, self.runtime.device):
             elsewhere = (
-                f"load_checkpoint({str(weights)!r}): another rank cannot begin, its own error says "
-                "why; nothing was changed. "
+                f"load_checkpoint({str(weights)!r}): another rank cannot load it, see its own "
+                "error; nothing was changed. "
             )
-            raise failure or CheckpointError(f"{elsewhere}Fix: a path that all hosts see")
+            raise failure or CheckpointError(f"{elsewhere}Fix: give a path that all hosts see")
 
     def export_hf(self, path: str) -> None:
         """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer), whose

@@ -41,14 +41,14 @@ def scoring_config(hf_config: Any) -> Any:
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
         raise ModelError(
-            f"policy.model_name: it scores with {config.num_labels} labels, and policy.reward_model_cfg "
-            "wants 1. "
-            "Fix: give a language model, or a reward model with one label"
+            f"policy.model_name: it scores with {config.num_labels} labels, but "
+            "policy.reward_model_cfg needs 1. Fix: give a language model, or a reward model with "
+            "one label"
         )
     if given is not None and given != wanted and not given.endswith("ForCausalLM"):
         raise ModelError(
-            f"policy.model_name: it is a {given}, and policy.reward_model_cfg wants a language model or a "
-            f"{wanted}. Fix: give one of these"
+            f"policy.model_name: it is a {given}, but policy.reward_model_cfg needs a language "
+            f"model or a {wanted}. Fix: give one of these"
         )
     config.architectures = [wanted]
     config.num_labels = 1

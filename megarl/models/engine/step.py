@@ -83,9 +83,9 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
     )
     if len(set(counts)) > 1:
         raise BatchError(
-            f"data-parallel replicas have {counts} micro-batches, and their passes meet in collectives; "
-            "give each the same number "
-            "(shard the batch with megarl.models.policy.batch_plan.shard_batch)"
+            f"data-parallel replicas have {counts} micro-batches, but their passes share "
+            "collectives; give each the same number (shard the batch with "
+            "megarl.models.policy.batch_plan.shard_batch)"
         )
 
 
@@ -232,8 +232,7 @@ def topk_of_batch(
     size = min(backend.vocabulary.size, vocabulary_size or backend.vocabulary.size)
     if not 1 <= count <= size:
         raise BatchError(
-            f"k = {count}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give "
-            "a number of these"
+            f"k = {count}: must be from 1 to the vocabulary's size {size}. Fix: give such a number"
         )
     _require_all_tokens(sampling, size, "the most likely tokens")
     # A smaller vocabulary makes the other columns padding, which is in no softmax.

@@ -66,7 +66,7 @@ class StepTrace:
             self._profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             raise StateError(
-                f"profile {path} cannot be written: {error}. Fix: see to free space and permissions there"
+                f"profile {path} cannot be written: {error}. Fix: check free space and permissions there"
             ) from error
         return str(path)
 

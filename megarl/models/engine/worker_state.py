@@ -104,14 +104,13 @@ class WorkerState:
     ) -> None:
         if self.scores and method in _OF_LANGUAGE_MODELS:
             raise StateError(
-                f"{method}(): policy.reward_model_cfg.enabled = True, and a model that scores has no output "
-                "layer over tokens. "
-                "Fix: set it to false, or call get_values()"
+                f"{method}(): policy.reward_model_cfg.enabled = True, and a reward or value model "
+                "has no output layer over tokens. Fix: set it to false, or call get_values()"
             )
         if not self.scores and method == "get_values":
             raise StateError(
-                "get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled for a "
-                "model that scores"
+                "get_values(): this is a language model. Fix: set policy.reward_model_cfg.enabled "
+                "for a reward or value model"
             )
         self._refuse_unfinished_load(method)
         if optimizer:
@@ -124,8 +123,8 @@ class WorkerState:
         policy's own."""
         if self._reference_is_in:
             raise StateError(
-                f"{method}() inside use_reference_model() would take the reference policy for the policy; "
-                "leave the context first"
+                f"{method}() inside use_reference_model() would use the reference policy instead "
+                "of the policy; leave the context first"
             )
 
     def _refuse_unfinished_load(self, method: str) -> None:

@@ -76,7 +76,7 @@ class FSDP1Backend(HuggingFaceBackend):
     def _refuse_optimizer(self) -> None:
         name = str(at(self.policy, "optimizer.name") or "")
         if self.groups.data_size > 1 and name.rpartition(".")[2] in NOT_ELEMENTWISE:
-            bound = "its step needs whole matrices, and FSDP1 cuts them into flat pieces"
+            bound = "its step needs full matrices, but FSDP1 cuts them into flat pieces"
             raise ConfigError(
                 [
                     Violation(

@@ -242,7 +242,7 @@ class EngineGroup(RolloutEngine):
             digests = [slices_digest(slices) for slices in ranks]
             if any([digest for _, digest in engine] != digests for engine in engines):
                 logger.warning(
-                    "engines of one model read different slices of its weights, and get whole ones"
+                    "engines of one model read different slices of its weights, so they get full weights"
                 )
                 # An empty mapping means that the rank reads full weights.
                 ranks = ({},) * self._workers.ranks
@@ -349,14 +349,13 @@ class EngineGroup(RolloutEngine):
             receiving, self._receiving = self._receiving, []
             self.loaded(self.results(receiving))
         if self.expected_version is None:
-            raise RefitError("the engines have no whole weights: refit them before they generate")
+            raise RefitError("the engines have no complete weights: refit them before they generate")
         for engine, version in enumerate(self._versions):
             if version != self.expected_version:
-                has = "no whole weights" if version is None else f"the weights of version {version}"
+                has = "no complete weights" if version is None else f"the weights of version {version}"
                 raise RefitError(
-                    f"engine {engine} of {self._workers.engines} has {has} where version "
-                    f"{self.expected_version} was sent last: "
-                    "refit all engines before they generate"
+                    f"engine {engine} of {self._workers.engines} has {has}, but version "
+                    f"{self.expected_version} was sent last: refit all engines before they generate"
                 )
 
     # The following methods generate.
@@ -527,9 +526,9 @@ def engine_places(cluster: RayVirtualCluster, ranks: int, key: str) -> list[list
     if rest or len(set(counts)) > 1 or len(counts) % nodes:
         node = next(node for node, count in enumerate(counts) if count % ranks)
         raise ConfigError(
-            f"{key}: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not divide the "
-            f"{counts[node]} places of the engines on node {node}, and does not fill whole nodes of "
-            f"{counts} places. Fix: write sizes "
-            "whose product does, or give another number of places"
+            f"{key}: tensor_parallel_size times pipeline_parallel_size = {ranks}: it does not "
+            f"divide the {counts[node]} bundles of the engines on node {node}, and does not fill "
+            f"complete nodes of {counts} bundles. Fix: write sizes whose product does, or give "
+            "another number of bundles"
         )
     return [[(node, [0]) for node in range(first, first + nodes)] for first in range(0, len(counts), nodes)]

@@ -284,10 +284,12 @@ class RolloutEngine(GenerationInterface):
             A number by which the policy's ranks distinguish the ranks of these engines from others
             (``Policy.hand_over_weights``).
         """
-        bound = f"{type(self).__name__} takes no weights on the policy's devices: it has no meet"
+        bound = (
+            f"{type(self).__name__} takes no weights on the policy's devices: it does not implement meet()"
+        )
         fix = (
-            "write policy.generation.colocated: {enabled: false, resources: {gpus_per_node: 1}}, and as "
-            "many ranks more in cluster"
+            "write policy.generation.colocated: {enabled: false, resources: {gpus_per_node: 1}}, "
+            "and add that many ranks to cluster"
         )
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
@@ -300,7 +302,7 @@ class RolloutEngine(GenerationInterface):
     def take_slices(self, names: Sequence[str]) -> None:
         """Set the weights that arrive as slices from now on; engines that know them are not called."""
         if names:
-            raise NotImplementedError(f"{type(self).__name__} takes whole weights")
+            raise NotImplementedError(f"{type(self).__name__} takes full weights, not slices")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
         """Receive all weights of a refit from the policy's ranks on the same devices; call this together with

@@ -231,7 +231,7 @@ class SharedStream:
         with self._changed:
             self._changed.wait_for(lambda: caller.found or self._closed, timeout_s)
             if self._closed:
-                raise MegarlError("the run ends, and nobody waits for what is being sampled")
+                raise MegarlError("the run ends, so the responses that are being sampled are not delivered")
             found, caller.found = caller.found, {}
             return found
 

@@ -57,7 +57,7 @@ def save_weights(
     with appears_whole(directory) as partial:
         _write(state, partial, buffer)
         if add is not None:
-            with failing_together(f"writing what adapters are beside to {directory}"):
+            with failing_together(f"writing the base of the adapters to {directory}"):
                 if dist.get_rank() == 0:
                     add(partial)
 
@@ -211,9 +211,9 @@ def install(
     # Compare names and their order: torch assigns state by number, and would give it to other parameters.
     if here != there:
         raise CheckpointError(
-            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} parameters, this "
-            "optimizer has "
-            f"{[len(group) for group in here]}, or they are others; check model_name and policy.optimizer"
+            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} "
+            f"parameters, this optimizer has groups of {[len(group) for group in here]}, or other "
+            "parameters; check model_name and policy.optimizer"
         )
     groups, first = [], 0
     for live, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
@@ -250,7 +250,7 @@ def _write(state: Mapping[str, torch.Tensor], directory: Path, buffer: StagingBu
             dcp.save(dict(state), storage_writer=RankWriter(directory, buffer))
     except CheckpointException as error:  # DCP raises it on all ranks, and it is not an Exception.
         raise CheckpointError(
-            f"{directory} cannot be written: {error}. See to free space and permissions there"
+            f"{directory} cannot be written: {error}. Check free space and permissions there"
         ) from error
 
 
@@ -277,7 +277,7 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
             (cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None
         )
         raise refused or CheckpointError(
-            f"{directory} cannot be read: {error}. It is damaged; take another checkpoint"
+            f"{directory} cannot be read: {error}. It is damaged; use another checkpoint"
         ) from error
 
 

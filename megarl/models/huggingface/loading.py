@@ -83,10 +83,9 @@ def build_on_meta(
     if text is not config:
         seeing = " and ".join(sorted(family.model_type for family in FAMILIES.values() if family.sees))
         raise ModelError(
-            f"policy.model_name: a {config.model_type} model also sees or hears, and the torch backends run "
-            "models of text alone. "
-            "Fix: take one of these, or set policy.megatron_cfg.enabled to true, which trains the text of "
-            f"{seeing}"
+            f"policy.model_name: a {config.model_type} model also sees or hears, but the torch "
+            "backends run only text models. Fix: use a text model, or set "
+            f"policy.megatron_cfg.enabled to true, which trains the text part of {seeing}"
         )
     if disagreements := rotary_disagreements(text.to_dict()):
         raise ModelError(
@@ -150,8 +149,8 @@ def layers_of(model: Any) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not say what its layers are (_no_split_modules); choose a model "
-            "of transformers"
+            f"{type(model).__name__} does not name its layer classes (_no_split_modules); choose a "
+            "model of transformers"
         )
     return layers
 

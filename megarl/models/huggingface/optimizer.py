@@ -298,7 +298,7 @@ def _one_schedule(key: str, chosen: Mapping[str, Any], optimizer: torch.optim.Op
         raise _refusal(
             f"{key}.name",
             chosen["name"],
-            "it waits for a measured value, and none is given to it",
+            "it needs a metric at each step, but none is passed to it",
             "take another schedule",
         )
     kwargs = dict(chosen.get("kwargs") or {})

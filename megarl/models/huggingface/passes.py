@@ -34,7 +34,7 @@ def output_of(model: Any, model_input: ModelInput, request: Request | None = Non
         raise _without_chunks(
             model,
             request,
-            "changes its logits behind the output layer, which cannot be done to log-probabilities",
+            "changes its logits after the output layer, which cannot be done to log-probabilities",
         )
     return logits
 

@@ -549,8 +549,8 @@ class Adapters:
         ranks = [rank for rank, nothing in enumerate(everywhere) if nothing]
         if ranks:
             bound = (
-                f"a pipeline stage, or a chunk of one, has no adapter (rank {ranks[0]}), so that "
-                "nothing of it is trained"
+                f"a pipeline stage, or a chunk of one, has no adapter (rank {ranks[0]}), so none "
+                "of its layers is trained"
             )
             fix = "choose layers of every stage, or fewer stages"
             raise ConfigError([Violation(f"{KEY}.target_modules", list(self.settings.targets), bound, fix)])
@@ -579,8 +579,8 @@ class Adapters:
             and any(name.endswith(_OF_EXPERTS) for name in self.adapted)
         ):
             logger.warning(
-                "PEFT may take the adapters of MLPs beside experts for those of experts: load the merged "
-                "model instead"
+                "PEFT may mistake the adapters of MLPs next to experts for those of experts: load "
+                "the merged model instead"
             )
         for module, letter, factor in StackedFactors(self._stacks, self.settings.rank).joined(self._whole()):
             if letter == ("A" if is_embedding(module) else "B"):
@@ -716,7 +716,7 @@ def _refuse_some_experts(chosen: Collection[str], experts: Sequence[str], settin
     for name, modules in of_layer.items():
         found = [module for module in modules if module in adapted]
         if 0 < len(found) < len(modules):
-            bound = f"it gives {found[0]} an adapter, and not all of {name}"
+            bound = f"it gives {found[0]} an adapter, but not all of {name}"
             raise ConfigError(
                 [
                     Violation(

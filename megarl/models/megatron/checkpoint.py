@@ -269,10 +269,9 @@ def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
     if inner and own != stored:
         raise CheckpointError(
             f"{directory} holds the state of an optimizer with use_distributed_optimizer = "
-            f"{str(stored).lower()}, and this one has "
-            f"{str(own).lower()}, which does not read it. Fix: set "
-            "policy.megatron_cfg.optimizer.use_distributed_optimizer to "
-            f"{str(stored).lower()}, or load the weights alone, which are of one form"
+            f"{str(stored).lower()}, but this one has {str(own).lower()}, which cannot read it. "
+            "Fix: set policy.megatron_cfg.optimizer.use_distributed_optimizer to "
+            f"{str(stored).lower()}, or load only the weights, whose form is the same"
         )
 
 
@@ -408,7 +407,7 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
             (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None
         )
         raise refused or CheckpointError(
-            f"{directory} cannot be read: {error}. It is damaged; take another checkpoint"
+            f"{directory} cannot be read: {error}. It is damaged; use another checkpoint"
         ) from error
     except (CheckpointingException, KeyError, ValueError) as error:
         if isinstance(error, MegarlError):
@@ -417,9 +416,7 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
             f"{directory} does not hold the {what} of this model: {error}. Check model_name and the path"
         ) from error
     except OSError as error:
-        raise CheckpointError(
-            f"{directory} cannot be read: {error}. Fix: see to permissions there"
-        ) from error
+        raise CheckpointError(f"{directory} cannot be read: {error}. Fix: check permissions there") from error
 
 
 def _on_all_ranks(own: Any) -> list[Any]:

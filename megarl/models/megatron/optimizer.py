@@ -91,10 +91,10 @@ def _require_one_kind(policy: PolicyConfig) -> None:
         for kind, ranks in places.items()
     )
     fix = (
-        "the same packages on all hosts: megarl doctor shows what fails to load, bash "
+        "install the same packages on all hosts: megarl doctor shows what fails to load, bash "
         "launch/gpu_environment.sh installs a set that fits"
     )
-    reason = f"Megatron-Core found fused optimizers of different packages, which do not step alike: {told}"
+    reason = f"Megatron-Core found fused optimizers of different packages, whose steps differ: {told}"
     raise ConfigError([Violation(KEY, policy["megatron_cfg"]["transformer_engine"], reason, fix)])
 
 

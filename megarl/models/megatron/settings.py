@@ -177,7 +177,7 @@ def _permutes_fused(megatron: MegatronConfig) -> bool:
                     "policy.megatron_cfg.moe_permute_fusion",
                     True,
                     bound,
-                    "megarl doctor says more; or write false",
+                    "run megarl doctor for details, or write false",
                 )
             ]
         )

@@ -77,7 +77,7 @@ def save_sharded(
         failure = error
     with failing_together(f"writing {directory}"):
         if failure is not None:
-            raise CheckpointError(f"{failure}. See to free space and permissions there") from failure
+            raise CheckpointError(f"{failure}. Check free space and permissions there") from failure
         first.require_written()
 
 

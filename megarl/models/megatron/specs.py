@@ -114,8 +114,8 @@ class PortableAttention(MegatronModule):
         if config.softmax_type == "learnable":
             if self.context.ring:
                 raise ModelError(
-                    "context_parallel_comm_type = p2p: attention with sinks does not send keys and values "
-                    "round; choose all_gather"
+                    "context_parallel_comm_type = p2p: attention with sinks does not send keys "
+                    "and values around; choose all_gather"
                 )
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             device = torch.cuda.current_device()

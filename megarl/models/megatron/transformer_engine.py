@@ -127,7 +127,7 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
             "megarl doctor (shows what is wrong), bash launch/gpu_environment.sh (installs a set that "
             "fits), or write auto or false"
         )
-        reason = finding.reason or "it works on this rank and not on another, whose error says why"
+        reason = finding.reason or "it works on this rank but not on another; see the error of that rank"
         raise ConfigError([Violation(KEY, True, f"Transformer Engine cannot be used: {reason}", fix)])
     if finding.is_fault or (on_any and finding.reason is not None):
         whose = f"on rank {dist.get_rank()}, so no rank uses it" if dist.is_initialized() else "here"

@@ -379,8 +379,8 @@ def _set_out(
             # Check the size, because torch.cat resizes an output of another size instead of failing.
             if len(own) != bucket.length:
                 raise StateError(
-                    f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters behind it has "
-                    "changed its shape: make a new policy"
+                    f"{bucket.names[0]} or one of the {len(bucket.names) - 1} parameters after it "
+                    "has changed its shape: make a new policy"
                 )
         if bucket.source is not None:
             pending = dist.broadcast(
@@ -467,7 +467,7 @@ class WeightStream:
         """
         if self._buckets is None:
             raise StateError(
-                "slices are chosen once the weights were gone through: take the refit info first"
+                "slices are chosen after a first pass over the weights: take the refit info first"
             )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
         everybody: list[Any] = [None] * dist.get_world_size()
@@ -536,8 +536,8 @@ class WeightStream:
         """
         if self._buckets is None:
             raise StateError(
-                "the names of all stages are known once the weights were gone through: take the refit info "
-                "first"
+                "the names of all stages are known after a first pass over the weights: take the "
+                "refit info first"
             )
         return [
             [name for name, _ in join(self._without_memory(stage), self._architecture)]

@@ -103,8 +103,8 @@ class DTensorPolicyWorker(EngineWorker):
         """
         if cp_rotate_method not in ROTATE_METHODS:
             raise ConfigError(
-                f"cp_rotate_method = {cp_rotate_method!r}: keys and values come together by allgather or "
-                "alltoall; write one or None"
+                f"cp_rotate_method = {cp_rotate_method!r}: keys and values are exchanged by "
+                "allgather or alltoall; write one or None"
             )
         return context_parallel(cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method)
 

@@ -232,8 +232,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)
         if not 1 <= k <= size:
             raise BatchError(
-                f"k = {k}: the most likely tokens are counted from 1 to the vocabulary's {size}. Fix: give "
-                "a number of these"
+                f"k = {k}: must be from 1 to the vocabulary's size {size}. Fix: give such a number"
             )
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {
@@ -361,8 +360,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         replicas = self.data_parallel_size
         if rows % global_batch:
             raise BatchError(
-                f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give whole "
-                "global batches"
+                f"Total batch size ({rows}) is not a multiple of batch_size ({global_batch}): give "
+                "complete global batches"
             )
         if global_batch % (replicas * together):
             kept = f" x {together} rows that stay together" if together > 1 else ""

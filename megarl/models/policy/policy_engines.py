@@ -195,7 +195,7 @@ class PolicyEngines(RolloutEngine):
     def _require_weights(self) -> None:
         if self._version is None:
             raise RefitError(
-                "the workers that generate have no whole weights: refit them before they generate"
+                "the workers that generate have no complete weights: refit them before they generate"
             )
 
     def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:

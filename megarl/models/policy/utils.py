@@ -96,9 +96,8 @@ def configure_expandable_segments() -> None:
             env.set_variables(options.with_expandable(True).as_environment())
     elif options.expandable:
         raise RuntimeError(
-            f"{options.variable} = {str(options)!r}: expandable_segments needs a device from Hopper on "
-            f"(compute capability {_HOPPER}.0). "
-            "Fix: take it out"
+            f"{options.variable} = {str(options)!r}: expandable_segments needs a Hopper device or "
+            f"a later one (compute capability {_HOPPER}.0). Fix: remove it"
         )
 
 

@@ -138,7 +138,7 @@ class Conversation:
             raise EndedError from None
         answer = json.loads(self._line())
         if not isinstance(answer, Mapping):
-            raise ValueError("the answer of a program is no object")
+            raise ValueError("the reply of a program is not an object")
         kinds = answer.get("raised")
         if isinstance(kinds, list):
             raise RaisedError([kind for kind in kinds if isinstance(kind, str)])
@@ -156,13 +156,13 @@ class Conversation:
             # does.
             self._bytes_left -= len(piece)
             if length > LONGEST_OUTPUT or self._bytes_left < 0:
-                raise ValueError("the answer of a program is too long")
+                raise ValueError("the reply of a program is too long")
         line, _, self._read = b"".join(parts).partition(b"\n")
         return line
 
     def _value(self, answer: Mapping[str, Any]) -> Any:
         if "value" not in answer:
-            raise ValueError("the answer of a program holds no value")
+            raise ValueError("the reply of a program has no value")
         return self._decoded(answer["value"])
 
     def _decoded(self, coded: Any) -> Any:

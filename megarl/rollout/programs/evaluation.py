@@ -456,7 +456,7 @@ class _Interpreter:
 
     def _call_own(self, function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if not callable(function):
-            raise TypeError("what is called is no function")
+            raise TypeError("the called object is not a function")
         name = getattr(function, "__name__", "")
         if FUNCTIONS.get(name) is not function:
             return function(*arguments, **keywords)
@@ -498,7 +498,7 @@ class _Interpreter:
         if isinstance(value, Remote):
             found = self._program.call(Remote(builtin="list"), [value])
             if type(found) is not list:
-                raise TypeError("no list of it comes back")
+                raise TypeError("the program returned no list of it")
             return found
         return value
 

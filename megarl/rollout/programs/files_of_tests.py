@@ -85,21 +85,21 @@ def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
         if isinstance(node, ast.ImportFrom) and _is_of_program(node):
             own = sorted({each.name for each in node.names} & {*_OURS, "*"})
             if own:
-                return f"it tests {own[0]} of the program, which is a name of Python's own too"
+                return f"it tests {own[0]} of the program, which is also a name of Python"
     for each in tree.body:
         if isinstance(each, ast.ClassDef) and any(
             _is_test(inner.name) for inner in each.body if isinstance(inner, Function)
         ):
             return f"its tests are methods of {each.name}: store functions test_...(), or assert statements"
         if isinstance(each, Function) and (_FIXTURE.fullmatch(each.name) or "fixture" in _decorators(each)):
-            return f"{each.name}() is run by pytest alone: call it in the tests"
+            return f"{each.name}() is run only by pytest: call it in the tests"
     for name, test in tests.items():
         if test.args.args or test.decorator_list or isinstance(test, ast.AsyncFunctionDef):
             return (
                 f"{name}() needs pytest (a fixture, a decorator or a loop): store functions without arguments"
             )
         if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
-            return f"{name}() is a generator, of which a call runs nothing"
+            return f"{name}() is a generator, so calling it runs nothing"
     if tests or any(isinstance(each, ast.Assert) for each in _executed(tree)):
         return None
     called = {name for each in _executed(tree) if isinstance(each, ast.Expr) for name in _names([each])}
@@ -110,8 +110,8 @@ def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
         return None
     name = functions[0]
     return (
-        f"it defines {name}() and calls it nowhere: add the line {name}(NAME), with the name of the function "
-        "that it tests (in a column such as entry_point)"
+        f"it defines {name}() but never calls it: add the line {name}(NAME), with the name of the "
+        "function that it tests (in a column such as entry_point)"
     )
 
 
@@ -248,13 +248,13 @@ def _checked(statement: str) -> str:
         for name in names:
             if name.partition(".")[0] == "pytest":
                 raise ValueError(
-                    "it needs pytest: of that, 'with pytest.raises(KIND)' by the names of errors and '== "
-                    "pytest.approx(NUMBER)' are understood"
+                    "it needs pytest, of which only 'with pytest.raises(KIND)' by the names of "
+                    "errors and '== pytest.approx(NUMBER)' are supported"
                 )
             # Search for the first part of the name only, because find_spec imports the parent packages of a
             # name with dots.
             if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
-                raise ValueError(f"it imports {name}, which is not there")
+                raise ValueError(f"it imports {name}, which is not available")
     if reason_against(statement) is None:
         return statement
     lines = "\n".join(f"    {line}" for line in statement.splitlines())

@@ -142,7 +142,7 @@ def _parsed(value: Any, what: str) -> Any:
             "are trusted, by json.loads(pickle.loads(zlib.decompress(base64.b64decode(text)))), and store "
             "what that gives as JSON"
         )
-    raise ValueError(f"{what} is packed, and what was packed is no JSON: {unpacked[:40]!r}")
+    raise ValueError(f"{what} is packed, but its content is not JSON: {unpacked[:40]!r}")
 
 
 def _pickled_text(content: bytes) -> str | None:
@@ -175,15 +175,15 @@ def _unpacked(text: str, what: str) -> bytes | None:
     try:
         content = stream.decompress(packed, LARGEST_UNPACKED + 1)
     except zlib.error as error:
-        raise ValueError(f"{what} is packed, and cannot be unpacked: {error}") from None
+        raise ValueError(f"{what} is packed, but cannot be unpacked: {error}") from None
     # Limit the unpacked size, because a few compressed kilobytes may hold gigabytes.
     if len(content) > LARGEST_UNPACKED:
         raise ValueError(
-            f"{what} is packed, and unpacked it has more than {LARGEST_UNPACKED:,} bytes: store fewer or "
-            "smaller tests"
+            f"{what} is packed, but has more than {LARGEST_UNPACKED:,} bytes unpacked: store fewer "
+            "or smaller tests"
         )
     if not stream.eof:
-        raise ValueError(f"{what} is packed, and its end is missing: store the whole text")
+        raise ValueError(f"{what} is packed, but truncated: store the full text")
     return content
 
 
@@ -216,7 +216,7 @@ def _tests_of_object(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> I
     else:
         inputs, outputs = (_parsed(given.get(name), name) for name in ("inputs", "outputs"))
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError("inputs and outputs are wanted, two lists of one length")
+            raise ValueError("inputs and outputs are wanted, two lists of the same length")
         for each, expected in zip(inputs, outputs, strict=True):
             yield _test(each, expected, inner.get("func_name"))
 

@@ -134,9 +134,8 @@ def notice_of_user() -> str:
         return ""
     who = "65534" if sandbox.planned_root().changes_user else "of this container's root, without capabilities"
     return (
-        f"the run is root. Programs of the model are shut in, as user {who}; but should the kernel have a "
-        "hole, the whole machine is "
-        "theirs. Start the run as another user"
+        f"the run is root. Programs of the model run in a sandbox, as user {who}; but a hole in "
+        "the kernel would give them the complete machine. Start the run as another user"
     )
 
 
@@ -228,7 +227,9 @@ def running(
 
 
 def _no_program(why: str) -> RewardError:
-    return RewardOutageError(f"no program can be started: {why}. Fix: see whether the machine is full")
+    return RewardOutageError(
+        f"no program can be started: {why}. Fix: check the free memory, processes and disk of the machine"
+    )
 
 
 @contextlib.contextmanager

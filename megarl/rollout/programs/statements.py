@@ -111,7 +111,7 @@ def _reason_against_tree(tree: ast.Module) -> str | None:
     for node in nodes:
         reason = _reason_against_node(node) or _reason_against_call(node, functions)
         if isinstance(node, ast.Lambda) and id(node) not in keys:
-            reason = "a function is kept or given to the program"
+            reason = "a function is stored or passed to the program"
         if reason is not None:
             return reason
     return None
@@ -132,7 +132,7 @@ def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
         return None
     passed = [*node.args, *(keyword.value for keyword in node.keywords)]
     given = any(isinstance(each, ast.Name) and each.id in functions for each in passed)
-    return "a function is given to the program" if given else None
+    return "a function is passed to the program" if given else None
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -149,29 +149,29 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 def _reason_against_node(node: ast.AST) -> str | None:
     if not isinstance(node, (*_NODES, ast.Raise)):
-        return f"{type(node).__name__} is not evaluated outside"
+        return f"{type(node).__name__} is not evaluated outside the sandbox"
     match node:
         case ast.Assert(test=ast.Tuple(elts=[_, *_])):
             return "a tuple is always true"
         case ast.Name(id=name) if name in _JUDGES or name.startswith("__"):
-            return f"{name} is not evaluated outside"
+            return f"{name} is not evaluated outside the sandbox"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
-            return f"the attribute {name} is not read outside"
+            return f"the attribute {name} is not read outside the sandbox"
         # If the name is not one of our modules, allow any attribute, because the name may be a value of the
         # program.
         case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(
             module, {name: None}
         ):
-            return f"{module}.{name} is not there outside"
+            return f"{module}.{name} is not available outside the sandbox"
         case ast.Import(names=names):
             wanted = [alias.name for alias in names if alias.name not in MODULES]
-            return f"the module {wanted[0]} is not there outside" if wanted else None
+            return f"the module {wanted[0]} is not available outside the sandbox" if wanted else None
         case ast.ImportFrom(module=module, names=names, level=level):
             known = module in MODULES and not level
             fits = known and (
                 module == "typing" or all(alias.name in MODULES[module or ""] for alias in names)
             )
-            return None if fits else f"the module {module} is not there outside"
+            return None if fits else f"the module {module} is not available outside the sandbox"
         case ast.FunctionDef(decorator_list=decorators, args=ast.arguments() as arguments):
             simple = not (
                 decorators
@@ -180,9 +180,9 @@ def _reason_against_node(node: ast.AST) -> str | None:
                 or arguments.kwonlyargs
                 or arguments.defaults
             )
-            return None if simple else f"the function {node.name} is not evaluated outside"
+            return None if simple else f"the function {node.name} is not evaluated outside the sandbox"
         case ast.ExceptHandler(name=str()):
-            return "it looks at an exception"
+            return "it reads an exception"
     return None
 
 
@@ -199,7 +199,7 @@ def reason_to_doubt(statement: str) -> str | None:
         if isinstance(node, ast.Compare) and all(
             _names_in(each) - not_programs for each in (node.left, *node.comparators)
         ):
-            return "it compares what the program makes with what the program makes"
+            return "it compares two values that the program makes"
     return None
 
 

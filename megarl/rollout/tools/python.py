@@ -78,11 +78,11 @@ class Python:
         fault, bubblewrap = isolation()
         if fault is not None and section.get("isolation", "required") == "required":
             fix = (
-                f"grant namespaces or install bubblewrap, or write {key}.isolation: preferred, by which "
-                "the model's code runs unprotected"
+                f"grant namespaces or install bubblewrap, or write {key}.isolation: preferred, "
+                "which runs the model's code unprotected"
             )
             raise ConfigError(
-                [Violation(f"{key}.isolation", "required", f"code cannot be shut in here: {fault}", fix)]
+                [Violation(f"{key}.isolation", "required", f"code cannot be isolated here: {fault}", fix)]
             )
         memory = section.get("memory_mb", 512)
         limits = Limits(_LONGEST_LIFE, memory, isolated=fault is None, bubblewrap=bubblewrap)

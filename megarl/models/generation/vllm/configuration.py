@@ -26,24 +26,24 @@ from megarl.key import defaults_of
 
 VLLM = f"{GENERATION}.vllm_cfg"
 _SIZES, _SHARES = (2, 4, 8, 16, 32, 64), (0.7, 0.8, 0.9)
-_REFIT = "the policy's weights come by it"
+_REFIT = "refits send the policy's weights through it"
 FIXED_ARGUMENTS = {
     "weight_transfer_config": _REFIT,
     "worker_extension_cls": _REFIT,
     "logprobs_mode": (
-        "training scores the tokens after the temperature, and what generates has to score them alike"
+        "training scores the tokens after the temperature, and the engine has to score them in the same way"
     ),
-    "tokenizer": "stop strings are looked for in the texts of the policy's",
-    "seed": "it is drawn from the run's",
+    "tokenizer": "stop strings are searched in the texts of the policy's tokenizer",
+    "seed": "it is derived from the run's seed",
     "trust_remote_code": "code of a model's author would run in the engine",
-    "language_model_only": "the policy is the text of a model that also sees",
-    "distributed_executor_backend": "the places of an engine's ranks are the run's",
+    "language_model_only": "the policy is the text part of a vision-language model",
+    "distributed_executor_backend": "the run places the ranks of an engine",
 }
 ONLY_ON_GPUS = {
     "pipeline_parallel_size": (
-        "vLLM 0.32 for CPUs breaks off at the first answer of an engine of several stages"
+        "vLLM 0.32 for CPUs fails at the first response of an engine of several stages"
     ),
-    "expert_parallel_size": "vLLM 0.32 for CPUs dies in its kernel for experts where they are divided",
+    "expert_parallel_size": "vLLM 0.32 for CPUs crashes in its expert kernel when experts are divided",
 }
 """Sizes that must be 1 on a CPU, each with the reason: larger engines start there and load their weights, but
 fail later."""
@@ -187,8 +187,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         if needed.cached_tokens < longest and view[f"{VLLM}.kv_cache_gb"] is None:
             bound = (
                 f"{needed.weights / GIB:.1f} GiB of weights leave room for keys and values of "
-                f"{needed.cached_tokens:,} tokens, and "
-                f"{VLLM}.max_model_len = {longest:,}"
+                f"{needed.cached_tokens:,} tokens, but {VLLM}.max_model_len = {longest:,}"
             )
             sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor))
             larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
@@ -283,20 +282,20 @@ def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
     assert net is not None
     precision, kwargs = f"{VLLM}.precision", f"{GENERATION}.vllm_kwargs"
     if view[precision] != "bfloat16":
-        bound = "vLLM 0.32 for CPUs computes gated delta nets in bfloat16 alone"
+        bound = "vLLM 0.32 for CPUs computes gated delta nets only in bfloat16"
         yield Violation(precision, view[precision], bound, "write bfloat16", each_of(precision, ["bfloat16"]))
     if net.key_width != net.value_width:
         bound = (
-            f"vLLM 0.32 for CPUs takes linear_key_head_dim = {net.key_width} with as wide values alone, "
-            f"and they have {net.value_width}"
+            "vLLM 0.32 for CPUs needs values that are as wide as keys (linear_key_head_dim = "
+            f"{net.key_width}), and they have {net.value_width}"
         )
         yield Violation(
             "policy.model_name", view["policy.model_name"], bound, f"write megatron in {GENERATION}.backend"
         )
     if view[kwargs].get("enable_prefix_caching", True):
         bound = (
-            "states of prompts are kept only where vLLM reads these in pieces, which winds back the "
-            "seeds of rows on a CPU"
+            "vLLM keeps states of prompts only if it reads the prompts in pieces, which resets "
+            "the seeds of rows on a CPU"
         )
         yield Violation(kwargs, view[kwargs], bound, "add enable_prefix_caching: false")
 
@@ -344,11 +343,8 @@ def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
     key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
     view.require(view["cluster.device"] != "cpu" and view[key])
     if str((view[f"{VLLM}.env_vars"] or {}).get(variable)) != "0":
-        bound = (
-            "vLLM takes its second model runner on a GPU, where one seed for all responses makes "
-            "nothing faster"
-        )
-        fix = f'write false, or take the first one by {VLLM}.env_vars: {{{variable}: "0"}}'
+        bound = "vLLM uses its second model runner on a GPU, where one seed for all responses is not faster"
+        fix = f'write false, or use the first one by {VLLM}.env_vars: {{{variable}: "0"}}'
         yield Violation(key, True, bound, fix, each_of(key, [False]))
 
 
@@ -357,14 +353,14 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
     adapters."""
     key = f"{VLLM}.enable_lora"
     view.require(view[key])
-    without = "write false, and engines get whole weights"
+    without = "write false, and engines get full weights"
     if not view.get("policy.peft.enabled", False):
         yield Violation(
             key, True, "policy.peft.enabled is false, so that there are no adapters to send", "write false"
         )
         return
     if view[f"{VLLM}.load_format"] != "auto":
-        bound = f"{key} is true, and refits then bring adapters alone"
+        bound = f"{key} is true, and refits then send only adapters"
         yield Violation(
             f"{VLLM}.load_format",
             view[f"{VLLM}.load_format"],
@@ -380,11 +376,11 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
         )
     if view[f"{VLLM}.pipeline_parallel_size"] > 1:
         yield Violation(
-            key, True, "engines of several pipeline stages get whole weights in this version", without
+            key, True, "engines of several pipeline stages get full weights in this version", without
         )
     if view.facts.num_experts:
         yield Violation(
-            key, True, "engines of a mixture of experts get whole weights in this version", without
+            key, True, "engines of a mixture of experts get full weights in this version", without
         )
     named = [
         name
@@ -395,13 +391,12 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             True,
-            f"policy.peft.target_modules names {named[0]}, whose adapter no engine gets by itself",
+            f"policy.peft.target_modules names {named[0]}, whose adapter cannot be sent to engines alone",
             without,
         )
     if view["cluster.device"] != "cpu" and view[f"{GENERATION}.colocated.enabled"]:
         bound = (
-            "engines on the policy's GPUs let go of the model while it trains, and no refit would bring "
-            "it back"
+            "engines on the policy's GPUs release the model while it trains, and no refit would restore it"
         )
         yield Violation(
             key,
@@ -421,7 +416,7 @@ def engine_arguments_are_free(view: View) -> Iterator[Violation]:
             yield Violation(
                 f"{key}.{name}",
                 given[name],
-                "another key decides on it",
+                "another key sets it",
                 f"write {GENERATION}.{KEYS_OF_ARGUMENTS[name]}",
             )
 

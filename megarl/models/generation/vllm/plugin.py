@@ -34,8 +34,8 @@ def require_entry_point() -> None:
         entry.value.startswith(f"{__name__}:") for entry in importlib.metadata.entry_points(group=GROUP)
     ):
         raise ConfigError(
-            "policy.generation.backend = 'vllm': no installed distribution has megarl's entry point in "
-            f"{GROUP}, by which vLLM's processes "
-            "find what receives weights. Fix: install megarl where the workers run (pip install -e .); "
-            "PYTHONPATH alone is not enough"
+            "policy.generation.backend = 'vllm': no installed distribution has megarl's entry "
+            f"point in {GROUP}, through which vLLM's processes find the classes that receive "
+            "weights. Fix: install megarl where the workers run (pip install -e .); PYTHONPATH "
+            "alone is not enough"
         )

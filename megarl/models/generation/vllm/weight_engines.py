@@ -37,7 +37,7 @@ from megarl.weight_sync.slices import PartialWeight, Reads, Slice, Slices
 from megarl.weight_sync.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
-_ENDED_EARLY = "the refit ended before all weights had come: refit again"
+_ENDED_EARLY = "the refit ended before all weights had arrived: refit again"
 
 
 @dataclass
@@ -116,7 +116,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         nothing else ends a refit before its finish."""
         try:
             if update_info.get("given_up"):
-                raise RefitError("the refit was given up")
+                raise RefitError("the refit was aborted")
             super().update_weights(update_info)
         except BaseException as error:
             self._abandon_after(error)
@@ -160,7 +160,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             except Exception as error:
                 model = type(self.model).__name__
                 logger.warning(
-                    "what vLLM's loaders of %s read was not found out, and weights come whole: %s",
+                    "the slices that vLLM's loaders of %s read are unknown, so weights are sent in full: %s",
                     model,
                     error,
                 )
@@ -240,7 +240,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         if not self._has_said_bound and self.parallel_config.rank == 0:
             self._has_said_bound = True
             logger.warning(
-                "the adapter is beside %d of vLLM's %d layers that can have one (%.0f %%)",
+                "the adapter covers %d of vLLM's %d layers that can have one (%.0f %%)",
                 bound,
                 layers,
                 100 * bound / layers,

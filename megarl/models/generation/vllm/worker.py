@@ -81,11 +81,10 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
         ]
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
-            f"an engine of {count} ranks from place {first} on: Ray did not give it the GPUs of places "
-            f"{list(places)} in {timeout_s:g} s. "
-            "Fix: see by `ray status` whether Ray starts processes there; give the engines places of their "
-            "own, or let the cluster have "
-            "more worker groups a place"
+            f"an engine of {count} ranks from bundle {first} on: Ray did not give it the GPUs of "
+            f"bundles {list(places)} in {timeout_s:g} s. Fix: check with `ray status` whether Ray "
+            "starts processes there; give the engines bundles of their own, or let the cluster "
+            "have more worker groups a bundle"
         ) from error
 
 
@@ -228,7 +227,7 @@ class VllmGenerationWorker:
         self._on_cpu = on_cpu = not runtime().is_cuda
         if ranks > 1 and not on_cpu and place is None:
             raise ConfigError(
-                f"an engine of {ranks} ranks on GPUs has no places: start its workers with "
+                f"an engine of {ranks} ranks on GPUs has no bundles: start its workers with "
                 "bundle_indices_list"
             )
         for key, reason in ONLY_ON_GPUS.items() if on_cpu else ():
@@ -354,8 +353,8 @@ class VllmGenerationWorker:
         if version is not None and version != self._version:
             came, self._version = self._version, None
             raise RefitError(
-                f"the policy sent version {came} of its weights where version {version} was asked for: "
-                "refit again"
+                f"the policy sent version {came} of its weights, but version {version} was "
+                "requested: refit again"
             )
         return self._version
 
@@ -376,8 +375,8 @@ class VllmGenerationWorker:
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(
-                f"the ranks of the engine hold versions {sorted(map(str, versions))} of the weights: refit "
-                "anew"
+                f"the ranks of the engine hold versions {sorted(map(str, versions))} of the "
+                "weights: refit again"
             )
         # Discard the keys and values that older weights computed.
         if not self._engine.call("reset_prefix_cache"):
@@ -494,8 +493,8 @@ class VllmGenerationWorker:
     def _require(self, version: int | None) -> None:
         if self._version is None or self._version != version:
             raise RefitError(
-                f"the engine has the weights of version {self._version} where version {version} is wanted; "
-                "refit it before it generates"
+                f"the engine has the weights of version {self._version}, but version {version} is "
+                "required; refit it before it generates"
             )
 
     def exchange(
