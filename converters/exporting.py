@@ -217,7 +217,7 @@ class ExportPlan(Plan):
         directory = self.checkpoint.hf_directory
         return fingerprints(
             {
-                "the files next to the weights (of the checkpoint, --hf-config or --tokenizer)": {}
+                "the files beside the weights (of the checkpoint, --hf-config or --tokenizer)": {}
                 if directory is None
                 else file_hashes(directory)
             }

@@ -288,9 +288,10 @@ class HeldAgainst:
             )
 
 
+# Unfinished conversions have these texts as keys of their facts: with another text they would start over.
 WEIGHTS = "the weights of the source (name, size or time of change of a file)"
 RULES = "the rules of the family (the program, or a --family-file)"
-THE_REST = "the program, which lays out the same files differently"
+THE_REST = "the program, which lays out the same files otherwise"
 """Name for everything that the named facts do not determine."""
 
 
