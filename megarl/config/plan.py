@@ -210,8 +210,8 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
             gib,
             f"weights, gradients and optimizer state of a rank alone take {size_text(needed)}",
             (
-                "train a smaller model, or divide it over more devices (cluster.memory_check=warn starts all "
-                "the same)"
+                "train a smaller model, or divide it over more devices (cluster.memory_check=warn "
+                "starts anyway)"
             ),
             tuple(itertools.islice(changes_that_fit(config), _MOST_CANDIDATES)),
         )

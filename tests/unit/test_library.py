@@ -179,7 +179,7 @@ def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> 
         "max_num_step = 3: megarl.train has no such argument",
         "did you mean max_num_steps",
         "num_generations_per_prompt (grpo.num_generations_per_prompt) = 1",
-        "reward (env.reward) = '<lambda>': nothing is known to give its parameters 'one', 'two'",
+        "reward (env.reward) = '<lambda>': there is no value for its parameters 'one', 'two'",
     ):
         assert part in text
     assert "model = None" in (text := refusals("grpo")) and "data = None" in text and "reward = None" in text

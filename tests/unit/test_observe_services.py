@@ -319,4 +319,4 @@ def test_own_sinks_are_checked_before_anything_starts(own: Path, name: str, said
 
 def test_a_sink_is_named_once(own: Path) -> None:
     [violation] = sinks_are_known(View({"logger": {"sinks": [f"{own}:Lines"] * 2}}))
-    assert "would take every row twice" in str(violation)
+    assert "would receive every row twice" in str(violation)

@@ -167,11 +167,11 @@ def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Pat
     [
         (
             "def reward(text, target):\n    return 1.0",
-            r"nothing is known to give its parameters 'text', 'target'\. Fix: use these names: prompt, ",
+            r"there is no value for its parameters 'text', 'target'\. Fix: use these names: prompt, ",
         ),
         (
             "def reward(response, answer, tokenizer):\n    return 1.0",
-            r"nothing is known to give its parameter 'tokenizer'",
+            r"there is no value for its parameter 'tokenizer'",
         ),
         ("def reward(completion, parser):\n    return 1.0", r"its parameter 'parser'"),
         ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*extra_keys: none"),

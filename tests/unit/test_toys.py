@@ -189,7 +189,7 @@ def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(
     with pytest.raises(ConfigError, match=r"engine_cfg\.inner\.size = 0: it must be at least 1"):
         validate_config(config)
     generation |= {"backend": f"{tmp_path}/own.py:WRONG"}
-    with pytest.raises(ConfigError, match="a TypedDict of typing_extensions is wanted"):
+    with pytest.raises(ConfigError, match="must be a TypedDict of typing_extensions"):
         validate_config(config)
 
 
