@@ -72,7 +72,7 @@ def test_the_meta_package_of_transformer_engine_alone(site: Site) -> None:
         "raise RuntimeError('Found empty meta package installed.\\nInstall a framework extension')",
     )
     check = check_transformer_engine()
-    assert check.verdict is Verdict.WARNING and "runs take the portable layers" in check.found
+    assert check.verdict is Verdict.WARNING and "runs use the portable layers" in check.found
     assert (
         "2.20.2 without transformer-engine-torch" in check.found
         and "RuntimeError: Found empty meta package" in check.found

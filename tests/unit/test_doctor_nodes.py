@@ -49,7 +49,7 @@ def run_on(num_nodes: int, gpus_per_node: int, device: str = "cuda") -> dict[str
         (nodes(8, 8), run_on(2, 8, "auto"), "ok", "asks for 8"),
         (nodes(8, 4), run_on(2, 8, "auto"), "failed", "n2: 4"),
         (nodes(0, 0), run_on(2, 8, "auto"), "warning", "Ray has none on any node, and cluster.device = auto"),
-        (nodes(0, 0), run_on(2, 8, "cpu"), "ok", "asks for none"),
+        (nodes(0, 0), run_on(2, 8, "cpu"), "ok", "uses none"),
         (nodes(8), None, "ok", "n1: 8"),
         (nodes(0), None, "ok", "none; ranks use CPUs"),
     ],

@@ -557,7 +557,7 @@ def test_a_phase_that_was_over_is_no_trial_of_it() -> None:
 
 
 def test_an_engine_that_dies_while_it_samples_beside_training_has_to_be_named() -> None:
-    why = "engines were lost while they sampled beside training, and the weights that they had are gone: "
+    why = "engines were lost while they sampled during training, and the weights that they had are gone: "
     died = f"[{NAMES[0]} h] worker process died during generate, step 2, of generation: The actor died"
     promised.check_engine_is_told(f"megarl: {why}{died}")
     promised.check_engine_is_told(f"megarl: {died}")

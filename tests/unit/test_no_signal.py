@@ -59,8 +59,7 @@ def test_it_is_said_at_the_first_and_at_the_fifth_step(caplog: pytest.LogCapture
         return
     assert f"step {step}: all rewards of every group are equal (4 responses, rewards 0, 1)" in said
     assert (
-        "there is no gradient in this step. Look at `megarl samples runs/mine`. Likely cause: none is known"
-        in said
+        "this step has no gradient. Look at `megarl samples runs/mine`. Likely cause: none is known" in said
     )
 
 

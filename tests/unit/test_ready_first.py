@@ -462,7 +462,7 @@ def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None
     content = path.read_bytes()
     for broken in (content[:-1], content[:-1] + bytes([content[-1] ^ 1]), b""):
         path.write_bytes(broken)
-        with pytest.raises(UnusableCheckpointError, match="is not as it was written"):
+        with pytest.raises(UnusableCheckpointError, match="was changed after it was written"):
             ledger.read(1, data)
     path.write_bytes(content)
     for text in ("{", "[]", "3", '{"digest": ""}', '{"digest": "", "columns": 3}'):

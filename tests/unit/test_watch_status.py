@@ -222,7 +222,7 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
         and checkpoint.problems == ()
         and checkpoint.size > 5000
     )
-    assert "step 20, whole (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(
+    assert "step 20, complete (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(
         shown(tmp_path).split()
     )
     content = bytearray((newest / "weights").read_bytes())
@@ -232,7 +232,7 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
     assert by_size is not None and by_size.step == 20
     assert by_hash is not None and by_hash.step == 10 and by_hash.hashed
     (newest / "weights").write_bytes(content[:-1])
-    assert "step 10, whole (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(
+    assert "step 10, complete (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(
         shown(tmp_path).split()
     )
     (tmp_path / "checkpoints" / "step_10" / "weights").unlink()
