@@ -215,7 +215,7 @@ def test_an_mlflow_run_that_was_deleted_is_made_again(
         server.runs = set() if deleted else server.runs
         open_sinks(SECTION, tmp_path).close()
     assert [kind for kind, _ in server.calls] == ["made", "ended", "made", "ended", "RUNNING", "ended"]
-    assert "MLflow has no run run-0 any more" in caplog.text
+    assert "MLflow no longer has run run-0" in caplog.text
 
 
 OWN = """

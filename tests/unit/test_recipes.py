@@ -159,7 +159,7 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = dry_run(capsys, recipe)
-    assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
+    assert "peak" in out and "its published sizes are used" in " ".join(out.split())
 
 
 def test_too_few_nodes_for_a_recipe_are_told_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,8 +169,8 @@ def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
     assert load_object(f"{slow}:x", "env.reward") == 1
     assert [record.getMessage() for record in caplog.records if record.name == "megarl.import_path"] == [
         (
-            f"env.reward: {slow} is still being imported after 0 s, and is waited for. Fix: keep what takes "
-            "long out of the module's own lines"
+            f"env.reward: {slow} is still being imported after 0 s; megarl waits for it. Fix: move "
+            "slow code out of the module's top level"
         )
     ]
 
