@@ -149,7 +149,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--json",
         metavar="FILE",
         type=Path,
-        help="write the result there (default evaluations/NAME.json in the run's directory)",
+        help="write the result to this file (default evaluations/NAME.json in the run's directory)",
     )
     evaluate.add_argument(
         "--dry-run",
@@ -181,7 +181,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "comparison.html next to them. The pages need only a browser.",
     )
     plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
-    plot.add_argument("--out", metavar="FILE", help="write the page there, and no pictures")
+    plot.add_argument("--out", metavar="FILE", help="write the page to this file, and no pictures")
     add_samples(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -342,7 +342,7 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="plant every fault, one after the other, or those of --mutate; each has to be caught",
     )
-    parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parity.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parity.add_argument(
         "--job-seconds",
         type=float,

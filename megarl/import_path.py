@@ -119,11 +119,11 @@ def _load(path: str, key: str) -> Any:
         with _told_when_slow(source, key):
             module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
-        raise _refused(key, path, f"{source} {error}", f"mend {source}") from error
+        raise _refused(key, path, f"{source} {error}", f"correct {source}") from error
     # A user's code may fail in any way, and may end the process.
     except (Exception, SystemExit) as error:
         raise _refused(
-            key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}"
+            key, path, f"{source} fails: {type(error).__name__}: {error}", f"correct {source}"
         ) from error
     if not hasattr(module, name):
         there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])

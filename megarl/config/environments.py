@@ -699,7 +699,7 @@ def _faults_of_options(reward: RewardConfig, key: str) -> Iterator[Violation]:
                 f"{key}.pattern",
                 reward["pattern"],
                 f"it is not a valid regular expression: {error}",
-                "mend it",
+                "correct it",
             )
     url = reward.get("url")
     if url is not None and not re.match(r"https?://[^/\s]+", url):

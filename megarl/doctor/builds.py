@@ -38,7 +38,7 @@ BUILT_FOR_EACH_OTHER = (
 )
 """Packages whose requirements are compared with the installed versions; pip enforces them only among packages
 that it installs together."""
-WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
+WHOLE_SET = "bash launch/gpu_environment.sh   (creates an environment of compatible versions)"
 GPU_PYTHON = (3, 12)
 """Oldest Python that the newest megatron-core supports, and the Python that constraints-gpu.txt was resolved
 for."""

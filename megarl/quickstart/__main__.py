@@ -357,7 +357,7 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
         console: console that prints.
         shaped: whether the reward was not that of the quickstart, which plain transformers measure.
     """
-    caption = "plain transformers: the share of exact matches, whatever env.reward says" if shaped else None
+    caption = "plain transformers: the share of exact matches, independent of env.reward" if shaped else None
     table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)
     for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
         table.add_column(heading, justify="right")

@@ -484,7 +484,10 @@ class CheckpointWriter:
         what = f"the checkpoint of step {step} could not be written: {told}"
         if not is_last and len(self.failed) < self.most_failed:
             logger.warning(
-                "%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed
+                "%s; %s. Training continues; %d such saves in a row would end it",
+                what,
+                kept,
+                self.most_failed,
             )
             return
         why = (

@@ -199,7 +199,7 @@ const select = (title, options) => {
 };
 const kinds = Object.keys(data);
 const kind = select("samples of", kinds.map(name => option(name, name)));
-const step = select("step", []), against = select("beside step", []);
+const step = select("step", []), against = select("compare with step", []);
 const set = select("set", []);
 const named = name => option(name, name);
 const order = select("order", [option("", "as sampled"), ...Object.keys(orders).map(named)]);

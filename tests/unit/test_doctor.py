@@ -89,7 +89,7 @@ def test_a_hanging_all_reduce_ends_at_its_deadline() -> None:
     ("requirement", "verdict", "says"),
     [
         (Requirement("torch>=2.9"), "ok", ""),
-        (Requirement("torch>=99"), "failed", ">=99 is wanted"),
+        (Requirement("torch>=99"), "failed", ">=99 is required"),
         (Requirement("no-such-package-of-anybody>=1"), "failed", "not installed"),
     ],
     ids=str,

@@ -45,8 +45,8 @@ def run_on(num_nodes: int, gpus_per_node: int, device: str = "cuda") -> dict[str
     [
         (nodes(0, 0), run_on(2, 8), "failed", "Ray has n1: 0, n2: 0; cluster.gpus_per_node = 8"),
         (nodes(8, 4), run_on(2, 8), "failed", "Ray has n1: 8, n2: 4"),
-        (nodes(8, 4), run_on(1, 8), "ok", "n1: 8, n2: 4; the run asks for 8 a node"),
-        (nodes(8, 8), run_on(2, 8, "auto"), "ok", "asks for 8"),
+        (nodes(8, 4), run_on(1, 8), "ok", "n1: 8, n2: 4; the run uses 8 per node"),
+        (nodes(8, 8), run_on(2, 8, "auto"), "ok", "uses 8"),
         (nodes(8, 4), run_on(2, 8, "auto"), "failed", "n2: 4"),
         (nodes(0, 0), run_on(2, 8, "auto"), "warning", "Ray has none on any node, and cluster.device = auto"),
         (nodes(0, 0), run_on(2, 8, "cpu"), "ok", "uses none"),

@@ -191,7 +191,7 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
         get_reward(RewardSpec("no.such.module:reward"))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nraise ValueError('not today')\n")
-    with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
+    with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: correct"):
         pool_of(f"{broken}:reward", 1, 1.0)
     with pytest.raises(
         ConfigError,

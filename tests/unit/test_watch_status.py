@@ -263,7 +263,8 @@ def test_what_samples_beside_training_is_shown_with_who_waits_and_its_queue(tmp_
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = " ".join(shown(run_dir, 300).split())
     assert (
-        "sampled 1.5 steps before they are trained on; of a step waits: training 10% and engines 50%" in said
+        "sampled 1.5 steps before they are trained on; waiting share of a step: training 10% and engines 50%"
+        in said
     )
     assert "groups: 5 ready, 11 running, 1 dropped" in said
 

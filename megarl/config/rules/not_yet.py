@@ -47,7 +47,7 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
             "policy.model_name",
             view["policy.model_name"],
             bound,
-            f"take a dense model, or set {MEGATRON}.enabled to true",
+            f"use a dense model, or set {MEGATRON}.enabled to true",
         )
 
 
@@ -63,7 +63,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
             "policy.model_name",
             view["policy.model_name"],
             bound,
-            f"take another model, or set {MEGATRON}.enabled to true",
+            f"use another model, or set {MEGATRON}.enabled to true",
         )
     if view.get("policy.peft.enabled", False):
         yield Violation(

@@ -229,7 +229,7 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
                 key,
                 "8bit",
                 bound,
-                "write bfloat16 or float32, or take one pipeline stage",
+                "write bfloat16 or float32, or use one pipeline stage",
                 ({key: "bfloat16"},),
             )
 

@@ -160,7 +160,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
         key, candidates = tensor_key(view), each_of(tensor_key(view), divisors_near(per_node, tensor))
         yield Violation(
-            key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates
+            key, tensor, bound, f"write a divisor of {per_node}, or use nodes of another size", candidates
         )
 
 

@@ -390,7 +390,7 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
         bound = (
             f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is not one of them"
         )
-        yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or take another estimator")
+        yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or use another estimator")
     weights: dict[str, float] = {}
     for section_key, section in _environments(view):
         rewards = section.get("rewards") or {}
