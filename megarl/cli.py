@@ -57,15 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         help="run an algorithm",
         usage="megarl train CONFIG [key=value ...] [--with FILE] [--stop-at TIME] [--dry-run [--data]]",
-        description="Run the algorithm of a configuration file. An unfinished run goes on from its newest "
+        description="Run the algorithm of a configuration file. An unfinished run resumes from its newest "
         "checkpoint.",
-        epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. "
-        "SIGTERM, SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop "
-        "it after the step it is in, with "
-        "a checkpoint; a second Ctrl-C or SIGTERM at once. "
-        "Exit codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray was "
-        "lost, or something took longer "
-        "than its deadline, 75 stopped and saved (start it again), 1 any other failure, 130 interrupted.",
+        epilog="Overrides: key.of.section=value sets, +key=value adds, ~key removes a key. SIGTERM, "
+        "SIGUSR1, Ctrl-C, a closed terminal or a file stop_requested in the run's directory stop "
+        "it after the current step, with a checkpoint; a second Ctrl-C or SIGTERM at once. Exit "
+        "codes: 0 done, 2 wrong configuration or data, 3 nodes missing, 4 a worker, a node or Ray "
+        "was lost, or something took longer than its deadline, 75 stopped and saved (start it "
+        "again), 1 any other failure, 130 interrupted.",
     )
     train.set_defaults(parser=train)
     train.add_argument(
@@ -81,9 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--stop-at",
         type=_time,
         metavar="TIME",
-        help="save and stop while there is time for it before then: 2026-11-26T18:30, or +3:45 for 3 h 45 "
-        "min from now; "
-        "in a Slurm job the end of the job, where Slurm says it (SLURM_JOB_END_TIME)",
+        help="save and stop in time before this: 2026-11-26T18:30, or +3:45 for 3 h 45 min from now; in "
+        "a Slurm job also before the end of the job, if Slurm reports it (SLURM_JOB_END_TIME)",
     )
     train.add_argument(
         "--data",
@@ -94,15 +92,14 @@ def build_parser() -> argparse.ArgumentParser:
     listed = commands.add_parser(
         "recipes",
         help="list the configurations that ship with megarl",
-        description="Names that megarl train takes in place of a file, with what each is for.",
+        description="Names that megarl train accepts instead of a file, each with its purpose.",
     )
     listed.add_argument("--json", action="store_true", help="as JSON, with paths")
     keys = commands.add_parser(
         "keys",
         help="search the keys of configurations",
         description="Keys that have all of the words in their names or meanings, with values and defaults; "
-        "and what other trainers' keys "
-        "of these names are here.",
+        "also the keys that replace other trainers' keys of these names.",
         epilog="Exit codes: 0 some were found, 1 none.",
     )
     keys.add_argument(
@@ -123,10 +120,8 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         usage="megarl eval CONFIG [key=value ...] [--with FILE] [--model DIR] [--adapter DIR | --checkpoint "
         "DIR] [--json FILE] [--dry-run]",
         description="Sample and score responses to the validation sets of a configuration, without a "
-        "trainer: no optimizer, no reference "
-        "policy, no training data. The figures are those that a run of it logs for these weights, to the "
-        "last digit where it generates on "
-        "the same ranks by the same engine.",
+        "trainer: no optimizer, no reference policy, no training data. The metrics are those that a run logs "
+        "for these weights, to the last digit if it generates on the same ranks with the same engine.",
         epilog="Overrides are those of megarl train. Exit codes: 0 done, 2 wrong configuration or data, 4 a "
         "worker or a node was lost, or "
         "took longer than its deadline, 1 any other failure, 130 interrupted.",
@@ -142,19 +137,19 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     evaluate.add_argument(
         "--adapter",
         metavar="DIR",
-        help="merge this LoRA adapter, a directory of PEFT, into the model as it is read",
+        help="merge this LoRA adapter, a PEFT directory, into the model while it is loaded",
     )
     evaluate.add_argument(
         "--checkpoint",
         metavar="DIR",
         type=Path,
-        help="take the weights of this checkpoint of a run, a directory step_N",
+        help="use the weights of this checkpoint of a run, a directory step_N",
     )
     evaluate.add_argument(
         "--json",
         metavar="FILE",
         type=Path,
-        help="write the result there (default evaluations/NAME.json in the run's directory)",
+        help="write the result to this file (default evaluations/NAME.json in the run's directory)",
     )
     evaluate.add_argument(
         "--dry-run",
@@ -183,11 +178,10 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "plot",
         help="draw the metrics of one run or of several",
         description="One run: pictures and report.html in its directory. Several, or a directory of runs: "
-        "comparison.html beside them. "
-        "The pages need nothing but a browser.",
+        "comparison.html next to them. The pages need only a browser.",
     )
     plot.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run")
-    plot.add_argument("--out", metavar="FILE", help="write the page there, and no pictures")
+    plot.add_argument("--out", metavar="FILE", help="write the page to this file, and no pictures")
     add_samples(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -206,7 +200,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     doctor.add_argument(
         "--transformer-engine",
         action="store_true",
-        help="fail where Transformer Engine does not load, as a run with "
+        help="fail if Transformer Engine does not load, as a run with "
         "policy.megatron_cfg.transformer_engine = true does",
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
@@ -231,9 +225,9 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     samples = commands.add_parser(
         "samples",
         help="show prompts and responses of a run",
-        description="Prompts, responses, rewards and lengths that a run has left in its directory "
-        "(logger.samples), of the newest step "
-        "unless another is given. megarl plot has them in report.html, with the same choices.",
+        description="Prompts, responses, rewards and lengths that a run has stored in its directory "
+        "(logger.samples), of the newest step unless another is given. megarl plot shows them in "
+        "report.html, with the same options.",
     )
     samples.add_argument("run", metavar="RUN", help="directory of the run")
     samples.add_argument("--step", type=int, metavar="N", help="samples of this step")
@@ -257,8 +251,8 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     chosen.add_argument(
         "--grep",
         metavar="TEXT",
-        help="only samples with this text in prompt or response, in any case; without --step, of all steps, "
-        "newest first",
+        help="only samples with this text in prompt or response, ignoring case; without --step, of all "
+        "steps, newest first",
     )
     chosen.add_argument(
         "--diff",
@@ -348,7 +342,7 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="plant every fault, one after the other, or those of --mutate; each has to be caught",
     )
-    parity.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parity.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parity.add_argument(
         "--job-seconds",
         type=float,
@@ -369,8 +363,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
     if words and words[0] not in parser.get_default("commands") and _is_algorithm(words[0]):
         parser.error(
-            f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl recipes "
-            "lists those of it"
+            f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl "
+            "recipes lists its recipes"
         )
     # Do not use `parse_args`: overrides, which may come at any position, and unknown options have to be
     # returned as the rest.
@@ -410,11 +404,13 @@ def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Na
         and arguments.checkpoint is not None
         and (arguments.model or arguments.adapter)
     ):
-        parser.error("--checkpoint has the weights of a whole run: give it alone, or --model and --adapter")
+        parser.error(
+            "--checkpoint has the complete weights of a run: give it alone, or give --model and --adapter"
+        )
     if arguments.command == "samples" and arguments.number < 1:
         parser.error(f"--number {arguments.number} is below 1")
     if arguments.command == "doctor" and arguments.nodes and arguments.transformer_engine:
-        parser.error("--transformer-engine looks at this machine; with --nodes, CONFIG says what a run needs")
+        parser.error("--transformer-engine checks this machine; with --nodes, CONFIG says what a run needs")
     if arguments.command == "doctor" and arguments.config is not None and not arguments.nodes:
         parser.error("CONFIG goes with --nodes; what a machine has does not depend on it")
 
@@ -676,9 +672,7 @@ def show(config: RunConfig, data: bool) -> None:
     model_name = config["policy"]["model_name"]
     print_report(config, facts_of_policy(config["policy"]), console)
     if published_config(model_name) is not None:
-        console.print(
-            f"{model_name} is not on this disk; its sizes are those that it was published with.", markup=False
-        )
+        console.print(f"{model_name} is not on this disk; its published sizes are used.", markup=False)
     for line in found:
         console.print(redacted_text(line), markup=False, highlight=False)
     print_findings(lacking, console)
@@ -811,7 +805,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     hide_secrets()
     for name in env.forget_unsafe():
-        logger.warning("%s counts for nothing here: with it, the files of a checkpoint could run code", name)
+        logger.warning("%s is ignored here: with it, the files of a checkpoint could run code", name)
     try:
         if arguments.command == "train":
             return train(arguments)

@@ -84,10 +84,8 @@ def unpickle_object(path: str, pickled: bytes) -> None:
         value = cloudpickle.loads(pickled)
     # Unpickling runs code of the user's object, which may fail in any way.
     except (Exception, SystemExit) as error:
-        bound = f"it cannot be made again in another process: {type(error).__name__}: {error}"
-        raise _refused(
-            path, path, bound, "let it use modules that can be imported by their names alone"
-        ) from error
+        bound = f"it cannot be recreated in another process: {type(error).__name__}: {error}"
+        raise _refused(path, path, bound, "let it use only modules that can be imported by name") from error
     give_object(path.removeprefix(GIVEN), value, pickled)
 
 
@@ -111,7 +109,9 @@ def _load(path: str, key: str) -> Any:
         raise _refused(key, path, bound, fix)
     source, _, name = path.rpartition(":")
     if not source or not name.isidentifier():
-        raise _refused(key, path, "it is no import path", "write path/to/file.py:name or package.module:name")
+        raise _refused(
+            key, path, "it is not an import path", "write path/to/file.py:name or package.module:name"
+        )
     file = Path(source).expanduser()
     if source.endswith(".py") and not file.is_file():
         raise _refused(key, path, f"there is no file {file.absolute()}", "give the path of a Python file")
@@ -119,11 +119,11 @@ def _load(path: str, key: str) -> Any:
         with _told_when_slow(source, key):
             module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
-        raise _refused(key, path, f"{source} {error}", f"mend {source}") from error
+        raise _refused(key, path, f"{source} {error}", f"correct {source}") from error
     # A user's code may fail in any way, and may end the process.
     except (Exception, SystemExit) as error:
         raise _refused(
-            key, path, f"{source} fails: {type(error).__name__}: {error}", f"mend {source}"
+            key, path, f"{source} fails: {type(error).__name__}: {error}", f"correct {source}"
         ) from error
     if not hasattr(module, name):
         there = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))[:8])
@@ -135,8 +135,8 @@ def _load(path: str, key: str) -> Any:
 def _told_when_slow(source: str, key: str) -> Iterator[None]:
     """Log once that a module is still being imported, if it takes long."""
     text = (
-        "%s: %s is still being imported after %g s, and is waited for. Fix: keep what takes long out of "
-        "the module's own lines"
+        "%s: %s is still being imported after %g s; megarl waits for it. Fix: move slow code out "
+        "of the module's top level"
     )
     timer = threading.Timer(_SLOW_S, logger.warning, (text, key, source, _SLOW_S))
     timer.daemon = True

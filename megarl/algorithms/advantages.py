@@ -318,10 +318,10 @@ def gdpo_advantages(
         BatchError: there are fewer than two rewards, or shapes do not fit.
     """
     if len(parts) < 2:
-        bound = "GDPO compares each of several rewards by itself, and the samples have"
+        bound = "GDPO compares each of several rewards separately, but the samples have"
         raise BatchError(
-            f"{bound} {sorted(parts) or 'none'}. Fix: name several under env.rewards, or take another "
-            "adv_estimator"
+            f"{bound} {sorted(parts) or 'none'}. Fix: name several under env.rewards, or choose "
+            "another adv_estimator"
         )
     total = torch.zeros_like(valid_mask, dtype=torch.float64)
     for name, rewards in parts.items():

@@ -79,10 +79,9 @@ class HeldEngines:
         if self.refit.generation.is_alive():
             raise error
         raise WorkerLostError(
-            "engines were lost while they sampled beside training, and the weights that they had are gone: "
-            f"{error}\nFix: go on from the "
-            "newest checkpoint: start the run again, or write cluster.max_restarts: 3, with which it does "
-            "so itself"
+            "engines were lost while they sampled during training, and the weights that they had "
+            f"are gone: {error}\nFix: resume from the newest checkpoint: start the run again, or "
+            "write cluster.max_restarts: 3 to have it done automatically"
         ) from error
 
 

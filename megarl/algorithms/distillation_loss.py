@@ -175,11 +175,11 @@ def _checked(data: BatchedDataDict, next_token_logprobs: Tensor, scored: Tensor 
         found = tuple(data[key].shape) if key in data else None
         if found != shape:
             raise BatchError(
-                f"DistillationLossFn: {key!r} has the shape {None if found is None else list(found)}, "
-                "expected "
-                f"{['K' if size is None else size for size in shape]} for log-probabilities [{rows}, "
-                f"{predictions}]. Fix: give {key!r} as "
-                "Policy.get_topk_logits and input_ids have it"
+                f"DistillationLossFn: {key!r} has the shape "
+                f"{None if found is None else list(found)}, expected "
+                f"{['K' if size is None else size for size in shape]} for log-probabilities "
+                f"[{rows}, {predictions}]. Fix: give {key!r} the shape of Policy.get_topk_logits "
+                "and input_ids"
             )
     if scored is None or tuple(scored.shape) != (rows, predictions, count):
         raise BatchError(

@@ -108,7 +108,7 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
         type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
     )
     if scores != reads_values(loss_fn):
-        kinds = {True: "values, of a model that scores", False: "log-probabilities, of a language model"}
+        kinds = {True: "values, for a scoring model", False: "log-probabilities, for a language model"}
         fix = (
             "give a loss of values"
             if scores

@@ -593,8 +593,9 @@ def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) ->
     found = None if entropies is None else list(entropies.shape)
     if entropies is None or entropies.shape != next_token_logprobs.shape:
         raise BatchError(
-            f"ClippedPGLossFn with entropy_coef > 0: next_token_entropies has the shape {found}, expected "
-            f"{list(next_token_logprobs.shape)}. Fix: pass the entropies that the log-probabilities come with"
+            f"ClippedPGLossFn with entropy_coef > 0: next_token_entropies has the shape {found}, "
+            f"expected {list(next_token_logprobs.shape)}. Fix: pass the entropies that belong to "
+            "the log-probabilities"
         )
     return entropies
 

@@ -408,13 +408,15 @@ class Ledger:
             if differing:
                 key = differing[0]
                 raise ValueError(
-                    f"it is of a run with {key} = {theirs.get(key)!r}, and this one has {self._run[key]!r}"
+                    f"it belongs to a run with {key} = {theirs.get(key)!r}, and this one has "
+                    f"{self._run[key]!r}"
                 )
             return load_batch(self.directory, step, data)
         except (OSError, ValueError, TypeError) as error:
             raise UnusableCheckpointError(
-                f"step {step}: the ledger {self.directory} cannot be trained on: {error}. Fix: name a run in "
-                "grpo.async_grpo.replay that has this step, with the same data, seed and sizes"
+                f"step {step}: the ledger {self.directory} cannot be replayed: {error}. Fix: name "
+                "a run in grpo.async_grpo.replay that has this step, with the same data, seed and "
+                "sizes"
             ) from error
 
 

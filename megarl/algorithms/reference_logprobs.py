@@ -159,10 +159,10 @@ class ReferenceLogprobs:
                 found[row] = values[mask].numpy()
                 if not np.isfinite(found[row]).all():
                     raise ModelError(
-                        f"record {example.index} (counted from 0): the reference policy, policy.model_name = "
-                        f"{self._config['policy']['model_name']!r}, gives its answer log-probabilities that "
-                        "are not finite. Fix: give "
-                        "weights that compute, or another policy.precision"
+                        f"record {example.index} (counted from 0): the reference policy, "
+                        f"policy.model_name = {self._config['policy']['model_name']!r}, gives its "
+                        "answer log-probabilities that are not finite. Fix: give other weights, or "
+                        "another policy.precision"
                     )
             logger.info(
                 "reference log-probabilities: %d of %d examples", first + start + len(chosen), len(examples)

@@ -64,8 +64,8 @@ def refit_policy_generation(
             raise
     if policy_generation.version is None:
         raise RefitError(
-            "a refit ended without an error, yet not all engines have the same whole weights; this is a "
-            "defect of megarl"
+            "a refit ended without an error, but not all engines have the same complete weights; "
+            "this is a bug in megarl"
         )
 
 
@@ -187,13 +187,13 @@ class Refit:
             lost = self.lost_nodes()
             if lost:
                 raise WorkerLostError(
-                    f"node {', '.join(lost)} is lost, with places of the engines: {error}"
+                    f"node {', '.join(lost)} is lost, with devices of the engines: {error}"
                 ) from error
             if self.restarts >= self.max_restarts:
                 raise error
             self.restarts += 1
             logger.warning(
-                "engines were lost, start %d of at most %d of new ones: %s",
+                "engines were lost, restart %d of at most %d: %s",
                 self.restarts,
                 self.max_restarts,
                 error,

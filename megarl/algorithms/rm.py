@@ -32,11 +32,9 @@ class RM(Supervised):
         super().__init__(parts, PreferenceLoss())
         if parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id:
             logger.warning(
-                "policy.tokenizer: %r both pads and ends an answer. Scores here are those of the last "
-                "token; transformers, which knows "
-                "padding by its token alone, reads an exported model at the token before the end. Fix: give "
-                "the tokenizer a padding token "
-                "of its own, where that matters",
+                "policy.tokenizer: %r both pads and ends an answer. Scores are those of the last "
+                "token; with an exported model, transformers takes that token for padding and uses "
+                "the one before. Fix: give the tokenizer a separate padding token, if that matters",
                 parts.tokenizer.eos_token,
             )
 

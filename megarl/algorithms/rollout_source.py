@@ -159,7 +159,7 @@ class ValidatesBeside:
 def other_schedule(directory: Path, batches: int, there: str) -> UnusableCheckpointError:
     """Return the error for a checkpoint whose waiting batches belong to another schedule."""
     return UnusableCheckpointError(
-        f"{directory} has {batches} batches of the schedule {there} that wait or are under way, and this run "
-        f"has another schedule. Fix: go on with grpo.async_grpo.schedule: {there}, or from a checkpoint "
-        "without any"
+        f"{directory} has {batches} batches of the schedule {there} that wait or are being "
+        "sampled, and this run has another schedule. Fix: continue with grpo.async_grpo.schedule: "
+        f"{there}, or from a checkpoint without such batches"
     )

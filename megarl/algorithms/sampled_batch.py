@@ -152,7 +152,7 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
         told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         # Batches of earlier versions have no digest.
         if told.get("digest", "") not in {"", hash_of(path)}:
-            raise ValueError(f"{path} is not as it was written")
+            raise ValueError(f"{path} was changed after it was written")
         return _read(path, told, data)
     # A file that holds another kind of JSON has no keys to look up.
     except (OSError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:

@@ -133,13 +133,11 @@ class ServedCheck:
         if fault is None:
             return
         message = (
-            f"{fault}. Right after a refit, at version {self._engines.version}, engines and policy should "
-            "compute alike. Nothing was "
-            "sampled with them. Fix: look for what the engine does to weights that it loads (another dtype, "
-            "quantisation, a family read "
-            "otherwise), start new engines, and report it where the engine is megarl's own; "
-            "policy.generation.engine_check.on_difference: "
-            "warn goes on all the same"
+            f"{fault}. Right after a refit, at version {self._engines.version}, engines and policy "
+            "should compute the same. Nothing was sampled with them. Fix: find out what the engine "
+            "does to weights that it loads (another dtype, quantisation, another model family), "
+            "start new engines, and report it if the engine is one of megarl's; "
+            "policy.generation.engine_check.on_difference: warn continues anyway"
         )
         if self._stops:
             raise MismatchError(message)
@@ -158,7 +156,7 @@ class ServedCheck:
             return None
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         return (
-            f"{len(wrong)} of {len(ours)} weights are not the policy's in the engines: "
+            f"{len(wrong)} of {len(ours)} weights in the engines differ from the policy's: "
             f"{', '.join(wrong[:_NAMED])}{more}"
         )
 
@@ -183,6 +181,6 @@ class ServedCheck:
             return None
         which = f"engine {worst}'s" if len(theirs) > 1 else "the engines'"
         return (
-            f"{which} log-probabilities of {int(counts.sum())} given tokens are {error:.3g} apart from "
-            "the policy's, on average"
+            f"{which} log-probabilities of {int(counts.sum())} given tokens differ from the "
+            f"policy's by {error:.3g} on average"
         )

@@ -100,7 +100,9 @@ class SkippedBatches:
     ) -> None:
         for found in skipped:
             figures = f"loss = {found['loss']}, gradient norm = {found['grad_norm']}"
-            logger.warning("step %d: no optimizer step was taken: %s; weights are as before", step, figures)
+            logger.warning(
+                "step %d: no optimizer step was taken: %s; the weights are unchanged", step, figures
+            )
         if self.directory is None or not skipped:
             return
         from safetensors import SafetensorError
@@ -112,7 +114,7 @@ class SkippedBatches:
             self._write(self.directory / f"{name}{times}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(
-                "what was seen in step %d, and the rows, cannot be kept in %s: %s",
+                "the report and the rows of the skipped batch of step %d cannot be written to %s: %s",
                 step,
                 self.directory,
                 error,
@@ -139,7 +141,10 @@ class SkippedBatches:
         }
         path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _write_rows(batch, rows, path.with_suffix(".safetensors"))
-        logger.warning("what was seen, and the rows, are in %s and .safetensors beside it", path)
+        logger.warning(
+            "the report and the rows of the skipped batch are in %s and the .safetensors file next to it",
+            path,
+        )
 
 
 def _rows(found: Mapping[str, Any]) -> list[int]:
@@ -249,11 +254,10 @@ class EmptySteps:
             logger.warning("%s. No optimizer step was taken", found)
             return
         raise BatchError(
-            f"{found}. This happened in {self.in_a_row} steps in a row (policy.max_consecutive_skips = "
-            f"{self.most}), in which no weight was "
-            "changed. Fix: raise policy.generation.max_new_tokens, write "
-            f"{self.section}.overlong_filtering: false, or see why the "
-            "environment does not score responses"
+            f"{found}. This happened in {self.in_a_row} steps in a row "
+            f"(policy.max_consecutive_skips = {self.most}), in which no weight was changed. Fix: "
+            f"raise policy.generation.max_new_tokens, write {self.section}.overlong_filtering: "
+            "false, or find out why the environment does not score responses"
         )
 
 
@@ -294,9 +298,8 @@ def warn_of_no_signal(
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
     causes = "; ".join(likely_causes(samples, records, config)) or "none is known"
     logger.warning(
-        "step %d: all rewards of every group are equal (%d responses, rewards %s), so that there is no "
-        "gradient in this step. Look at "
-        "`megarl samples %s`. Likely cause: %s",
+        "step %d: all rewards of every group are equal (%d responses, rewards %s), so this step "
+        "has no gradient. Look at `megarl samples %s`. Likely cause: %s",
         step,
         len(rewards),
         shown,
@@ -318,20 +321,20 @@ def likely_causes(
     marks = [mark for mark in _WHOLE_SOLUTIONS if any(mark in record.answer for record in records)]
     if "exact_match" in names and marks:
         yield (
-            f"references have {' and '.join(map(repr, marks))}, and exact_match compares a response with "
-            "the whole of them: use "
+            f"references have {' and '.join(map(repr, marks))}, and exact_match compares a "
+            "response with the complete reference: use "
             f"env.reward={'gsm8k' if marks[0] == '####' else 'math'}"
         )
     generation = generation_of(config["policy"])
     if bool(samples["truncated"].all()):
         yield (
             "all responses were truncated at policy.generation.max_new_tokens = "
-            f"{generation['max_new_tokens']}, none ended by one of the "
-            f"stop tokens {generation['stop_token_ids']}: raise the limit, or see whether the model knows "
-            "the chat template"
+            f"{generation['max_new_tokens']}, none ended by one of the stop tokens "
+            f"{generation['stop_token_ids']}: raise the limit, or check that the model knows the "
+            "chat template"
         )
     elif int(samples["generation_lengths"].max()) <= 1:
         yield (
-            "all responses are empty: the model ends where it should begin, so see whether it knows the "
-            "chat template"
+            "all responses are empty: the model ends its response at once, so check that it knows "
+            "the chat template"
         )

@@ -97,7 +97,7 @@ def algorithm_class(name: str) -> type[AlgorithmSpec]:
     found: Any = load_object(path, KEY)
     missing = [attribute for attribute in _NEEDED if not hasattr(found, attribute)]
     if missing or not found.SECTIONS:
-        bound = f"it is no algorithm: it lacks {', '.join(missing or ['a section'])}"
+        bound = f"it is not an algorithm: it lacks {', '.join(missing or ['a section'])}"
         raise ConfigError(
             [Violation(KEY, name, bound, "name a subclass of megarl.algorithms.algorithm:Algorithm")]
         )
@@ -111,7 +111,7 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
     """Return the fault of a plug-in class and its fix, or None if it is valid."""
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
-        return f"it does not say how to {', '.join(abstract)}", "write these methods"
+        return f"it does not implement {', '.join(abstract)}", "write these methods"
     for attribute in ("SECTIONS", "MODELS"):
         taken = sorted(getattr(algorithm, attribute).keys() & set(ORDER) - set(OF_ALGORITHMS))
         if taken:
@@ -133,7 +133,7 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
         path = getattr(algorithm, attribute)
         first, _, key = (path or "").partition(".")
         if path is not None and key not in keys.get(first, ()):
-            return f"its {attribute} = {path!r} is no key of its SECTIONS", "write the dotted name of one"
+            return f"its {attribute} = {path!r} is not a key of its SECTIONS", "write the dotted name of one"
     return None
 
 

@@ -191,9 +191,9 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
     except Exception as error:
         if not is_import_path(filled["backend"]):
             raise
-        bound = f"its kind cannot complete the section: {type(error).__name__}: {error}"
+        bound = f"its EngineKind cannot complete the section: {type(error).__name__}: {error}"
         raise ConfigError(
-            [Violation("policy.generation.backend", filled["backend"], bound, "mend its complete")]
+            [Violation("policy.generation.backend", filled["backend"], bound, "correct its method complete")]
         ) from error
 
 

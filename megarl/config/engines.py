@@ -62,8 +62,8 @@ def engine_kind(backend: str) -> EngineKind:
         )
     if found.section is not None and not is_typeddict(found.section):
         bound = (
-            f"the section of its kind is {found.section!r:.60}, and a TypedDict of typing_extensions is "
-            "wanted"
+            f"the section of its EngineKind is {found.section!r:.60}, but must be a TypedDict of "
+            "typing_extensions"
         )
         raise ConfigError([Violation(KEY, backend, bound, "write class NAME(typing_extensions.TypedDict)")])
     return found

@@ -432,7 +432,7 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
             )
         elif not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
             yield Violation(
-                key, name, f"the parameters of its tool {called!r} are no JSON schema of an object", fix
+                key, name, f"the parameters of its tool {called!r} are not a JSON schema of an object", fix
             )
         seen.add(str(called))
 
@@ -497,11 +497,11 @@ def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
         yield Violation(
             f"{key}.tools",
             section.get("tools"),
-            "there are none, so that nothing can be called",
+            "there are no tools to call",
             "name one: {calculator: {}}",
         )
     if section.get("tool_parser") is None:
-        bound = "no call would be read"
+        bound = "without it no tool call would be parsed"
         yield Violation(
             f"{key}.tool_parser",
             None,
@@ -612,7 +612,7 @@ def fault_of_name(key: str, name: str) -> Iterator[Violation]:
         yield Violation(
             key,
             name,
-            "a name has letters, digits, - and _ alone, and begins with a letter",
+            "a name has only letters, digits, - and _, and begins with a letter",
             "give it another name",
         )
 
@@ -660,7 +660,7 @@ def faults_of_rewards(
         for name, inner in several.items():
             yield from fault_of_name(f"{key}.rewards.{name}", name)
             yield from faults_of_ranges(inner, RewardConfig, f"{key}.rewards.{name}")
-        bound = f"{key}.rewards has the rewards, each with its options"
+        bound = f"{key}.rewards is given, and each of its rewards has its own options"
         for option in sorted(keys_of(RewardOptions).keys() & section.keys()):
             yield Violation(f"{key}.{option}", at(section, option), bound, "move it there")
     for path, reward in rewards_of(section, key).items():
@@ -696,10 +696,13 @@ def _faults_of_options(reward: RewardConfig, key: str) -> Iterator[Violation]:
             re.compile(reward["pattern"])
         except re.error as error:
             yield Violation(
-                f"{key}.pattern", reward["pattern"], f"it is no regular expression: {error}", "mend it"
+                f"{key}.pattern",
+                reward["pattern"],
+                f"it is not a valid regular expression: {error}",
+                "correct it",
             )
     url = reward.get("url")
     if url is not None and not re.match(r"https?://[^/\s]+", url):
         yield Violation(
-            f"{key}.url", url, "an address of http or https is wanted", "write http://host:port/path"
+            f"{key}.url", url, "it must be an http or https address", "write http://host:port/path"
         )

@@ -37,8 +37,7 @@ _ANOTHER = "another value than any variable has"
 # Use the parser in C if there is one, because some builds of PyYAML lack it.
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = (
-    "it nests too deeply to be read. Fix: no configuration needs more than a few levels; take the "
-    "brackets out"
+    "it nests too deeply to be read. Fix: no configuration needs more than a few levels; remove the brackets"
 )
 
 
@@ -292,7 +291,7 @@ def _read_yaml(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         config = OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: mend that line"
+            f"{path}{_place_of(error)}: not valid YAML: {_problem_of(error)}. Fix: correct that line"
         ) from error
     except RecursionError as error:
         raise ConfigError(f"configuration file {path}{origin}: {_TOO_DEEP}") from error
@@ -500,7 +499,7 @@ def with_environment(config: Mapping[str, Any]) -> Config:
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
     # Compare the text as well, because parts that are not numbers were skipped.
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
-        bound = "first:stop is wanted, the first of the steps and the one after the last"
+        bound = "it must be first:stop, the first step and the step after the last"
         raise ConfigError(
             [
                 Violation(

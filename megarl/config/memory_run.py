@@ -104,18 +104,15 @@ def device_ledger(
     return [
         Moment("policy built, first start", resumed - _moment_bytes(policy, rank), 0),
         Moment("policy built, resumed", resumed, 0),
-        Moment("engine starts, policy has left", rest, engine.budget),
-        Moment("engine sleeps, parameters are back", parameters, ENGINE_REST),
+        Moment("engine starts, policy offloaded", rest, engine.budget),
+        Moment("engine sleeps, parameters reloaded", parameters, ENGINE_REST),
         # vLLM keeps its rank's experts of a layer until all of them have arrived, and then loads them into a
         # new layer.
         Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
         Moment("training", trained, ENGINE_REST, slots),
-        *(
-            Moment(f"{name} in its turn", rest + other.peak, ENGINE_REST, slots)
-            for name, other in beside.items()
-        ),
+        *(Moment(f"{name} active", rest + other.peak, ENGINE_REST, slots) for name, other in beside.items()),
     ]
 
 
@@ -142,7 +139,7 @@ def moments_apart(
     return [
         Moment("training", rest + rank.peak, 0, slots),
         Moment("refit", rest + rank.state, 0, slots + gathered),
-        *(Moment(f"{name} in its turn", rest + other.peak, 0, slots) for name, other in beside.items()),
+        *(Moment(f"{name} active", rest + other.peak, 0, slots) for name, other in beside.items()),
         Moment("generation, a device of an engine", 0, engine.budget, slots),
         # Count the experts twice, as for an engine that shares the device and has slept until then.
         Moment("refit, a device of an engine", 0, engine.budget + 2 * engine.experts, slots),

@@ -128,7 +128,7 @@ def _cached_config(model_name: str) -> Path | None:
                 Violation(
                     KEY,
                     model_name,
-                    "this is no Hugging Face id",
+                    "this is not a Hugging Face id",
                     "write owner/name, or the path of a directory",
                 )
             ]

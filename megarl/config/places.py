@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 # themselves use less.
 _BUSY_S = 0.001
 
-_FIX = "see df and dmesg, mount it again (umount -l first), or give another place"
+_FIX = "check df and dmesg, remount it (umount -l first), or give another path"
 _OF_MODELS = ("model_name", "tokenizer.name", "generation.model_name", "megatron_cfg.family_file")
 _PLACES = (
     "data.cache_dir",
@@ -83,8 +83,8 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
             busy, moved = used, now
         elif now - moved >= patience_s:
             raise DataError(
-                f"{place}: it, or what it leads to, has not answered for {patience_s:g} s, as on a mount "
-                f"whose server is gone. Fix: {_FIX}"
+                f"{place}: it, or the target of its link, has not answered for {patience_s:g} s, "
+                f"as on a mount whose server is gone. Fix: {_FIX}"
             )
     return reading.result()
 

@@ -182,7 +182,7 @@ def fullest_moment(config: RunConfig) -> Moment | None:
     if not moments:
         rest = process_rest(communicators(layout, config["policy"]))
         beside = memory_of_models(config)
-        alone = {"training": ranks, **{f"{path} in its turn": of_model for path, of_model in beside.items()}}
+        alone = {"training": ranks, **{f"{path} active": of_model for path, of_model in beside.items()}}
         for name, of_model in alone.items():
             peak = max(rank.peak for rank in of_model)
             moments.append(Moment(name, peak + rest * (1 + len(beside)), 0))
@@ -210,8 +210,8 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
             gib,
             f"weights, gradients and optimizer state of a rank alone take {size_text(needed)}",
             (
-                "train a smaller model, or divide it over more devices (cluster.memory_check=warn starts all "
-                "the same)"
+                "train a smaller model, or divide it over more devices (cluster.memory_check=warn "
+                "starts anyway)"
             ),
             tuple(itertools.islice(changes_that_fit(config), _MOST_CANDIDATES)),
         )
@@ -240,7 +240,7 @@ def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | Non
         else "train a smaller model, or divide it over more devices"
     )
     assumed = (
-        " (assumed: cluster.device_memory_gib says how much it has)"
+        " (assumed; set cluster.device_memory_gib to the real size)"
         if config["cluster"]["device_memory_gib"] is None
         else ""
     )

@@ -127,7 +127,7 @@ def missing_recipe(words: Iterable[str]) -> Violation:
         return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
 
     likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
-    fix = f"name one, for example {likeliest}; megarl recipes lists them, and words key=value change them"
+    fix = f"name one, for example {likeliest}; megarl recipes lists them, and arguments key=value change them"
     return Violation("CONFIG", ABSENT, "neither a recipe nor a YAML file is named", fix)
 
 

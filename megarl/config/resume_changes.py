@@ -150,7 +150,7 @@ def _other_backend(
             bound = f"{checkpoint} was written by {old}, whose checkpoints {new} does not read"
             key = "the enabled backend" if path == POLICY else f"the enabled backend of {path}"
             yield Violation(
-                key, new, bound, f"go on with {old}, or export the weights and start another run from them"
+                key, new, bound, f"continue with {old}, or export the weights and start another run from them"
             )
 
 
@@ -171,7 +171,9 @@ def _without_effect(
     for key, (old, new) in changes.items():
         of_policy = as_of_policy(key, models)
         if _is_below(of_policy, _KEPT_BY_STATE) and not _is_below(of_policy, (*_FREE, *_SCHEDULE)):
-            bound = f"{checkpoint} has optimizer state with {old!r}, which stays: the change would do nothing"
+            bound = (
+                f"{checkpoint} has optimizer state with {old!r}, which is kept: the change would do nothing"
+            )
             yield Violation(key, new, bound, f"write {old!r}, or start another run from exported weights")
 
 
@@ -187,7 +189,7 @@ def _broken_promises(
                 key,
                 new,
                 bound,
-                f"write {old!r}, or checkpointing.accept_changes=true for a run that is no longer one",
+                f"write {old!r}, or checkpointing.accept_changes=true to continue with different settings",
             )
 
 

@@ -195,7 +195,7 @@ def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: 
         found = values[SINGLE[name]]
     else:
         raise LookupError(
-            f"its parameter {name!r} is no field of the record, which has {', '.join(sorted(columns))}"
+            f"its parameter {name!r} is not a field of the record, which has {', '.join(sorted(columns))}"
         )
     return _listed(found, arguments)
 
@@ -221,7 +221,7 @@ def describe_faults(function: Callable[..., Any], columns: Collection[str]) -> I
     unknown = unknown_parameters(function, columns)
     if unknown:
         yield (
-            f"nothing is known to give its {'parameters' if len(unknown) > 1 else 'parameter'} "
+            f"there is no value for its {'parameters' if len(unknown) > 1 else 'parameter'} "
             f"{', '.join(map(repr, unknown))}"
         )
     elif not takes_a_response(function):

@@ -76,11 +76,11 @@ def _chosen(config: RunConfig, key: str) -> int:
     moment = fullest_moment(put(config, key, least))
     assert moment is not None, "the model's sizes are known"
     bound = (
-        f"{moment.name} takes {size_text(moment.total)} with the fewest tokens, {least:,}, and "
-        f"{size_text(int(available))} are to be used"
+        f"{moment.name} takes {size_text(moment.total)} with the fewest tokens, {least:,}, and at "
+        f"most {size_text(int(available))} may be used"
     )
     raise ConfigError(
-        [Violation(key, AUTO, bound, f"write {least}, and megarl train --dry-run says what would fit")]
+        [Violation(key, AUTO, bound, f"write {least}, and megarl train --dry-run shows what would fit")]
     )
 
 
@@ -88,9 +88,9 @@ def _unknown(config: RunConfig) -> tuple[str, str] | None:
     """Return the information that the plan lacks and the advice for it, or None if nothing is missing."""
     cluster, generation = config["cluster"], config["policy"]["generation"]
     if cluster["device"] == "cpu":
-        return "ranks on a CPU share its memory, of which there is no plan", "run on GPUs"
+        return "there is no memory plan for ranks on a CPU", "run on GPUs"
     if cluster["device_memory_gib"] is None:
-        return "cluster.device_memory_gib does not tell how much memory a device has", "write it"
+        return "cluster.device_memory_gib is null, so the memory of a device is unknown", "write it"
     if generation is not None and is_engine(generation) and generation["colocated"]["enabled"]:
         kind = kind_of(generation)
         if kind is None or kind.memory is None:

@@ -65,8 +65,8 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
             rate = at(config, key)
             if isinstance(rate, int | float) and rate > 1:
                 yield (
-                    f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a step; is "
-                    "it meant?"
+                    f"{key} = {rate:g}: a learning rate above 1 destroys a language model in a "
+                    "step; is it intended?"
                 )
 
 

@@ -38,13 +38,15 @@ BUILT_FOR_EACH_OTHER = (
 )
 """Packages whose requirements are compared with the installed versions; pip enforces them only among packages
 that it installs together."""
-WHOLE_SET = "bash launch/gpu_environment.sh   (makes an environment of versions that fit together)"
+WHOLE_SET = "bash launch/gpu_environment.sh   (creates an environment of compatible versions)"
 GPU_PYTHON = (3, 12)
 """Oldest Python that the newest megatron-core supports, and the Python that constraints-gpu.txt was resolved
 for."""
 NO_DRIVER = "libcuda.so.1"
 """The driver's library. A machine that lacks it has no usable GPU, whatever else is wrong."""
-WITHOUT = "runs take the portable layers, and with policy.megatron_cfg.transformer_engine = true do not start"
+WITHOUT = (
+    "runs use the portable layers, and with policy.megatron_cfg.transformer_engine = true they do not start"
+)
 _LOAD_S = 300.0
 _MARK = "cannot load: "
 _LOADER = f"""
@@ -90,18 +92,18 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
         wanted = _wanted_python(name)
         # By default a specifier excludes pre-releases, but this Python may be one.
         if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
-            found = f"{version}, {name} {installed_version(name)} wants {wanted}"
+            found = f"{version}, {name} {installed_version(name)} requires {wanted}"
             fix = f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
             return ROOM.failed("python of packages", found, fix)
     if gpus and version.release[:2] < GPU_PYTHON:
         found = (
-            f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, here is "
+            f"{version}: megatron-core 0.17 and newer need {_dotted(GPU_PYTHON)}, installed is "
             f"{installed_version('megatron-core')}"
         )
         return ROOM.warning(
             "python of packages", found, f"MEGARL_PYTHON=python{_dotted(GPU_PYTHON)} {WHOLE_SET}"
         )
-    return ROOM.ok("python of packages", f"{version}, as the installed packages want it")
+    return ROOM.ok("python of packages", f"{version}, as the installed packages require")
 
 
 def check_requirements() -> Check:
@@ -110,7 +112,7 @@ def check_requirements() -> Check:
     broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
-        return ROOM.ok("requirements", f"{', '.join(here)} have the versions that they ask for")
+        return ROOM.ok("requirements", f"{', '.join(here)} have the versions that they require")
     fix = f"pip install -c constraints-gpu.txt ...   (changes all of them together), or {WHOLE_SET}"
     return ROOM.warning("requirements", "; ".join(broken), fix)
 
@@ -123,8 +125,8 @@ def broken_requirements(name: str) -> Iterator[str]:
         # An installed pre-release counts, as above.
         if version is not None and not wanted.specifier.contains(version, prereleases=True):
             yield (
-                f"{name} {installed_version(name)} asks for {wanted.name}{wanted.specifier}, {version} is "
-                "here"
+                f"{name} {installed_version(name)} requires {wanted.name}{wanted.specifier}, "
+                f"{version} is installed"
             )
 
 
@@ -141,10 +143,7 @@ def check_shared_files() -> Iterator[Check]:
     both = sorted({tuple(sorted(set(names))) for names in owners.values() if len(set(names)) > 1})
     for names in both:
         library = next(path for path, found in owners.items() if tuple(sorted(set(found))) == names)
-        fix = (
-            f"pip uninstall {' '.join(names)}; then pip install the one of them that 'pip show torch' "
-            "asks for"
-        )
+        fix = f"pip uninstall {' '.join(names)}; then pip install the one that 'pip show torch' requires"
         yield ROOM.failed(
             PurePosixPath(library).name.split(".")[0], f"{' and '.join(names)} both own {library}", fix
         )
@@ -208,7 +207,7 @@ def check_vllm(name: str) -> Check:
         return _needs_driver("vLLM", error)
     if error:
         fits = torch is not None and wants.contains(torch, prereleases=True)
-        why = "" if fits else f"it was built for torch{wants}, {torch} is here"
+        why = "" if fits else f"it was built for torch{wants}, {torch} is installed"
         fix = f"pip install -c constraints-gpu.txt 'torch{wants}' '{name}=={version}'"
         return ROOM.failed("vLLM", "; ".join(filter(None, (f"{version} does not load", why, error))), fix)
     found = f"{version} loads with torch {torch}" if modules else f"{version} without compiled parts"
@@ -230,7 +229,7 @@ def check_entry_point() -> Check:
         else "no entry point: megarl is on the path, but not installed"
     )
     fix = "pip install --no-deps -e .   (in the clone, with the Python that runs vLLM)"
-    return ROOM.failed("vLLM finds megarl", f"{what}; weights could not be handed over", fix)
+    return ROOM.failed("vLLM finds megarl", f"{what}; weights could not be sent to it", fix)
 
 
 def compiled_modules(name: str) -> list[str]:

@@ -125,4 +125,4 @@ def summary(checks: Sequence[Check], where: str = "") -> Text:
         f"megarl cannot work {place}: {', '.join(failed)}" if failed else f"megarl can work {place}",
         style="bold red" if failed else "bold green",
     )
-    return text.append(f"; look at: {', '.join(warned)}" if warned else "", style="bold yellow")
+    return text.append(f"; see the warnings of: {', '.join(warned)}" if warned else "", style="bold yellow")

@@ -88,7 +88,7 @@ def check_devices() -> list[Check]:
 
         driver = read_driver()
     except (ImportError, OSError) as error:  # OSError means that a library that torch loads is missing.
-        found = f"cannot be looked for: {' '.join(str(error).split())}"
+        found = f"cannot be queried: {' '.join(str(error).split())}"
         return [
             ROOM.failed(
                 "GPU", found, "pip install -c constraints-gpu.txt --force-reinstall torch nvidia-ml-py"
@@ -150,8 +150,8 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     built = f"torch is built for {f'CUDA {torch.cuda}' if torch.cuda else 'CPUs'}"
     if isinstance(driver, DriverFault):
         fix = (
-            "nvidia-smi   (says the same); after an update of the driver: reboot, or load its kernel "
-            "module anew"
+            "nvidia-smi   (reports the same); after an update of the driver: reboot, or reload its "
+            "kernel module"
         )
         yield ROOM.failed("NVIDIA driver", driver.text, fix)
         return
@@ -160,7 +160,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
         yield ROOM.absent("GPU", f"no NVIDIA driver; {built}; runs use the CPU over gloo", fix)
         return
     newest = f"{driver.cuda // 1000}.{driver.cuda % 1000 // 10}"
-    yield ROOM.ok("NVIDIA driver", f"{driver.version}, serves CUDA up to {newest}")
+    yield ROOM.ok("NVIDIA driver", f"{driver.version}, supports CUDA up to {newest}")
     if not driver.gpus:
         yield ROOM.absent("GPU", f"the driver sees none; {built}; runs use the CPU over gloo")
         return
@@ -168,7 +168,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     if torch.cuda is None:
         yield ROOM.failed(
             "CUDA",
-            f"{built}, so the GPUs lie idle",
+            f"{built}, so the GPUs are unused",
             "pip install -c constraints-gpu.txt --force-reinstall torch   (a CUDA build)",
         )
     # Compare only major versions: within one, a driver also supports later minor versions.
@@ -179,7 +179,7 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"update the driver{driver_wanted}, or install a torch for CUDA {newest} or older (and what "
             "was built for it: vLLM, NCCL)"
         )
-        yield ROOM.failed("CUDA", f"{built}, the driver serves at most {newest}", fix)
+        yield ROOM.failed("CUDA", f"{built}, the driver supports at most {newest}", fix)
     elif strange := [gpu for gpu in driver.gpus if not torch.serves(gpu.capability)]:
         (major, minor), has = strange[0].capability, ", ".join(torch.kernels)
         found = (
@@ -187,12 +187,12 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
             f"has {has}"
         )
         yield ROOM.failed(
-            "CUDA", found, "install a torch whose CUDA serves this GPU; CUDA 13 begins with 7.5"
+            "CUDA", found, "install a torch whose CUDA supports this GPU; CUDA 13 starts at 7.5"
         )
     elif torch.gpus < len(driver.gpus):
         fix = (
-            "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; torch.cuda.init()'   "
-            "(says what is wrong)"
+            "echo $CUDA_VISIBLE_DEVICES   (hides GPUs); python -c 'import torch; "
+            "torch.cuda.init()'   (shows the error)"
         )
         verdict = Verdict.WARNING if torch.gpus else Verdict.FAILED
         yield ROOM.of(verdict, "CUDA", f"torch can use {torch.gpus} of {len(driver.gpus)} GPUs", fix)
@@ -204,10 +204,12 @@ def _judge_gpu(index: int, gpu: Gpu) -> Check:
     name = f"GPU {index}"
     if gpu.fault:
         return ROOM.warning(
-            name, " ".join(f"{gpu.name} {gpu.fault}".split()), "nvidia-smi; dmesg | grep NVRM   (says why)"
+            name,
+            " ".join(f"{gpu.name} {gpu.fault}".split()),
+            "nvidia-smi; dmesg | grep NVRM   (shows the reason)",
         )
     if not gpu.memory:
-        return ROOM.ok(name, f"{gpu.name}, memory of the host")
+        return ROOM.ok(name, f"{gpu.name}, uses the memory of the host")
     found = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.used / GIB:.1f} GiB in use"
     # A driver itself uses some memory. More than a tenth belongs to another program, so that a run may not
     # fit.

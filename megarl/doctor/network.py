@@ -124,7 +124,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         )
     said = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
     reason = (
-        f"no end within {deadline_s:g} s"
+        f"not finished within {deadline_s:g} s"
         if late
         else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
     )
@@ -133,7 +133,7 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         "/etc/hosts)"
     )
     if backend == "nccl":
-        fix = "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=lo megarl doctor   (says what NCCL tries)"
+        fix = "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=lo megarl doctor   (shows what NCCL tries)"
     return ROOM.failed(name, f"rank {failed[0]} of {processes_text}: {reason}", fix)
 
 

@@ -92,12 +92,12 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
     section = config["cluster"]
     wanted, device = int(section["gpus_per_node"]), section["device"]
     if device == "cpu":
-        return ROOM.ok("GPUs", "cluster.device = cpu: the run asks for none")
+        return ROOM.ok("GPUs", "cluster.device = cpu: the run uses none")
     if device == "auto" and not any(have.values()):
-        fix = f"sbatch --gpus-per-node={wanted}; or write cluster.device=cpu, if that is meant"
+        fix = f"sbatch --gpus-per-node={wanted}; or write cluster.device=cpu, if that is intended"
         return ROOM.warning("GPUs", "Ray has none on any node, and cluster.device = auto", fix)
     if sum(count >= wanted for count in have.values()) >= int(section["num_nodes"]):
-        return ROOM.ok("GPUs", f"{said}; the run asks for {wanted} a node")
+        return ROOM.ok("GPUs", f"{said}; the run uses {wanted} per node")
     fix = (
         f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows "
         "what a job gets"
@@ -144,7 +144,7 @@ def check_ranks(shape: Shape) -> Iterator[Check]:
         yield judge_sums(group, shape, facts)
     except MegarlError as error:
         found = f"{shape}: {_first_line(error)}"
-        yield ROOM.failed("ranks", found, "ray status; see what the message names, and node-N.log of a job")
+        yield ROOM.failed("ranks", found, "ray status; check what the message names, and node-N.log of a job")
     finally:
         if group is not None:
             group.shutdown()
@@ -189,7 +189,7 @@ def interface_hint(backend: str, facts: Sequence[Mapping[str, Any]]) -> str:
             "; hosts differ: "
             f"{'; '.join(f'{name} on {sorted(set(hosts))[0]}' for name, hosts in sorted(by_name.items()))}"
         )
-    return f"{setting}; NCCL_DEBUG=INFO says what NCCL tries" if backend == "nccl" else setting
+    return f"{setting}; NCCL_DEBUG=INFO shows what NCCL tries" if backend == "nccl" else setting
 
 
 def compare(facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:

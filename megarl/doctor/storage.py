@@ -88,7 +88,7 @@ def check_durable_write(directory: Path) -> Check:
     if answer.stdout != hashlib.sha256(content).hexdigest():
         fix = "mount the file system without client-side caching, or give another --run-dir"
         return ROOM.failed(
-            "writing", f"another process read other bytes than were written to {directory.parent}", fix
+            "writing", f"another process read different bytes than were written to {directory.parent}", fix
         )
     return ROOM.ok(
         "writing", f"1 MiB written, synced, renamed in {seconds * 1e3:.0f} ms; another process read the same"
@@ -103,14 +103,16 @@ def check_lock(directory: Path) -> Check:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            found = f"no locks here ({error.strerror}); two runs on different hosts could take one directory"
+            found = (
+                f"no locks here ({error.strerror}); two runs on different hosts could use the same directory"
+            )
             return ROOM.warning("locks", found, "mount with locks (NFS: without nolock; Lustre: -o flock)")
         try:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return ROOM.ok("locks", "a second owner is kept out")
+            return ROOM.ok("locks", "a second owner is refused")
     return ROOM.warning(
-        "locks", "a second owner was let in", "mount with locks (NFS: without nolock; Lustre: -o flock)"
+        "locks", "a second owner was accepted", "mount with locks (NFS: without nolock; Lustre: -o flock)"
     )
 
 
@@ -123,7 +125,7 @@ def judge_space(free: int) -> Check:
         return ROOM.ok("space", found)
     return ROOM.warning(
         "space",
-        f"{found}; {LEAST_FREE // GIB} GiB are little",
+        f"{found}; at least {LEAST_FREE // GIB} GiB are recommended",
         "df -h; give another --run-dir or a smaller keep_top_k",
     )
 
@@ -143,5 +145,5 @@ def check_file_system(place: Path) -> Check:
             f"{where}, shared between hosts; on all nodes: srun megarl doctor --run-dir {place}",
         )
     return ROOM.ok(
-        "file system", f"{where}, of this host alone: right for one node; several need a shared one"
+        "file system", f"{where}, only on this host: enough for one node; several nodes need a shared one"
     )

@@ -29,7 +29,7 @@ SHOWN = ("torch", "megatron-core", "transformers", "ray")
 DEPRECATES_GPT_MODEL = Version("0.19")
 GPT_MODEL = (
     " (deprecates its GPTModel, which works; policy.megatron_cfg.model_class: hybrid trains the "
-    "HybridModel that takes its place)"
+    "HybridModel that replaces it)"
 )
 _SLURM_S = 20.0
 
@@ -70,7 +70,7 @@ def check_package(requirement: Requirement) -> Check:
         return ROOM.failed(requirement.name, "not installed", fix)
     # By default a specifier excludes pre-releases, but the installed version may be one.
     if not requirement.specifier.contains(version, prereleases=True):
-        return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is wanted", fix)
+        return ROOM.failed(requirement.name, f"{version}, {requirement.specifier} is required", fix)
     note = (
         GPT_MODEL if requirement.name == "megatron-core" and Version(version) >= DEPRECATES_GPT_MODEL else ""
     )
@@ -168,16 +168,18 @@ def judge_shared_memory(size: int, free: int) -> Check:
         return SYSTEM.ok(str(SHARED_MEMORY), found)
     if size >= LEAST_SHARED_MEMORY:
         found = (
-            f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted "
-            "for refits and Ray"
+            f"{free / GIB:.2f} of {found} free, at least {LEAST_SHARED_MEMORY // GIB} GiB are "
+            "needed for refits and Ray"
         )
         return SYSTEM.warning(
-            str(SHARED_MEMORY), found, f"ls -lt {SHARED_MEMORY}   (what killed programs have left may go)"
+            str(SHARED_MEMORY),
+            found,
+            f"ls -lt {SHARED_MEMORY}   (files left by killed programs may be deleted)",
         )
     fix = f"mount -o remount,size=8G {SHARED_MEMORY}   (Docker: --shm-size=8g)"
     return SYSTEM.warning(
         str(SHARED_MEMORY),
-        f"{found}, at least {LEAST_SHARED_MEMORY // GIB} GiB are wanted for refits and Ray",
+        f"{found}, at least {LEAST_SHARED_MEMORY // GIB} GiB are needed for refits and Ray",
         fix,
     )
 
@@ -193,7 +195,7 @@ def judge_open_files(soft: int, hard: int) -> Check:
         if reachable >= LEAST_OPEN_FILES
         else "raise nofile in /etc/security/limits.conf, then log in again"
     )
-    return SYSTEM.warning("open files", f"{soft:,}, at least {LEAST_OPEN_FILES:,} are wanted", fix)
+    return SYSTEM.warning("open files", f"{soft:,}, at least {LEAST_OPEN_FILES:,} are needed", fix)
 
 
 def infiniband_devices() -> list[str]:
@@ -215,4 +217,4 @@ def judge_locked_memory(soft: int, infiniband: Sequence[str]) -> Check:
         "slurmd; "
         "Docker: --ulimit memlock=-1; else memlock in /etc/security/limits.conf)"
     )
-    return SYSTEM.warning(name, f"{found}, NCCL over {', '.join(infiniband)} wants no limit", fix)
+    return SYSTEM.warning(name, f"{found}, NCCL over {', '.join(infiniband)} needs no limit", fix)

@@ -136,9 +136,9 @@ def begin(algorithm: str, backend: Backend) -> Call:
             {"defaults": [f"base/{name}.yaml" for name in (*bases, *backends, "small")], "recipe": algorithm}
         )
     if algorithm in ALGORITHMS:
-        fix = f"take a recipe of it (megarl recipes), or one of {', '.join((*_ALONE, *OVER_GRPO))}"
+        fix = f"use a recipe for it (megarl recipes), or one of {', '.join((*_ALONE, *OVER_GRPO))}"
         raise ConfigError(
-            [Violation("algorithm", algorithm, "it trains a second model, which no argument says", fix)]
+            [Violation("algorithm", algorithm, "it trains a second model, which no argument describes", fix)]
         )
     try:
         path = find(algorithm)
@@ -178,7 +178,9 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
             call.put(keys[0], value, name)
         elif keys:
             fix = f"write it as a section: {keys[0].partition('.')[0]}={{...}}"
-            call.faults.append(Violation(name, value, f"several keys end so: {', '.join(keys)}", fix))
+            call.faults.append(
+                Violation(name, value, f"several keys end with this name: {', '.join(keys)}", fix)
+            )
         else:
             ends = {path.rpartition(".")[2] for path in known}
             near = difflib.get_close_matches(
@@ -189,7 +191,7 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
                 Violation(
                     name,
                     value,
-                    "megarl.train has no such argument, and no key of a configuration ends so",
+                    "megarl.train has no such argument, and no key of a configuration ends with this name",
                     fix,
                 )
             )

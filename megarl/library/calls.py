@@ -83,8 +83,8 @@ def train(
             code, text = run_command(words, call.given, shows=progress)
         except KeyboardInterrupt as error:
             error.add_note(
-                f"the same call with run_dir={str(directory)!r} goes on from the checkpoint; "
-                f"megarl.Run({str(directory)!r}) reads it"
+                f"the same call with run_dir={str(directory)!r} resumes from the checkpoint; "
+                f"megarl.Run({str(directory)!r}) reads the run"
             )
             raise
         if code not in (0, STOPPED):

@@ -139,7 +139,7 @@ class Run:
         Raises:
             DataError: the run has exported none yet.
         """
-        return self._newest("hf", "an unfinished run exports none; finish it, or see checkpoint")
+        return self._newest("hf", "an unfinished run exports no model; finish the run, or use checkpoint")
 
     @property
     def checkpoint(self) -> Path:

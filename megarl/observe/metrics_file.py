@@ -114,14 +114,14 @@ class MetricsFile:
             # The open descriptor can still read a file that was removed.
             self._replace([os.pread(self._descriptor, size, 0)])
             logger.warning(
-                "%s was removed while the run goes on; it was written again, with all its rows", self.path
+                "%s was removed during the run; it was written again, with all its rows", self.path
             )
             return
         if not os.path.samestat(there, os.fstat(self._descriptor)):
             self._open_again()
             self._drop_partial_line()
             logger.warning(
-                "%s was replaced by another file while the run goes on; further rows go there", self.path
+                "%s was replaced by another file during the run; further rows go to the new file", self.path
             )
 
     def _open_again(self) -> None:

@@ -84,7 +84,8 @@ class SampleFiles:
                 self._changed.notify_all()
         if full:
             self._lose(
-                f"the disk, or who takes them besides, is slower than the steps: {_MOST_WAITING} of them wait"
+                "the disk, or another receiver of samples, is slower than the steps: samples of "
+                f"{_MOST_WAITING} steps wait"
             )
         elif self._thread is None:
             # Use a daemon thread, so that a disk that does not respond cannot keep the process from ending.
@@ -99,7 +100,7 @@ class SampleFiles:
                 lambda: not self._waiting, 0.0 if self._stalled else self._patience_s
             )
         if self._stalled:
-            self._lose(f"the disk has not taken them within {self._patience_s:g} s")
+            self._lose(f"they were not written to disk within {self._patience_s:g} s")
 
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps, which will be computed again, and temporary files of a
@@ -158,7 +159,9 @@ class SampleFiles:
                 if then is not None:
                     then(kind, step, rows)
             except Exception as error:
-                self._lose(f"what takes those of step {step} besides fails ({type(error).__name__}: {error})")
+                self._lose(
+                    f"another receiver of those of step {step} fails ({type(error).__name__}: {error})"
+                )
             # Remove the entry only after it is written, because flush also waits for rows that are being
             # written.
             with self._changed:
@@ -178,7 +181,9 @@ class SampleFiles:
             self._lost += 1
             first = self._lost == 1
         if first:
-            logger.warning("samples are lost, training goes on without them: %s in %s", why, self._directory)
+            logger.warning(
+                "samples are lost, training continues without them: %s in %s", why, self._directory
+            )
 
 
 def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
@@ -213,7 +218,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         elif line.strip():
             damaged += 1
     if damaged:
-        logger.warning("%s: %d lines are no samples and are left out", path, damaged)
+        logger.warning("%s: %d lines are not samples and are skipped", path, damaged)
     return rows
 
 

@@ -196,7 +196,7 @@ class MlflowSink:
             # Make a new run only for this reply: an unreachable server must not lead to a second run.
             if getattr(error, "error_code", None) != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("MLflow has no run %s any more; a new one is made", run_id)
+            logger.warning("MLflow no longer has run %s; a new one is created", run_id)
             return None
         return run_id
 
@@ -272,7 +272,7 @@ class _InOrder:
         self._waiting.put(None)
         self._thread.join(patience_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self._waiting.qsize()} calls were not made in {patience_s:g} s")
+            raise TimeoutError(f"{self._waiting.qsize()} calls were not finished in {patience_s:g} s")
 
     def _make(self) -> None:
         while (call := self._waiting.get()) is not None:

@@ -210,7 +210,7 @@ class MetricSinks:
             if sink.name not in self._failing:
                 self._failing.add(sink.name)
                 logger.warning(
-                    "%s failed in %s (%s: %s); training goes on without it",
+                    "%s failed in %s (%s: %s); training continues without it",
                     sink.name,
                     method,
                     type(error).__name__,
@@ -257,7 +257,10 @@ def open_sinks(
             raise
         except (Exception, SystemExit) as error:
             logger.warning(
-                "%s cannot be opened (%s: %s); training goes on without it", name, type(error).__name__, error
+                "%s cannot be opened (%s: %s); training continues without it",
+                name,
+                type(error).__name__,
+                error,
             )
     return MetricSinks(sinks)
 
@@ -283,7 +286,7 @@ def _scalar(value: Any) -> int | float | bool | str | None:
         return float(value)
     item = getattr(value, "item", None)
     if item is None:
-        raise TypeError(f"a {type(value).__name__} is not a number or text; log one number a name")
+        raise TypeError(f"a {type(value).__name__} is not a number or text; log one number per name")
     try:
         return _scalar(item())
     except RuntimeError as error:

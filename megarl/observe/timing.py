@@ -103,8 +103,8 @@ class PhaseTimer:
         """
         if not self._open:
             raise StateError(
-                "sequences are counted for a phase, and none is open. Fix: call passed() inside the block "
-                "of phase()"
+                "sequences are counted for a phase, but no phase is open. Fix: call passed() "
+                "inside the block of phase()"
             )
         self._sequences.setdefault(self._open[-1][0], []).append(sequences)
 

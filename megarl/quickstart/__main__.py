@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     error."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1], help="one whole run for each seed (default: 1)"
+        "--seeds", type=int, nargs="+", default=[1], help="one complete run for each seed (default: 1)"
     )
     parser.add_argument(
         "--out",
@@ -91,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory of the runs (default: runs/quickstart)",
     )
     parser.add_argument(
-        "--task", choices=TASKS, default="arithmetic", help="what is learned; with calculator, to call a tool"
+        "--task",
+        choices=TASKS,
+        default="arithmetic",
+        help="what the model learns; with calculator, to call a tool",
     )
     parser.add_argument(
         "--family", choices=FAMILIES, default="qwen2", help="family of the tiny model (default: qwen2)"
@@ -114,19 +117,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="sample responses to the next problems while the policy trains on these",
     )
     parser.add_argument(
-        "--steps", type=int, nargs=2, metavar=("SFT", "GRPO"), help="steps of the two parts (default: 250 60)"
+        "--steps",
+        type=int,
+        nargs=2,
+        metavar=("SFT", "GRPO"),
+        help="steps of fine-tuning and of GRPO (default: 250 60)",
     )
     parser.add_argument(
-        "overrides", nargs="*", help="changes of the reinforcement part, for example grpo.max_num_steps=20"
+        "overrides", nargs="*", help="overrides of the GRPO part, for example grpo.max_num_steps=20"
     )
     chosen = parser.parse_args(arguments)
     if chosen.backend == "fsdp1" and chosen.adapter != "none":
         # A rule refuses this too, but only in the second part, minutes later.
-        parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; take --backend megatron or dtensor")
+        parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; use --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
         parser.error(
-            f"{refused}: not built for gated delta nets, which --family qwen3_5 has; leave it out, or take "
-            "another family"
+            f"{refused}: not supported with gated delta nets, which --family qwen3_5 has; leave it "
+            "out, or use another family"
         )
     if chosen.asynchronous:
         # Engines that sample while the policy trains need their own devices.
@@ -350,7 +357,7 @@ def _report(summaries: Sequence[Summary], console: Console, *, shaped: bool) -> 
         console: console that prints.
         shaped: whether the reward was not that of the quickstart, which plain transformers measure.
     """
-    caption = "plain transformers: the share of exact matches, whatever env.reward says" if shaped else None
+    caption = "plain transformers: the share of exact matches, independent of env.reward" if shaped else None
     table = Table(title="greedy validation accuracy over the same 256 problems", caption=caption)
     for heading in ("seed", "before GRPO", "after GRPO", "gain", "plain transformers", "seconds"):
         table.add_column(heading, justify="right")

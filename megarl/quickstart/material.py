@@ -169,7 +169,7 @@ def generate_problems(
     """
     if not 0.0 <= mistake_share <= 1.0:
         raise DataError(
-            f"mistake_share = {mistake_share!r}: a probability lies between 0 and 1. Fix: 0 for true "
+            f"mistake_share = {mistake_share!r}: a probability is between 0 and 1. Fix: 0 for true "
             "answers only"
         )
     # Use a separate generator, so that the prompts do not depend on the share.

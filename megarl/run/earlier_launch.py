@@ -45,10 +45,10 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
         or not _has_trained(config, run_dir)
     ):
         return
-    bound = f"{run_dir} holds a run of the recipe {before!r}, which this one would go on from and overwrite"
+    bound = f"{run_dir} holds a run of the recipe {before!r}, which this run would resume and overwrite"
     fix = (
-        f"give run_dir=runs/{now} or another directory, or checkpointing.accept_changes=true to go on "
-        "with this recipe"
+        f"give run_dir=runs/{now} or another directory, or checkpointing.accept_changes=true to "
+        "continue with this recipe"
     )
     raise ConfigError([Violation(_RECIPE, now, bound, fix)])
 

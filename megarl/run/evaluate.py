@@ -121,7 +121,7 @@ def weights_to_evaluate(checkpoint: Path | None, signing_key_file: str | None = 
             else "give the directory step_N of a run's checkpoints"
         )
         bound = (
-            "it is no checkpoint: it has no training_info.json with a step"
+            "it is not a checkpoint: it has no training_info.json with a step"
             if checkpoint.is_dir()
             else "there is no such directory"
         )

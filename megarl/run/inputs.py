@@ -134,8 +134,8 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     told = tools_told(environment)
     if any(told.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
         logger.warning(
-            "the chat template does not show the policy the tools of the environment: say in the prompts "
-            "what there is, and how a call is written"
+            "the chat template does not show the policy the tools of the environment: describe in "
+            "the prompts the tools and the form of a call"
         )
     if (at(config, f"{algorithm_class(config['algorithm']).section()}.max_rollout_turns") or 1) > 1:
         _check_observations(policy, tokenizer, stops, with_tools=any(told.values()))
@@ -177,9 +177,9 @@ def _check_observations(
         encoder.check_role(role)
     if encoder.rewritten is not None:
         logger.info(
-            "the chat template writes an earlier response otherwise once a user's turn follows: %s. There a "
-            "conversation goes on as a "
-            "further segment, with a training row of its own (train/segments)",
+            "the chat template writes an earlier response differently once a user's turn follows: "
+            "%s. There the conversation continues as another segment, with its own training row "
+            "(train/segments)",
             encoder.rewritten,
         )
 
@@ -195,7 +195,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
     given = section.get("template_date")
     if not reads_clock(str(tokenizer.chat_template)):
         if given is not None:
-            bound = "the chat template reads no clock, so that it would do nothing"
+            bound = "the chat template does not read the date, so it would do nothing"
             raise ConfigError([Violation(key, given, bound, "remove it")])
         return None
     if given is None:
@@ -207,7 +207,7 @@ def _template_date(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return datetime.date.fromisoformat(given)
     except ValueError:
         raise ConfigError(
-            [Violation(key, given, "it is no day", "write year, month and day, such as 2026-11-27")]
+            [Violation(key, given, "it is not a date", "write year, month and day, such as 2026-11-27")]
         ) from None
 
 
@@ -265,13 +265,12 @@ def require_a_step_of_records(train: Dataset, config: RunConfig) -> None:
     fix = f"write {key}={records} or less, or give more records"
     if not any(source.weight is not None for source in train.sources):
         fix += (
-            "; where the same ones are meant to be in a step several times, give the source repeat: "
+            "; if a step may use a record several times, give the source repeat: "
             f"{math.ceil(per_step / records)}"
         )
     raise DataError(
-        f"data.train has {records} records ({found}{left_out}), and a step takes {key} = {per_step}, so "
-        "that it would have some of them "
-        f"several times. Fix: {fix}"
+        f"data.train has {records} records ({found}{left_out}), and a step takes {key} = "
+        f"{per_step}, so it would use some of them several times. Fix: {fix}"
     )
 
 
@@ -282,7 +281,7 @@ def _warn_of_small_sources(train: Dataset, per_step: int) -> None:
         records, share = source.end - source.start, (source.weight or 0.0) / total if total else 0.0
         if share * per_step > records:
             logger.warning(
-                "%s has %d records, and by its weight a step takes %.1f of them, so that some are in it "
+                "%s has %d records, and by its weight a step takes %.1f of them, so it uses some "
                 "several times",
                 source.name,
                 records,

@@ -81,7 +81,7 @@ class MemoryOfNodes:
         failed = self._answers(self._begin("hold"))[1]
         if failed:
             said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
-            raise CheckpointError(f"what the ranks have left in memory cannot be opened: {said}")
+            raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {said}")
 
     def write(self, target: Path) -> WriteOfNodes:
         """Begin to write on each node, see ``CheckpointMemory``."""
@@ -179,7 +179,7 @@ class WriteOfNodes:
             if not ready:
                 self.abort()
                 late = f"{self._target} was not written within {longest_s:g} s by {self._named(pending)}"
-                raise CheckpointError(f"{late}. Fix: a faster disk, or a larger deadlines.save_s")
+                raise CheckpointError(f"{late}. Fix: use a faster disk, or a larger deadlines.save_s")
             for node in [node for node, call in pending.items() if call in ready]:
                 self._files[node] = self._entries(node, pending.pop(node))
         self._write_manifest()
@@ -215,10 +215,10 @@ class WriteOfNodes:
         # directory.
         problems = verify(self._target, hashes=False)
         if problems:
-            where = f"{self._target} is not seen here as the nodes have written it"
+            where = f"{self._target} differs here from what the nodes have written"
             raise CheckpointError(
-                f"{where}: {'; '.join(problems[:3])}. Fix: a checkpoint_dir that all nodes and the driver "
-                "have in common"
+                f"{where}: {'; '.join(problems[:3])}. Fix: give a checkpoint_dir that all nodes "
+                "and the driver share"
             )
 
     def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:

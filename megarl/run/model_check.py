@@ -84,7 +84,7 @@ def _check_adapter(policy: PolicyConfig) -> None:
     source.require_own_base()
     said = source.adapter.source.raw_config.get("base_model_name_or_path")
     logger.info(
-        "%s changes %d tensors of the model; it was trained beside %s",
+        "%s changes %d tensors of the model; it was trained on the base model %s",
         policy["merged_adapter"],
         len(source.adapter.changed),
         said,
@@ -180,9 +180,8 @@ def _check_vocabulary(
     fix = f"give {path}.model_name a model with the tokens of policy.tokenizer"
     if max(known.values()) >= vocab_size:
         raise ModelError(
-            f"{path}.model_name = {section['model_name']!r}: its token ids lie in [0, {vocab_size}), and "
-            "the policy's tokenizer has "
-            f"{max(known.values())}. Fix: {fix}"
+            f"{path}.model_name = {section['model_name']!r}: its token ids are in [0, "
+            f"{vocab_size}), and the policy's tokenizer has {max(known.values())}. Fix: {fix}"
         )
     # By default a section has the policy's tokenizer, which does not show the tokens that the section's model
     # knows.
@@ -199,7 +198,7 @@ def _check_vocabulary(
         if section["tokenizer"] != policy["tokenizer"]:
             raise
         logger.warning(
-            "%s.model_name = %s has no tokenizer: its tokens are taken to be the policy's",
+            "%s.model_name = %s has no tokenizer: its tokens are assumed to be the policy's",
             path,
             section["model_name"],
         )
@@ -208,10 +207,9 @@ def _check_vocabulary(
     if different:
         index, token = different[0]
         raise ModelError(
-            f"{path}.model_name = {section['model_name']!r}: {len(different)} of the {len(known)} tokens of "
-            "the policy's tokenizer have "
-            f"another id in its own, or none: first {token!r} = {index}, there {others.get(token)}. Fix: "
-            f"{fix}"
+            f"{path}.model_name = {section['model_name']!r}: {len(different)} of the {len(known)} "
+            "tokens of the policy's tokenizer have another id in this model's tokenizer, or none: "
+            f"first {token!r} = {index}, here {others.get(token)}. Fix: {fix}"
         )
 
 
@@ -232,10 +230,9 @@ def _read_config(policy: PolicyConfig, place: str | Path, **options: Any) -> Any
         # classes.
         raise ModelError(
             f"policy.model_name = {policy['model_name']!r}: its config.json cannot be used: "
-            f"{type(error).__name__}: {error}. "
-            "Fix: give the directory of a complete Hugging Face model; where transformers does not know its "
-            "kind, one with a config class "
-            "beside it (auto_map in config.json) and policy.trust_remote_code=true"
+            f"{type(error).__name__}: {error}. Fix: give the directory of a complete Hugging Face "
+            "model; where transformers does not know its kind, one with a config class next to it "
+            "(auto_map in config.json) and policy.trust_remote_code=true"
         ) from error
 
 
@@ -366,7 +363,7 @@ def check_tokens(
     pad = tokenizer.pad_token_id
     if not 0 <= pad < vocab_size:
         raise ModelError(
-            f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model lie in [0, "
+            f"padding token {tokenizer.pad_token!r} = {pad}: token ids of the model are in [0, "
             f"{vocab_size}). Fix: {fix}"
         )
     # The largest token is known without reading the examples, which are read only to name one.
@@ -377,8 +374,8 @@ def check_tokens(
         if ids and max(ids) >= vocab_size:
             record, token = example.index, tokenizer.convert_ids_to_tokens(max(ids))
             raise DataError(
-                f"record {record} (counted from 0) has token id {max(ids)} ({token!r}): "
-                f"token ids of the model lie in [0, {vocab_size}). Fix: {fix}"
+                f"record {record} (counted from 0) has token id {max(ids)} ({token!r}): token ids "
+                f"of the model are in [0, {vocab_size}). Fix: {fix}"
             )
 
 
@@ -390,8 +387,7 @@ def _refuse_pictures(
         example, token = found
         raise DataError(
             f"record {example.index} (counted from 0) has token id {token} "
-            f"({tokenizer.convert_ids_to_tokens(token)!r}), which stands for "
-            "a picture, or begins or ends one: of a model that also sees megarl trains the text alone. Fix: "
-            "leave out records with "
-            "pictures, and take such words out of texts"
+            f"({tokenizer.convert_ids_to_tokens(token)!r}), which stands for an image, or begins "
+            "or ends one: megarl trains only the text part of a vision model. Fix: leave out "
+            "records with images, and remove such tokens from texts"
         )

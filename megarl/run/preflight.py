@@ -134,8 +134,8 @@ def missing_engine(config: RunConfig) -> Iterator[Violation]:
     if kind is not None and package is not None:
         extra, _, otherwise = kind.extra.partition(" ")
         fix = (
-            f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the policy "
-            "itself generates"
+            f"pip install '{env.DISTRIBUTION}[{extra}]' {otherwise}, or remove the line: then the "
+            "policy itself generates"
         )
         yield Violation(
             GENERATION_BACKEND, at(config, GENERATION_BACKEND), f"the package {package} is not installed", fix
@@ -186,16 +186,16 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
             yield Violation(
                 "cluster.gpus_per_node",
                 ranks,
-                f"{workers} workers, and a local Ray takes {slots}",
-                "fewer ranks, or a cluster of several nodes",
+                f"{workers} workers, and a local Ray starts at most {slots}",
+                "use fewer ranks, or a cluster of several nodes",
             )
     elif needed > present:
         machines = f" ({nodes} nodes of {ranks})" if nodes > 1 and apart is None else ""
-        lent = "; engines apart from the policy have GPUs of their own" if apart is not None else ""
+        lent = "; engines on separate devices need their own GPUs" if apart is not None else ""
         bound = f"the run needs {needed} GPUs{machines}, and this machine shows {present}{lent}"
         fix = (
             "start it on a machine that has them, or on a cluster (launch/README.md: sbatch, or "
-            "RAY_ADDRESS of a Ray that runs)"
+            "RAY_ADDRESS of a running Ray)"
         )
         if present:
             fix += f"; or write cluster.gpus_per_node={present} where the layout fits"
@@ -251,8 +251,8 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
         except OSError as error:
             if str(error) not in unmakable:
                 unmakable.add(str(error))
-                bound = f"it cannot be made: {os.strerror(error.errno or 0)}: {error.filename}"
-                yield Violation(key, at(config, key), bound, "give a directory that can be made")
+                bound = f"it cannot be created: {os.strerror(error.errno or 0)}: {error.filename}"
+                yield Violation(key, at(config, key), bound, "give a directory that can be created")
             continue
         if nearest not in unwritable and not os.access(nearest, os.W_OK | os.X_OK):
             unwritable.add(nearest)
@@ -296,7 +296,7 @@ def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> I
             key,
             at(config, key),
             bound,
-            f"give {key} another place, or keep fewer checkpoints (checkpointing.keep_top_k)",
+            f"give {key} another directory, or keep fewer checkpoints (checkpointing.keep_top_k)",
         )
 
 
@@ -390,8 +390,8 @@ def unreachable_models(config: RunConfig) -> Iterator[Violation]:
         look.join(max(end - time.monotonic(), 0.0))
         if look.fault is not None:
             fix = (
-                "correct the name, give a directory of a model, or download it where there is a network "
-                "(its cache is taken)"
+                "correct the name, give a directory of a model, or download it where there is a "
+                "network (its cache is used)"
             )
             yield Violation(look.key, look.model, look.fault, fix)
 

@@ -90,9 +90,7 @@ class Restarts:
             raise error
         # Reset ``built``: a deadline that passes from now on may mean that bundles are missing.
         self.workers, self.built = self.workers + 1, False
-        logger.warning(
-            "workers were lost, start %d of at most %d of new ones: %s", self.workers, self.most, error
-        )
+        logger.warning("workers were lost, restart %d of at most %d: %s", self.workers, self.most, error)
 
     def engines_lost(self, error: MegarlError) -> None:
         """Count a restart of only the engines."""
@@ -131,6 +129,6 @@ def await_places(
             if time.monotonic() >= end:
                 raise error from missing
             if not told:
-                logger.warning("waiting at most %g s for places: %s", seconds, missing)
+                logger.warning("waiting at most %g s for devices: %s", seconds, missing)
                 told = True
         wait(min(_LOOK_S, max(end - time.monotonic(), 0.0)))

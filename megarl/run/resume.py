@@ -108,10 +108,9 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
 def _none_can_be_used(damaged: Mapping[Path, Sequence[str]]) -> str:
     faults = "; ".join(f"{path}: {', '.join(problems[:3])}" for path, problems in damaged.items())
     return (
-        f"the run has {len(damaged)} checkpoints and none can be used. {faults}. "
-        "Fix: bring one back from a copy, or start over with checkpointing.resume=never, for one launch "
-        "alone; "
-        "the rows of metrics.jsonl are kept beside then"
+        f"the run has {len(damaged)} checkpoints and none can be used. {faults}. Fix: bring one "
+        "back from a copy, or start over with checkpointing.resume=never, for one launch only; the "
+        "rows of metrics.jsonl are kept in another file then"
     )
 
 
@@ -139,7 +138,9 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
     for key, (old, new) in check_changes(
         redacted(before), redacted(config), name, config["checkpointing"]["accept_changes"]
     ).items():
-        logger.warning("another value than in checkpoint %s: %s = %r, there %r", name, key, new, old)
+        logger.warning(
+            "a value differs from checkpoint %s: %s = %r, in the checkpoint %r", name, key, new, old
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +255,9 @@ class CheckpointWriter:
             if _TOLD not in self.metric_notes:
                 self.metric_notes.add(_TOLD)
                 logger.warning(
-                    "checkpointing.metric_name = %s is not among the metrics of this step: a checkpoint "
-                    "without it is not taken for the "
-                    "best where another has it. This is not said again",
+                    "checkpointing.metric_name = %s is not among the metrics of this step: a "
+                    "checkpoint without it is not chosen as the best if another has it. This is "
+                    "logged only once",
                     name,
                 )
             return
@@ -278,7 +279,7 @@ class CheckpointWriter:
         try:
             return self.manager.has_metric()
         except StorageError as error:
-            logger.warning("whether a checkpoint has the metric is not known: %s", error)
+            logger.warning("it is unknown whether a checkpoint has the metric: %s", error)
             return True
 
     @contextmanager
@@ -477,23 +478,26 @@ class CheckpointWriter:
             latest = next((path.name for _, path in self.manager.checkpoints()), None)
             kept = "there is no earlier one" if latest is None else f"{latest} is the newest one"
         except StorageError as error:
-            kept = f"which one is the newest is not known ({error})"
+            kept = f"the newest checkpoint is unknown ({error})"
         # Omit the worker's traceback if the disk is full, because it does not help.
         told = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
         what = f"the checkpoint of step {step} could not be written: {told}"
         if not is_last and len(self.failed) < self.most_failed:
             logger.warning(
-                "%s; %s. Training goes on; %d such saves in a row would end it", what, kept, self.most_failed
+                "%s; %s. Training continues; %d such saves in a row would end it",
+                what,
+                kept,
+                self.most_failed,
             )
             return
         why = (
-            "no other one follows"
+            "no later save follows"
             if is_last
             else f"{len(self.failed)} in a row, checkpointing.max_failed_saves = {self.most_failed}"
         )
         raise CheckpointError(
-            f"{what}; {kept}, and {why}. Fix: see to space and permissions in {directory}, and start again "
-            "to go on from there"
+            f"{what}; {kept}, and {why}. Fix: check space and permissions in {directory}, and "
+            "start again to resume"
         ) from failure
 
 

@@ -412,7 +412,7 @@ def _written(key: str, directory: Path) -> Iterator[None]:
             raise
         why = os.strerror(error.errno) if error.errno else str(error)
         file = "" if error.filename in (None, str(directory)) else f" ({error.filename})"
-        bound = f"it cannot be made or written: {why}{file}"
+        bound = f"it cannot be created or written: {why}{file}"
         raise ConfigError(
             [
                 Violation(
@@ -479,9 +479,9 @@ def _writer(
 def _stopped(step: int, stop: StopRequest, console: TrainingConsole, has_checkpoints: bool) -> int:
     """Report why a run ends before its last step, and return its exit code."""
     advice = (
-        "start it again to go on from there"
+        "start it again to resume from there"
         if has_checkpoints
-        else "checkpointing.enabled is false: nothing of it is saved"
+        else "checkpointing.enabled is false: nothing was saved"
     )
     code = stop.exit_code
     console.stopped(f"stopped after step {step} ({stop.reason}); {advice}")

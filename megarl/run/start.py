@@ -167,9 +167,9 @@ def _refuse_the_cpu_where_gpus_are_expected() -> None:
         f"the NVIDIA driver has {present} GPUs on this machine" if present else f"this is job {job} of Slurm"
     )
     fix = (
-        "write cluster.device=cpu to train on the CPU all the same; else give the job GPUs (sbatch "
-        "--gpus-per-node=8), unset "
-        "CUDA_VISIBLE_DEVICES, and see what megarl doctor says of them"
+        "write cluster.device=cpu to train on the CPU anyway; else give the job GPUs (sbatch "
+        "--gpus-per-node=8), unset CUDA_VISIBLE_DEVICES, and see what megarl doctor reports about "
+        "them"
     )
     raise ConfigError(
         [

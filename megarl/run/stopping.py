@@ -68,7 +68,7 @@ class Attempt:
             rename_surely(temporary, self.directory / LAST_CHECKPOINT_FILE)
         except OSError as error:
             logger.warning(
-                "the launcher is not told of the checkpoint of step %d, and may not requeue the job: %s",
+                "the launcher was not notified of the checkpoint of step %d, and may not requeue the job: %s",
                 step,
                 error,
             )

@@ -84,11 +84,11 @@ def read_time(text: str, now: float | None = None) -> float:
     # timestamp() raises the latter two: it uses mktime, which does not support dates far away.
     except (ValueError, OverflowError, OSError):
         raise ValueError(
-            f"{text!r} is no time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and three quarters "
-            "from now"
+            f"{text!r} is not a time. Fix: write 2026-11-26T18:30, or +3:45 for three hours and "
+            "three quarters from now"
         ) from None
     if end <= now:
-        raise ValueError(f"{text!r} is over. Fix: give a time to come")
+        raise ValueError(f"{text!r} is in the past. Fix: give a future time")
     return end
 
 
@@ -104,7 +104,7 @@ def time_left(stop_at: float | None) -> TimeLeft | None:
     job_end = env.integer("SLURM_JOB_END_TIME", 0)
     if 0 < job_end <= time.time():
         logger.warning(
-            "SLURM_JOB_END_TIME = %d is over, although this program runs: it counts for nothing", job_end
+            "SLURM_JOB_END_TIME = %d is in the past, although this program runs: it is ignored", job_end
         )
     elif job_end:
         limits.append((float(job_end), "SLURM_JOB_END_TIME"))

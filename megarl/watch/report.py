@@ -157,7 +157,7 @@ def _page(
     # is fetched.
     yield f'<meta http-equiv="Content-Security-Policy" content="{content_policy(bool(samples))}">'
     yield f"<title>{html.escape(title)}</title><style>{_STYLE}{SAMPLES_STYLE}</style></head>\n<body>\n"
-    yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, drawn {made}</p>\n'
+    yield f'<h1>{html.escape(title)}</h1><p class="from">megarl {__version__}, created {made}</p>\n'
     yield f'<div class="card scroll">{_summary(states, labels)}</div>\n'
     if len(states) > 1:
         names = (

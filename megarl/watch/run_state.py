@@ -247,13 +247,12 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
         return (
             "killed",
             (
-                f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} left without a "
-                "word; "
-                f"{again}"
+                f"{owner or f'process {launches[-1].process} on host {launches[-1].host}'} ended "
+                f"without a recorded reason; {again}"
             ),
         )
     if step:
-        return "ended", f"no process holds it; {again}"
+        return "ended", f"no process is running it; {again}"
     return "not started", "no launch has reached its first step"
 
 

@@ -140,7 +140,7 @@ const place = row => [
   row.set ? "set " + row.set : "",
   "prompt " + row.record + " of " + (row.source ?? "the data"),
   row.env ? "environment " + row.env : "",
-  "answer " + row.generation,
+  "response " + row.generation,
 ].filter(Boolean).join(", ");
 const answer = (row, title) => {
   const part = make("div");
@@ -199,15 +199,15 @@ const select = (title, options) => {
 };
 const kinds = Object.keys(data);
 const kind = select("samples of", kinds.map(name => option(name, name)));
-const step = select("step", []), against = select("beside step", []);
+const step = select("step", []), against = select("compare with step", []);
 const set = select("set", []);
 const named = name => option(name, name);
 const order = select("order", [option("", "as sampled"), ...Object.keys(orders).map(named)]);
 const only = select("only", [option("", "all"), named("truncated"), named("masked")]);
 const text = field("with the text", make("input"));
 text.type = "search";
-text.title = "In prompt or answer, whatever letters are capitals, as megarl samples --grep; "
-  + "of long texts the page has no middle.";
+text.title = "In prompt or response, ignoring case, as megarl samples --grep; "
+  + "the page omits the middle of long texts.";
 let limit = 20;
 
 const refill = () => {

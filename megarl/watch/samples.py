@@ -127,7 +127,7 @@ def _step(files: Mapping[int, Path], wanted: int | None, kind: str, run_dir: Pat
     if step not in files:
         near = sorted(sorted(files, key=lambda other: abs(other - step))[:8])
         raise DataError(
-            f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: take one of "
+            f"step {step} has no {kind} samples in {run_dir / DIRECTORY}. Fix: choose one of "
             f"{', '.join(map(str, near))}"
         )
     return step
@@ -184,8 +184,8 @@ def _said(row: Sample) -> Iterator[RenderableType]:
     for turn in turns:
         if turn.get("segment") is not None:
             yield Text(
-                f"segment {_plain(turn['segment'])}: the template writes earlier responses otherwise from "
-                "here on",
+                f"segment {_plain(turn['segment'])}: the template writes earlier responses "
+                "differently from here on",
                 style="cyan",
             )
         yield _visible(turn["text"], "dim" if turn.get("role") == "environment" else "")
@@ -203,13 +203,13 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
     both = [name for name in left if name in right]
     if not both:
         fix = (
-            "take --validation, whose prompts are the same each time"
+            "use --validation, whose prompts are the same each time"
             if selection.kind == TRAIN
-            else "take two other steps"
+            else "choose two other steps"
         )
         raise DataError(
-            f"steps {steps[0]} and {steps[1]} of {run_dir} have no prompt in common; training prompts come "
-            f"again next epoch. Fix: {fix}"
+            f"steps {steps[0]} and {steps[1]} of {run_dir} have no prompt in common; training "
+            f"prompts repeat only in the next epoch. Fix: {fix}"
         )
     for name in both[: selection.number]:
         one, other = left[name], right[name]

@@ -201,7 +201,7 @@ def _rollouts_text(state: RunState) -> str:
         if series is not None
     ]
     waiting = f"; groups: {', '.join(queue)}" if queue else ""
-    return f"{said}; of a step waits: {shares}{waiting}" if shares else f"{said}{waiting}"
+    return f"{said}; waiting share of a step: {shares}{waiting}" if shares else f"{said}{waiting}"
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:
@@ -213,7 +213,7 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
     said = " and ".join(
         f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count
     )
-    return f"; within launches {said}, the last for {last.reason}"
+    return f"; within launches {said}, the last because of {last.reason}"
 
 
 def _progress(state: RunState) -> Text:
@@ -261,7 +261,7 @@ def _wholeness(checkpoint: CheckpointState) -> Text:
     if checkpoint.problems:
         more = f" and {len(checkpoint.problems) - 1} more" if len(checkpoint.problems) > 1 else ""
         return Text(f"damaged ({checkpoint.problems[0]}{more})", style=BAD)
-    return Text("whole " + ("(every byte)" if checkpoint.hashed else "(names and sizes)"), style="green")
+    return Text("complete " + ("(every byte)" if checkpoint.hashed else "(names and sizes)"), style="green")
 
 
 def _mismatch(curve: Series, ages: Series) -> Text:

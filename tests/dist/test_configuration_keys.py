@@ -235,7 +235,9 @@ def test_the_learning_rate_is_what_an_optimizer_refers_to(keys: Keys, backend: s
     for name in RATE[backend].split("."):
         section = section[name]
     assert section == 0.03
-    with pytest.raises(ConfigError, match=r"policy\.learning_rate = 0\.03: nothing reads it"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.learning_rate = 0\.03: it is only read through a reference"
+    ):
         validate_policy_config(keys.policy(backend, "qwen2", {"learning_rate": 0.03}), RANKS[backend])
 
 

@@ -290,13 +290,13 @@ def test_what_a_model_that_scores_does_not_do(
     assert said.keys() == calls.keys()
     for method in calls.keys() - {"train"}:
         assert "StateError" in said[method] and "reward_model_cfg.enabled" in said[method], said[method]
-    assert "a loss of log-probabilities, of a language model, and this model gives values" in said["train"]
+    assert "a loss of log-probabilities, for a language model, and this model gives values" in said["train"]
     of_language = {**config, "model_name": str(tiny_models["llama"]), "reward_model_cfg": None}
     calls = {"get_values": {"data": {}}, "train": {"data": {}, "loss_fn": PreferenceLoss()}}
     said = pool.run(world, scoring_jobs.refused, of_language, calls)[0]
     assert (
         "this is a language model" in said["get_values"]
-        and "a loss of values, of a model that scores" in said["train"]
+        and "a loss of values, for a scoring model" in said["train"]
     )
 
 

@@ -416,20 +416,30 @@ class Pair:
         if self.kind == VLLM:
             which = "engine 1's" if fault.local is not None else r"engine \d's"
             return bool(
-                re.match(rf"{which} log-probabilities of \d+ given tokens are ([0-9.e-]+|nan) apart", said)
+                re.match(
+                    rf"{which} log-probabilities of \d+ given tokens differ from the policy's by "
+                    r"([0-9.e-]+|nan) ",
+                    said,
+                )
             ), said
         if fault.computes is not None:
             return bool(
-                re.match(r"the engines' log-probabilities of \d+ given tokens are [0-9.e-]+ apart", said)
+                re.match(
+                    r"the engines' log-probabilities of \d+ given tokens differ from the policy's by "
+                    r"[0-9.e-]+ ",
+                    said,
+                )
             ), said
         if fault.local is not None:
             return bool(
-                re.search(r"\d+ of \d+ weights are not the policy's in the engines: .*" + fault.wrong, said)
+                re.search(
+                    r"\d+ of \d+ weights in the engines differ from the policy's: .*" + fault.wrong, said
+                )
             ), said
         names = list(self.policy.weight_digests())
         wrong = [each for each in names if re.search(fault.wrong, each)]
         expected = (
-            f"{len(wrong)} of {len(names)} weights are not the policy's in the engines: "
+            f"{len(wrong)} of {len(names)} weights in the engines differ from the policy's: "
             f"{', '.join(wrong[:3])}"
         )
         return said.startswith(expected), said

@@ -21,9 +21,9 @@ from tests.faults.fault import ANY, INIT, MissedError
 
 _LABEL = r"\[[^\]\n]*\]"
 # the error that ends a launch, or its workers: what fails as they are ended is told too
-_ERROR = r"(?:^megarl: |: workers were lost, start \d+ of at most \d+ of new ones: )"
+_ERROR = r"(?:^megarl: |: workers were lost, restart \d+ of at most \d+: )"
 # Engines that die while they sample beside training are not replaced: the weights that they had are gone.
-_BESIDE = r"(?:engines were lost while they sampled beside training, [^:\n]+: )?"
+_BESIDE = r"(?:engines were lost while they sampled during training, [^:\n]+: )?"
 _DIED = re.compile(
     rf"{_ERROR}{_BESIDE}(?P<who>{_LABEL})(?: node \S+ is lost:)? "
     r"worker process died during (?P<what>[^:\n]+): ",

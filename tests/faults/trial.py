@@ -50,7 +50,7 @@ _FOUND_WITHIN = 6.0
 """Of such deadlines: by then a rank that is lost or stands still was found, and the others were ended. Some
 of it is the load beside."""
 _FAILED_SAVE = re.compile(
-    r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training goes on", re.DOTALL
+    r"the checkpoint of step (?P<step>\d+) could not be written: .*?Training continues", re.DOTALL
 )
 _SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 _SHELL = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
@@ -707,7 +707,7 @@ class Trial:
 
     def _check_warned_of_space(self, launch: Launch) -> None:
         said = launch.output()
-        assert "no space: a checkpoint takes about" in said and "Training goes on" in said, said[-3000:]
+        assert "no space: a checkpoint takes about" in said and "Training continues" in said, said[-3000:]
         self.told.words.append("warned: no space")
 
 

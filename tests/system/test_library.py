@@ -82,7 +82,7 @@ def test_ctrl_c_saves_and_the_same_call_goes_on_and_a_killed_caller_leaves_no_or
     read_until(process, r"^step +3/")
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=200)
-    assert process.returncode == 0 and "interrupted: the same call with run_dir='mine' goes on" in rest
+    assert process.returncode == 0 and "interrupted: the same call with run_dir='mine' resumes" in rest
     saved = int(rest.splitlines()[-1].removeprefix("step_"))
     assert saved >= 3
 

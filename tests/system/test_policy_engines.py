@@ -51,7 +51,7 @@ def test_other_weights_are_named(pair: Pair) -> None:
     pair.refit.bring_up_to_date()
     pair.check.check()
     pair.change_the_engines()
-    with pytest.raises(MismatchError, match="weights are not the policy's in the engines: "):
+    with pytest.raises(MismatchError, match="weights in the engines differ from the policy's: "):
         pair.check.check()
     # as of engines that keep weights in forms of their own
     pair.engines.weight_digests = lambda: None  # type: ignore[method-assign, assignment, return-value]
@@ -67,7 +67,7 @@ def test_other_weights_are_named(pair: Pair) -> None:
 def test_old_weights_are_named(pair: Pair) -> None:
     """A refit that did not happen: verl's adapters never came for two months."""
     pair.change_the_policy()
-    with pytest.raises(MismatchError, match="weights are not the policy's"):
+    with pytest.raises(MismatchError, match="weights in the engines differ from the policy's"):
         pair.check.check()
     pair.refit.bring_up_to_date()
     pair.check.check()

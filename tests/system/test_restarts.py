@@ -304,7 +304,7 @@ def test_a_lost_node_is_replaced_by_one_that_joins(apart: bool, material: Materi
     )
     told = re.search(r"codes \[0, 0\] without (n[12]): \['head', 'n[12]', 'n3'\]", done.stdout)
     assert told, done.stdout[-3000:] + done.stderr[-5000:]
-    assert "waiting at most 1800 s for places" in done.stderr
+    assert "waiting at most 1800 s for devices" in done.stderr
     check_same(tmp_path / "run", tmp_path / "whole")
     # Ray may learn of the end of the engine before that of its node
     *engines, restart = read_launches(tmp_path / "run")[0].restarts

@@ -148,7 +148,7 @@ def test_verifiers_by_name_and_option(environments: list[SingleTurn]) -> None:
         ({"reward": "math", "math_verify_impl": "sympy"}, r"env\.math_verify_impl = 'sympy'"),
         (
             {"reward": "format", "pattern": "(a"},
-            r"env\.pattern = '\(a': it is no regular expression: missing \)",
+            r"env\.pattern = '\(a': it is not a valid regular expression: missing \)",
         ),
         ({"reward": None, "gsm8k": {"gsm8k_method": "loose"}}, r"env\.gsm8k\.gsm8k_method = 'loose'"),
     ],

@@ -284,22 +284,22 @@ RULES = [
     (
         {"distillation.teacher_of_source": {"train": "one"}},
         {"distillation.teacher_of_source"},
-        "teacher has all sources",
+        "teacher teaches all sources",
     ),
     (
         {"policy.generation.top_p": 0.9},
         {"policy.generation.top_p"},
-        "a token that sampling leaves out has none",
+        "a token excluded from sampling has none",
     ),
     (
         {"policy.generation.top_k": 5},
         {"policy.generation.top_k"},
-        "a token that sampling leaves out has none",
+        "a token excluded from sampling has none",
     ),
     (
         {"teacher.generation": {"temperature": 0.5}},
         {"teacher.generation.temperature"},
-        "distributions of two temperatures differ",
+        "distributions at different temperatures never match",
     ),
     ({"teacher.generation": {"top_p": 0.5}}, {"teacher.generation.top_p"}, "policy.generation.top_p is 1.0"),
     ({"loss_fn": GRADIENT}, {"loss_fn"}, "whose loss is in distillation"),
@@ -314,7 +314,7 @@ RULES = [
     (
         {"distillation.mode": "reverse_kl_advantage"},
         {"loss_fn", "distillation.topk_logits_k"},
-        "a policy gradient",
+        "needs a policy-gradient loss",
     ),
     (
         {
@@ -355,7 +355,7 @@ TEACHERS = {
 @pytest.mark.parametrize(
     ("chosen", "keys", "said"),
     [
-        (None, {"distillation.teacher_of_source"}, "nothing says whose a source is"),
+        (None, {"distillation.teacher_of_source"}, "no source is mapped to one"),
         (
             {"problems": "math"},
             {"distillation.teacher_of_source", "teachers.code"},

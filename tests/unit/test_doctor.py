@@ -82,14 +82,14 @@ def test_a_rank_that_fails_is_named_with_its_last_words() -> None:
 
 def test_a_hanging_all_reduce_ends_at_its_deadline() -> None:
     check = network.check_all_reduce("gloo", 2, deadline_s=0.0)
-    assert check.verdict is Verdict.FAILED and "no end within 0 s" in check.found
+    assert check.verdict is Verdict.FAILED and "not finished within 0 s" in check.found
 
 
 @pytest.mark.parametrize(
     ("requirement", "verdict", "says"),
     [
         (Requirement("torch>=2.9"), "ok", ""),
-        (Requirement("torch>=99"), "failed", ">=99 is wanted"),
+        (Requirement("torch>=99"), "failed", ">=99 is required"),
         (Requirement("no-such-package-of-anybody>=1"), "failed", "not installed"),
     ],
     ids=str,
@@ -275,7 +275,7 @@ def test_a_driver_that_is_too_old_is_told_which_one_is_wanted() -> None:
     check = list(judge(Driver("570.1", 12080, (H100,)), TorchBuild("13.0", 0)))[-1]
     assert (
         check.verdict is Verdict.FAILED
-        and "serves at most 12.8" in check.found
+        and "supports at most 12.8" in check.found
         and "580 or newer" in check.fix
     )
 
@@ -328,7 +328,7 @@ def test_locked_memory_counts_where_there_is_infiniband() -> None:
     )
     check = judge_locked_memory(little, ["mlx5_0", "mlx5_1"])
     assert (
-        check.verdict is Verdict.WARNING and "8 MiB, NCCL over mlx5_0, mlx5_1 wants no limit" in check.found
+        check.verdict is Verdict.WARNING and "8 MiB, NCCL over mlx5_0, mlx5_1 needs no limit" in check.found
     )
     assert "ulimit -l unlimited" in check.fix and "PropagateResourceLimitsExcept" in check.fix
 
@@ -371,7 +371,7 @@ def test_what_is_mounted_over_an_automounter_counts(monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr(storage.psutil, "disk_partitions", lambda all: mounts)
     assert "/home/me on nfs4, shared between hosts" in storage.check_file_system(Path("/home/me")).found
-    assert "on ext4, of this host alone" in storage.check_file_system(Path("/data")).found
+    assert "on ext4, only on this host" in storage.check_file_system(Path("/data")).found
 
 
 def test_bytes_that_another_process_sees_otherwise_fail(

@@ -72,7 +72,7 @@ def test_the_meta_package_of_transformer_engine_alone(site: Site) -> None:
         "raise RuntimeError('Found empty meta package installed.\\nInstall a framework extension')",
     )
     check = check_transformer_engine()
-    assert check.verdict is Verdict.WARNING and "runs take the portable layers" in check.found
+    assert check.verdict is Verdict.WARNING and "runs use the portable layers" in check.found
     assert (
         "2.20.2 without transformer-engine-torch" in check.found
         and "RuntimeError: Found empty meta package" in check.found
@@ -161,10 +161,10 @@ def test_vllm_of_another_torch(site: Site) -> None:
     check = check_vllm("vllm")
     assert (
         check.verdict is Verdict.FAILED
-        and "0.32.0 does not load; it was built for torch==2.13.0, 2.15.0 is here" in check.found
+        and "0.32.0 does not load; it was built for torch==2.13.0, 2.15.0 is installed" in check.found
     )
     assert "undefined symbol: _ZNK2at" in check.found and "'torch==2.13.0' 'vllm==0.32.0'" in check.fix
-    assert "vllm 0.32.0 asks for torch==2.13.0, 2.15.0 is here" in check_requirements().found
+    assert "vllm 0.32.0 requires torch==2.13.0, 2.15.0 is installed" in check_requirements().found
     (site.directory / "vllm" / "_C" / "__init__.py").write_text("")
     check = check_vllm("vllm")
     assert check.verdict is Verdict.OK and check.found == "0.32.0 loads with torch 2.15.0"
@@ -188,7 +188,7 @@ def test_versions_that_ask_for_others(site: Site) -> None:
     )
     check = check_requirements()
     assert check.verdict is Verdict.WARNING and "constraints-gpu.txt" in check.fix
-    assert check.found == "torch 2.13.0 asks for nvidia-nccl-cu13==2.28.9, 2.30.1 is here"
+    assert check.found == "torch 2.13.0 requires nvidia-nccl-cu13==2.28.9, 2.30.1 is installed"
 
 
 def test_a_local_version_of_torch_is_the_version_that_is_asked_for(site: Site) -> None:
@@ -223,7 +223,7 @@ def test_the_python_of_the_newest_megatron(site: Site, gpus: bool, python: str, 
     assert check.verdict.value == verdict and python in check.found
     if verdict == "warning":
         assert (
-            "megatron-core 0.17 and newer need 3.12, here is 0.16.1" in check.found
+            "megatron-core 0.17 and newer need 3.12, installed is 0.16.1" in check.found
             and "MEGARL_PYTHON=python3.12" in check.fix
         )
 
@@ -233,7 +233,7 @@ def test_a_megatron_that_is_not_for_this_python(site: Site) -> None:
     check = check_python(False, "3.11.7")
     assert (
         check.verdict is Verdict.FAILED
-        and "megatron-core 0.19.2 wants >=3.12" in check.found
+        and "megatron-core 0.19.2 requires >=3.12" in check.found
         and "python3.12" in check.fix
     )
     assert check_python(False, "3.12.0rc1").verdict is Verdict.FAILED, (

@@ -353,7 +353,7 @@ def test_engines_whose_node_is_lost_are_not_started_there_again(
     run.refit.lost_nodes = lambda: ["n7"]
     with pytest.raises(
         WorkerLostError,
-        match=r"^node n7 is lost, with places of the engines: generate: the engine's process died",
+        match=r"^node n7 is lost, with devices of the engines: generate: the engine's process died",
     ):
         run.step(1)
     assert run.refit.restarts == len(run.told) == 0

@@ -612,7 +612,7 @@ def test_an_adapter_is_part_of_the_model(
     assert (
         f"adapter: {adapter}" in said
         and "evaluations/adapter.json" in said
-        and f"it was trained beside {taught}" in caplog.text
+        and f"it was trained on the base model {taught}" in caplog.text
     )
     # there are neither gradients nor states of an optimizer, for which there would be no room
     small = ["cluster.device=cuda", "cluster.device_memory_gib=0.0001"]

@@ -134,7 +134,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_no_success(
     tmp_path: Path, model: str, data: str
 ) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"step {STEPS} .*step_3 is the newest one, and no other one follows"
+        CheckpointError, match=rf"step {STEPS} .*step_3 is the newest one, and no later save follows"
     ):
         run(config_of(tmp_path, model, data), DiskFull({STEPS}))
     assert [row["step"] for row in comparable(tmp_path)] == [1, 2, 3, 4], (
@@ -147,7 +147,9 @@ def test_a_stop_whose_checkpoint_cannot_be_written_is_no_stop(tmp_path: Path, mo
         if number == 2:
             (tmp_path / STOP_FILE).touch()
 
-    with pytest.raises(CheckpointError, match=r"step 2 .*step_1 is the newest one, and no other one follows"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 .*step_1 is the newest one, and no later save follows"
+    ):
         run(config_of(tmp_path, model, data), DiskFull({2}, ask))
 
 

@@ -519,7 +519,7 @@ NAMES = ("pp0 dp0 cp0 tp0", "pp0 dp0 cp0 tp1")
 LOST = (
     "x: clean-up of 'lm_policy' failed: [pp0 dp0 cp0 tp0 a.host] worker process died during shutdown: The "
     "actor died\n"
-    "WARNING megarl: workers were lost, start 1 of at most 2 of new ones: [pp0 dp0 cp0 tp1 a.host] worker "
+    "WARNING megarl: workers were lost, restart 1 of at most 2: [pp0 dp0 cp0 tp1 a.host] worker "
     "process died "
     "during {what}: The actor died. Fix: look\nAlso failed: [pp0 dp0 cp0 tp0 a.host]\n"
 )
@@ -557,7 +557,7 @@ def test_a_phase_that_was_over_is_no_trial_of_it() -> None:
 
 
 def test_an_engine_that_dies_while_it_samples_beside_training_has_to_be_named() -> None:
-    why = "engines were lost while they sampled beside training, and the weights that they had are gone: "
+    why = "engines were lost while they sampled during training, and the weights that they had are gone: "
     died = f"[{NAMES[0]} h] worker process died during generate, step 2, of generation: The actor died"
     promised.check_engine_is_told(f"megarl: {why}{died}")
     promised.check_engine_is_told(f"megarl: {died}")
@@ -623,7 +623,7 @@ def test_what_is_not_finite_has_to_be_told_and_to_end_all_ranks() -> None:
 
 WARNED = (
     "x WARNING the checkpoint of step {step} could not be written: [pp0] {why}\n--- traceback "
-    "---\n{why}; step_1. Training goes on; 3"
+    "---\n{why}; step_1. Training continues; 3"
 )
 EIO = "[Errno 5] Input/output error: 'file'"
 

@@ -179,7 +179,7 @@ def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> 
         "max_num_step = 3: megarl.train has no such argument",
         "did you mean max_num_steps",
         "num_generations_per_prompt (grpo.num_generations_per_prompt) = 1",
-        "reward (env.reward) = '<lambda>': nothing is known to give its parameters 'one', 'two'",
+        "reward (env.reward) = '<lambda>': there is no value for its parameters 'one', 'two'",
     ):
         assert part in text
     assert "model = None" in (text := refusals("grpo")) and "data = None" in text and "reward = None" in text
@@ -258,13 +258,13 @@ def test_a_closure_scores_in_the_processes_of_the_pool_and_the_newest_of_a_name_
 def test_a_process_that_has_not_the_object_says_how_to_go_on() -> None:
     with pytest.raises(ConfigError, match=r"call megarl\.train with it again and the same run_dir"):
         import_path.load_object("given:gone", "env.reward")
-    with pytest.raises(ConfigError, match="cannot be made again in another process"):
+    with pytest.raises(ConfigError, match="cannot be recreated in another process"):
         import_path.unpickle_object("given:gone", b"no pickle")
 
 
 def test_a_pool_says_what_it_cannot_make_again() -> None:
     import_path.give_object("torn", right, b"no pickle")
-    with pytest.raises(ConfigError, match="cannot be made again in another process"):
+    with pytest.raises(ConfigError, match="cannot be recreated in another process"):
         RewardPool([RewardSpec("given:torn")], 1)
 
 

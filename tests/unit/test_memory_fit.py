@@ -144,7 +144,7 @@ def test_without_the_size_of_a_device_nothing_is_refused() -> None:
     text = doubt_of_memory(config)
     assert (
         text is not None
-        and "a device of 80 GiB (assumed: cluster.device_memory_gib says how much it has)" in text
+        and "a device of 80 GiB (assumed; set cluster.device_memory_gib to the real size)" in text
     )
     with pytest.raises(ConfigError, match=r"optimizer state of a rank alone take .*Fix: write "):
         config_of(recipe, huge, "cluster.device_memory_gib=80")

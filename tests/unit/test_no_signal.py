@@ -59,8 +59,7 @@ def test_it_is_said_at_the_first_and_at_the_fifth_step(caplog: pytest.LogCapture
         return
     assert f"step {step}: all rewards of every group are equal (4 responses, rewards 0, 1)" in said
     assert (
-        "there is no gradient in this step. Look at `megarl samples runs/mine`. Likely cause: none is known"
-        in said
+        "this step has no gradient. Look at `megarl samples runs/mine`. Likely cause: none is known" in said
     )
 
 
@@ -106,7 +105,7 @@ def test_several_rewards_are_looked_at(caplog: pytest.LogCaptureFixture) -> None
 def test_responses_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     said = warned(caplog, [0.0, 0.0], truncated=True)
     assert (
-        "cut off at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]" in said
+        "truncated at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]" in said
     )
 
 

@@ -215,7 +215,7 @@ def test_an_mlflow_run_that_was_deleted_is_made_again(
         server.runs = set() if deleted else server.runs
         open_sinks(SECTION, tmp_path).close()
     assert [kind for kind, _ in server.calls] == ["made", "ended", "made", "ended", "RUNNING", "ended"]
-    assert "MLflow has no run run-0 any more" in caplog.text
+    assert "MLflow no longer has run run-0" in caplog.text
 
 
 OWN = """
@@ -319,4 +319,4 @@ def test_own_sinks_are_checked_before_anything_starts(own: Path, name: str, said
 
 def test_a_sink_is_named_once(own: Path) -> None:
     [violation] = sinks_are_known(View({"logger": {"sinks": [f"{own}:Lines"] * 2}}))
-    assert "would take every row twice" in str(violation)
+    assert "would receive every row twice" in str(violation)

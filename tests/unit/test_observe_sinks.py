@@ -477,5 +477,5 @@ def test_a_file_that_somebody_takes_away_is_missed(
         4,
     ]
     word = "was removed" if what == "removed" else "was replaced by another file"
-    assert caplog.text.count(f"{path} {word} while the run goes on") == 1
+    assert caplog.text.count(f"{path} {word} during the run") == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl"]

@@ -206,7 +206,7 @@ def test_models_beside_the_policy_have_adapters_of_their_own_where_they_are_trai
     assert config["policy"]["peft"] is None and config["critic"]["peft"]["dim"] == 4
     with pytest.raises(ConfigError, match=r"critic\.peft\.lora_dtype"):
         validate_config(changed(raw_ppo(), {"critic.peft": {**NEMO, "lora_dtype": "float16"}}))
-    with pytest.raises(ConfigError, match=r"teacher\.peft\.enabled = True: nothing trains this model"):
+    with pytest.raises(ConfigError, match=r"teacher\.peft\.enabled = True: this model is not trained"):
         validate_config(changed(raw_distillation(), {"teacher.peft": NEMO}))
 
 

@@ -147,7 +147,7 @@ def test_a_run_that_leads_to_a_dead_mount_is_named(
         released.set()
     said = capsys.readouterr()
     assert (
-        f"run directory {tmp_path}: it, or what it leads to, has not answered for 0.2 s, as on a mount "
+        f"run directory {tmp_path}: it, or the target of its link, has not answered for 0.2 s, as on a mount "
         "whose server is gone"
     ) in said.err
     assert not said.out
@@ -190,7 +190,7 @@ def test_files_that_are_hashed_on_a_dead_mount_do_not_keep_the_program(tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", READS, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("a place: it, or what it leads to, has not answered for 0.2 s")
+    assert done.stdout.startswith("a place: it, or the target of its link, has not answered for 0.2 s")
 
 
 def test_every_place_is_looked_at_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,8 +399,8 @@ def test_a_critic_of_another_backbone_is_refused_by_name(tmp_path: Path, model: 
     config["critic"]["model_name"] = str(other)
     with pytest.raises(
         ConfigError,
-        match=r"critic\.model_name = .*other.*of another backbone than the policy: num_layers 3; there "
-        r"num_layers 2",
+        match=r"critic\.model_name = .*other.*its backbone differs from the policy's: num_layers 3; the "
+        r"policy has num_layers 2",
     ):
         validate_config(config)
 

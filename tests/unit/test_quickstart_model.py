@@ -104,7 +104,7 @@ def test_adapters_on_fsdp1_are_refused_before_anything_runs(
     with pytest.raises(SystemExit) as ended:
         quickstart(["--backend", "fsdp1", "--adapter", "lora", "--out", str(tmp_path / "runs")])
     assert ended.value.code == 2 and not (tmp_path / "runs").exists()
-    assert "FSDP1 has no adapters; take --backend megatron or dtensor" in capsys.readouterr().err
+    assert "FSDP1 has no adapters; use --backend megatron or dtensor" in capsys.readouterr().err
 
 
 def test_seed_decides_the_weights_and_leaves_the_callers_random_state(

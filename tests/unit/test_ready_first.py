@@ -456,13 +456,13 @@ def test_a_ledger_repeats_its_batches_and_refuses_others(tmp_path: Path) -> None
     ] == [4, 2]
     with pytest.raises(UnusableCheckpointError, match="step 2: the ledger"):
         ledger.read(2, data)
-    with pytest.raises(UnusableCheckpointError, match="of a run with seed = 1, and this one has 2"):
+    with pytest.raises(UnusableCheckpointError, match="belongs to a run with seed = 1, and this one has 2"):
         Ledger(tmp_path, {"seed": 2, "prompts": 2}).read(1, data)
     path = tmp_path / "step_1.safetensors"
     content = path.read_bytes()
     for broken in (content[:-1], content[:-1] + bytes([content[-1] ^ 1]), b""):
         path.write_bytes(broken)
-        with pytest.raises(UnusableCheckpointError, match="is not as it was written"):
+        with pytest.raises(UnusableCheckpointError, match="was changed after it was written"):
             ledger.read(1, data)
     path.write_bytes(content)
     for text in ("{", "[]", "3", '{"digest": ""}', '{"digest": "", "columns": 3}'):

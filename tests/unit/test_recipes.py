@@ -159,13 +159,13 @@ def test_a_dry_run_of_every_recipe_passes_and_estimates_its_memory(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = dry_run(capsys, recipe)
-    assert "peak" in out and "sizes are those that it was published with" in " ".join(out.split())
+    assert "peak" in out and "its published sizes are used" in " ".join(out.split())
 
 
 def test_too_few_nodes_for_a_recipe_are_told_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.stem == "grpo-llama3.1-70b-8x8gpu-megatron")
     assert main(["train", str(recipe), "--dry-run", "cluster.num_nodes=1"]) == 2
-    assert "= 16; 2 nodes of 8 ranks are the fewest. Fix: " in " ".join(capsys.readouterr().err.split())
+    assert "= 16; at least 2 nodes of 8 ranks are needed. Fix: " in " ".join(capsys.readouterr().err.split())
 
 
 # a refit of vLLM's gated delta nets is not built

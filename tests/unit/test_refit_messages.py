@@ -136,7 +136,7 @@ def test_after_a_refit_that_failed_no_engine_has_a_version(failing: str) -> None
     ours, theirs = workers_of(policy, generation)
     group, method = (ours, "hand_over_weights") if failing == "policy" else (theirs, "update_from_policy")
     group.answers = {**group.answers, method: fail}
-    with pytest.raises(RefitError, match=r"said by a worker|not all engines have the same whole weights"):
+    with pytest.raises(RefitError, match=r"said by a worker|not all engines have the same complete weights"):
         refit_policy_generation(policy, generation, colocated_inference=True)
     assert generation.version is None
     with pytest.raises(

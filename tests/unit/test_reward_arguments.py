@@ -167,11 +167,11 @@ def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Pat
     [
         (
             "def reward(text, target):\n    return 1.0",
-            r"nothing is known to give its parameters 'text', 'target'\. Fix: use these names: prompt, ",
+            r"there is no value for its parameters 'text', 'target'\. Fix: use these names: prompt, ",
         ),
         (
             "def reward(response, answer, tokenizer):\n    return 1.0",
-            r"nothing is known to give its parameter 'tokenizer'",
+            r"there is no value for its parameter 'tokenizer'",
         ),
         ("def reward(completion, parser):\n    return 1.0", r"its parameter 'parser'"),
         ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*extra_keys: none"),
@@ -193,7 +193,7 @@ def test_a_name_that_nothing_is_known_of_is_refused(tmp_path: Path, text: str, f
 def test_a_column_that_a_record_lacks_is_an_error_of_its_sample(tmp_path: Path) -> None:
     name = path_of(tmp_path, "def reward(response, difficulty):\n    return 1.0")
     check_reward(name, columns=("difficulty",))
-    assert "its parameter 'difficulty' is no field of the record, which has answer, data_source" in scored(
+    assert "its parameter 'difficulty' is not a field of the record, which has answer, data_source" in scored(
         name
     )
 

@@ -169,8 +169,8 @@ def test_a_module_that_takes_long_is_named_while_it_is_waited_for(
     assert load_object(f"{slow}:x", "env.reward") == 1
     assert [record.getMessage() for record in caplog.records if record.name == "megarl.import_path"] == [
         (
-            f"env.reward: {slow} is still being imported after 0 s, and is waited for. Fix: keep what takes "
-            "long out of the module's own lines"
+            f"env.reward: {slow} is still being imported after 0 s; megarl waits for it. Fix: move "
+            "slow code out of the module's top level"
         )
     ]
 
@@ -191,7 +191,7 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
         get_reward(RewardSpec("no.such.module:reward"))
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nraise ValueError('not today')\n")
-    with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: mend"):
+    with pytest.raises(ConfigError, match=r"broken\.py fails: ValueError: not today\. Fix: correct"):
         pool_of(f"{broken}:reward", 1, 1.0)
     with pytest.raises(
         ConfigError,

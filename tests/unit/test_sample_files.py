@@ -292,7 +292,7 @@ def test_a_run_goes_on_without_a_disk_and_says_so_once(
     config["checkpointing"]["enabled"] = False
     run(config, PolicyMaker())
     assert rows(tmp_path)[-1]["step"] == STEPS
-    said = [text for text in texts_of_losses(caplog) if "training goes on without them" in text]
+    said = [text for text in texts_of_losses(caplog) if "training continues without them" in text]
     assert len(said) == 1 and ("No space left on device" if fault == "full" else "FileExistsError") in said[0]
     assert f"lost {STEPS + 2} times" in texts_of_losses(caplog)[-1]
     assert fault == "gone" or list((tmp_path / "samples").iterdir()) == [], "no half of a file stays"
@@ -407,7 +407,7 @@ def test_lines_that_are_no_samples_are_left_out(tmp_path: Path, caplog: pytest.L
         f'{good}\nnonsense\n[1]\n{{"prompt": 3, "answer": "a"}}\n\n{"[" * 100_000}\n{good}'
     )
     assert read_samples(tmp_path / "f") == [{"prompt": "p", "answer": "a", "reward": None}] * 2
-    assert "4 lines are no samples" in caplog.text
+    assert "4 lines are not samples" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_what_a_user_chooses_is_shown(
     ]
     look_for(page, "")
     choose(page, "order", 0)
-    choose(page, "beside step", 2)
+    choose(page, "compare with step", 2)
     first, second = ({row["prompt"]: row["answer"] for row in rows["train"][step]} for step in (1, 2))
     shared = [prompt for prompt in first if prompt in second]
     assert (

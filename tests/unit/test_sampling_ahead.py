@@ -1,4 +1,4 @@
-"""Batches sampled beside training: which weights sample which step, what is done together, and what a
+"""Batches sampled during training: which weights sample which step, what is done together, and what a
 checkpoint keeps of it."""
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def test_engines_lost_meanwhile_are_not_given_other_weights() -> None:
     with pytest.raises(WorkerError, match="killed"):
         engines.replace_lost_engines(error)
     refit.alive = False
-    with pytest.raises(WorkerLostError, match=r"sampled beside training.* are gone: killed"):
+    with pytest.raises(WorkerLostError, match=r"sampled during training.* are gone: killed"):
         engines.replace_lost_engines(error)
     assert refit.replaced == [error]
 

@@ -217,9 +217,9 @@ def test_what_a_scorer_does_not_judge_scores_0_or_is_masked_and_no_hang(
         ({"reward": "http"}, r"env\.url = None: the reward 'http' needs it"),
         (
             {"reward": "http", "url": "localhost:80"},
-            r"env\.url = 'localhost:80': an address of http or https is wanted",
+            r"env\.url = 'localhost:80': it must be an http or https address",
         ),
-        ({"reward": "http", "url": "file:///etc/passwd"}, "an address of http or https is wanted"),
+        ({"reward": "http", "url": "file:///etc/passwd"}, "it must be an http or https address"),
         ({"reward": "http", "url": "http://a", "attempts": 0}, r"env\.attempts = 0"),
         ({"url": "http://a"}, r"env\.url = 'http://a': the reward 'exact_match' does not read it"),
     ],

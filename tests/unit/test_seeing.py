@@ -221,7 +221,7 @@ def test_words_for_pictures_in_data_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(
         DataError,
-        match=rf"record {example.index} .*token id {token} .*stands for a picture.*leave out records",
+        match=rf"record {example.index} .*token id {token} .*stands for an image.*leave out records",
     ):
         check_tokens(data, tokenizer, VOCABULARY, False, pictures=seen)
     assert load([one], tokenizer).examples.first_with(seen, True) is None

@@ -156,7 +156,9 @@ def test_sequences_are_drawn_by_seed_and_step() -> None:
 
 def test_other_log_probabilities_are_named() -> None:
     check = check_of(Engines(5.0), Scorer(0.0))
-    with pytest.raises(MismatchError, match=r"of 3 given tokens are 0\.5 apart .* version 3"):
+    with pytest.raises(
+        MismatchError, match=r"of 3 given tokens differ from the policy's by 0\.5 .* version 3"
+    ):
         check.check()
 
 
@@ -166,7 +168,8 @@ def test_one_of_many_engines_is_named(apart: float) -> None:
     engines.others = [*[0.0] * 40, apart, *[0.0] * 40]
     check = check_of(engines, Scorer(0.0))
     with pytest.raises(
-        MismatchError, match=rf"engine 41's log-probabilities of 3 given tokens are {apart} apart"
+        MismatchError,
+        match=rf"engine 41's log-probabilities of 3 given tokens differ from the policy's by {apart} ",
     ):
         check.check()
 
@@ -181,13 +184,13 @@ def test_a_warning_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     ("digests", "said"),
     [
         ([{"a": 1, "b": 2}, {"a": 1, "b": 2}], None),
-        ([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "1 of 2 weights are not the policy's in the engines: b"),
-        ([{"a": 1}], "1 of 2 weights are not the policy's in the engines: b"),
+        ([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "1 of 2 weights in the engines differ from the policy's: b"),
+        ([{"a": 1}], "1 of 2 weights in the engines differ from the policy's: b"),
         (
             [{"a": 1, "b": 2}, {"a": 1, "b": 2, "b of rank 1": 3}],
-            "1 of 2 weights are not the policy's in the engines: b of rank 1",
+            "1 of 2 weights in the engines differ from the policy's: b of rank 1",
         ),
-        ([{"a": 0, "b": 0}], "2 of 2 weights are not the policy's in the engines: a, b"),
+        ([{"a": 0, "b": 0}], "2 of 2 weights in the engines differ from the policy's: a, b"),
     ],
 )
 def test_weights_that_differ_are_named(digests: Any, said: str | None) -> None:

@@ -110,4 +110,4 @@ def test_rows_that_have_no_room_cost_the_rows_and_not_the_run(
         (tmp_path / file).mkdir()
     answer = {"loss": 1.0, "skipped": [found()]}
     assert run(SkippedBatches(tmp_path), answer) is answer
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written to" in caplog.text

@@ -143,9 +143,7 @@ def test_without_checkpoints_nothing_can_go_on(
     config = make_config("sft", tmp_path / "run", model, data)
     config["checkpointing"]["enabled"] = False
     assert run(config, PolicyMaker(at_call=at(1, lambda: ask("SIGTERM", tmp_path, attempt)))) == 1
-    assert "checkpointing.enabled is false: nothing of it is saved" in " ".join(
-        capfd.readouterr().out.split()
-    )
+    assert "checkpointing.enabled is false: nothing was saved" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

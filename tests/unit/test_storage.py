@@ -153,7 +153,7 @@ def test_a_figure_that_cannot_be_read_is_not_absent(tmp_path: Path, caplog: pyte
             manager.has_metric()
         writer = CheckpointWriter(manager, {}, 1)
         writer.require_metric({"train/other": 1.0})
-    assert "no checkpoint is removed this time" in caplog.text and "is not known" in caplog.text
+    assert "no checkpoint is removed this time" in caplog.text and "it is unknown whether" in caplog.text
     assert [step for step, _ in manager.checkpoints()] == [3, 2, 1]
     manager.remove_old_checkpoints()
     assert [step for step, _ in manager.checkpoints()] == [3, 1]
@@ -167,7 +167,7 @@ def test_a_failed_save_is_warned_of_where_the_storage_says_nothing(
         writer._note_failure(3, OSError(errno.EIO, os.strerror(errno.EIO)), False)
     assert (
         "the checkpoint of step 3 could not be written" in caplog.text
-        and "which one is the newest is not known" in caplog.text
+        and "the newest checkpoint is unknown" in caplog.text
     )
 
 

@@ -139,7 +139,7 @@ def test_what_a_configuration_says(
 
 def test_a_timer_keeps_sequences_by_phase() -> None:
     timer = PhaseTimer()
-    with pytest.raises(StateError, match="none is open"):
+    with pytest.raises(StateError, match="no phase is open"):
         timer.passed(TRAINED)
     with timer.phase("validation"), timer.phase("generation"):
         timer.passed(GENERATED)

@@ -100,13 +100,13 @@ def refusal(*words: str, recipe: str = "grpo-qwen2.5-7b-8gpu-megatron", key: str
 def test_what_the_plan_cannot_know_is_said() -> None:
     given = "cluster.device_memory_gib=80"
     assert (
-        "device_memory_gib does not tell how much memory a device has. Fix: write it, or write a number of "
-        "tokens"
+        "device_memory_gib is null, so the memory of a device is unknown. Fix: write it, or write a number "
+        "of tokens"
     ) in refusal("cluster.device_memory_gib=null")
     assert "are not on this disk. Fix: fetch the model, or write" in refusal(
         given, "policy.model_name=some/unknown-model"
     )
-    assert "ranks on a CPU share its memory" in refusal(
+    assert "there is no memory plan for ranks on a CPU" in refusal(
         given,
         "cluster.device=cpu",
         "~policy.generation.backend",
@@ -121,7 +121,7 @@ def test_a_device_on_which_the_longest_sequence_has_no_room() -> None:
     assert (
         "takes" in said
         and "with the fewest tokens" in said
-        and "megarl train --dry-run says what would fit" in said
+        and "megarl train --dry-run shows what would fit" in said
     )
 
 

@@ -559,11 +559,11 @@ def test_a_call_that_the_length_limit_cuts_is_not_made(on_bad_call: str) -> None
         (["look_up"], r"tools\[0\] = 'look_up' names no function"),
         (
             [{"function": {"name": "a", "parameters": []}}],
-            "the parameters of its tool 'a' are no JSON schema",
+            "the parameters of its tool 'a' are not a JSON schema",
         ),
         (
             [{"function": {"name": "a", "parameters": {"properties": ["b"]}}}],
-            "the parameters of its tool 'a' are no JSON schema",
+            "the parameters of its tool 'a' are not a JSON schema",
         ),
         ([{"function": {"name": "a"}}] * 2, "two of its tools are called 'a'"),
     ],

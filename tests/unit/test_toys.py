@@ -189,7 +189,7 @@ def test_sections_of_an_engine_of_ones_own_are_checked_and_filled_in(
     with pytest.raises(ConfigError, match=r"engine_cfg\.inner\.size = 0: it must be at least 1"):
         validate_config(config)
     generation |= {"backend": f"{tmp_path}/own.py:WRONG"}
-    with pytest.raises(ConfigError, match="a TypedDict of typing_extensions is wanted"):
+    with pytest.raises(ConfigError, match="must be a TypedDict of typing_extensions"):
         validate_config(config)
 
 
@@ -223,7 +223,7 @@ def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data
     ):
         validate_config(config)
     config["algorithm"] = f"{TOYS}/reinforce.py:WeightedLikelihood"
-    with pytest.raises(ConfigError, match=r"algorithm = .*it is no algorithm: it lacks SECTIONS"):
+    with pytest.raises(ConfigError, match=r"algorithm = .*it is not an algorithm: it lacks SECTIONS"):
         validate_config(config)
 
 
@@ -297,7 +297,7 @@ def test_an_algorithm_has_sections_under_any_name(tmp_path: Path, model: str, da
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Base", "it does not say how to step"),
+        ("Base", "it does not implement step"),
         ("Endless", "its first section, half, has no max_num_steps"),
         ("Lost", r"its PROMPTS = 'own\.prompt' is no key of its SECTIONS"),
         ("Taken", "its SECTIONS have data, which every run has"),

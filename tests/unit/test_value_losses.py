@@ -185,13 +185,14 @@ def test_what_a_loss_of_values_is_called_with() -> None:
         check_loss(loss_fn, scores=True)
         with pytest.raises(
             ConfigError,
-            match=r"a loss of values, of a model that scores, and this model gives "
+            match=r"a loss of values, for a scoring model, and this model gives "
             r"log-prob.*reward_model_cfg",
         ):
             check_loss(loss_fn)
     with pytest.raises(
         ConfigError,
-        match=r"NLLLoss: it is a loss of log-probabilities, of a language model, and this model gives values",
+        match=r"NLLLoss: it is a loss of log-probabilities, for a language model, and this model gives "
+        r"values",
     ):
         check_loss(NLLLoss(), scores=True)
 

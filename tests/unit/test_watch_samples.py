@@ -223,7 +223,7 @@ def test_a_command_line_selects(run_dir: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "9"], "step 9 has no train samples in .*Fix: take one of 1, 2"),
+        (["--step", "9"], "step 9 has no train samples in .*Fix: choose one of 1, 2"),
         (["--grep", "nowhere"], "no train sample of 2 steps in .* holds 'nowhere'"),
         (["--grep", "nowhere", "--step", "1"], "no train sample of step 1 in .* holds 'nowhere'"),
         (["--diff", "7"], "step 7 has no train samples"),

@@ -196,7 +196,7 @@ def test_what_a_launch_starts_anew_is_counted(tmp_path: Path) -> None:
     told = as_plain(read_run_state(tmp_path))
     assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (1, 1, 2)
     said = shown(tmp_path, 200)
-    assert "within launches workers 1 time and engines 2 times, the last for WorkerLostError: again" in said
+    assert "within launches workers 1 time and engines 2 times, the last because of WorkerLostError: again" in said
 
 
 def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
         and checkpoint.problems == ()
         and checkpoint.size > 5000
     )
-    assert "step 20, whole (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(
+    assert "step 20, complete (names and sizes)" in shown(tmp_path) and "unfinished: tmp_step_30" in " ".join(
         shown(tmp_path).split()
     )
     content = bytearray((newest / "weights").read_bytes())
@@ -232,7 +232,7 @@ def test_the_newest_whole_checkpoint_is_named_and_damage_is_said(tmp_path: Path)
     assert by_size is not None and by_size.step == 20
     assert by_hash is not None and by_hash.step == 10 and by_hash.hashed
     (newest / "weights").write_bytes(content[:-1])
-    assert "step 10, whole (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(
+    assert "step 10, complete (names and sizes)" in shown(tmp_path) and "damaged or older: 20" in " ".join(
         shown(tmp_path).split()
     )
     (tmp_path / "checkpoints" / "step_10" / "weights").unlink()
@@ -263,7 +263,8 @@ def test_what_samples_beside_training_is_shown_with_who_waits_and_its_queue(tmp_
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = " ".join(shown(run_dir, 300).split())
     assert (
-        "sampled 1.5 steps before they are trained on; of a step waits: training 10% and engines 50%" in said
+        "sampled 1.5 steps before they are trained on; waiting share of a step: training 10% and engines 50%"
+        in said
     )
     assert "groups: 5 ready, 11 running, 1 dropped" in said
 

@@ -23,7 +23,7 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
     backend = backend_of(view)
     if backend == "fsdp1":
         bound = (
-            "FSDP1 flattens the weights of a layer into one, so that nothing of it can be trained by itself"
+            "FSDP1 flattens all weights of a layer into one tensor, so an adapter cannot be trained by itself"
         )
         yield Violation(
             f"{PEFT}.enabled", True, bound, f"set {DTENSOR}.enabled or {MEGATRON}.enabled to true"
@@ -33,7 +33,7 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
         yield Violation(
             plan,
             view[plan],
-            f"{PEFT}.enabled is true, and a plan of one's own does not divide adapters",
+            f"{PEFT}.enabled is true, and a custom plan does not shard adapters",
             "write null",
         )
     if backend == "megatron" and view.get(engine) is True:
@@ -48,7 +48,7 @@ def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
     key = f"{PEFT}.target_parameters"
     view.require(bool(view[key]))
     if view[f"{PEFT}.dropout"]:
-        bound = "PEFT has no dropout of adapters of stacks of experts"
+        bound = "PEFT has no dropout for adapters of stacked experts"
         yield Violation(
             f"{PEFT}.dropout",
             view[f"{PEFT}.dropout"],
@@ -74,8 +74,11 @@ def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
     # ``model_view`` removes the algorithm from the view of a model that is not trained.
     if view.get("algorithm") is None:
         bound, fix = (
-            "nothing trains this model",
-            f"remove the section; {PEFT.rpartition('.')[0]}.merged_adapter adds an adapter to it",
+            "this model is not trained",
+            (
+                f"remove the section, or give {PEFT.rpartition('.')[0]}.merged_adapter to merge an "
+                "adapter into its weights"
+            ),
         )
         yield Violation(f"{PEFT}.enabled", True, bound, fix)
 
@@ -86,18 +89,15 @@ def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
     key = "policy.merged_adapter"
     view.require(view.get(key) is not None)
     if view.get(f"{PEFT}.enabled", False):
-        bound = (
-            f"{PEFT}.enabled is true, and adapters are trained beside the weights that are in the "
-            "model's files"
-        )
+        bound = f"{PEFT}.enabled is true, and its adapters apply to the unmerged weights in the model's files"
         yield Violation(
-            key, view[key], bound, f"write null, and {PEFT}.adapter_path to go on from this adapter"
+            key, view[key], bound, f"write null, and {PEFT}.adapter_path to continue from this adapter"
         )
     if scores(view["policy"]):
         yield Violation(
             key,
             view[key],
-            "a model that scores takes no adapter in this version",
+            "a scoring model takes no adapter in this version",
             "merge it with peft, and write null",
         )
 

@@ -27,7 +27,7 @@ def torch_optimizer_given(view: View) -> Iterator[Violation]:
     view.require(backend_of(view) != "megatron" and view.has("algorithm"))
     if view["policy.optimizer"] is None:
         fix = "write {name: torch.optim.AdamW, kwargs: {lr: ...}}"
-        yield Violation("policy.optimizer", None, f"a policy on {backend_of(view)} trains with it", fix)
+        yield Violation("policy.optimizer", None, f"a policy on {backend_of(view)} needs an optimizer", fix)
 
 
 def converter_is_the_model_s(view: View) -> Iterator[Violation]:
@@ -40,7 +40,10 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
     of_class = known is not None and view[key] == known.architecture_class
     if named != family.replace("_", "") and not of_class:
         yield Violation(
-            key, view[key], f"the model's own config.json decides, and says {family}", "remove the line"
+            key,
+            view[key],
+            f"the family follows from the model's config.json, which says {family}",
+            "remove the line",
         )
 
 
@@ -60,7 +63,7 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
         if part in parts and without:
             kind = "dense layers" if part == "mlp" else "layers with experts"
             yield Violation(
-                key, parts, f"the model has no {kind}, so that {part} is nothing of it", f"remove {part}"
+                key, parts, f"the model has no {kind}, so it has no {part} to recompute", f"remove {part}"
             )
 
 
@@ -74,7 +77,7 @@ def dtensor_context_parallel(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             view[key],
-            "Gemma 3 mixes attention kinds that context parallelism does not offer",
+            "Gemma 3 mixes attention kinds that context parallelism does not support",
             "set it to 1",
         )
 
@@ -87,7 +90,7 @@ def dtensor_plan(view: View) -> Iterator[Violation]:
         and view[f"{DTENSOR}.tensor_parallel_size"] != 1
     )
     if view[f"{DTENSOR}.custom_parallel_plan"] is None and view.facts.family not in HAND_WRITTEN_PLANS:
-        bound = f"there is no plan with it for {view.facts.family!r}"
+        bound = f"there is no sequence-parallel plan for {view.facts.family!r}"
         yield Violation(
             f"{DTENSOR}.sequence_parallel", True, bound, "set it to false, or give custom_parallel_plan"
         )

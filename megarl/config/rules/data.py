@@ -49,7 +49,7 @@ def one_source(view: View) -> Iterator[Violation]:
                 if name not in NAMED_SETS
                 else "remove prompt_key"
             )
-            bound = "path and name are both given, and name is no set whose form is known"
+            bound = "path and name are both given, but name is not a data set of known form"
             yield Violation(
                 section,
                 source,
@@ -69,7 +69,7 @@ def one_source(view: View) -> Iterator[Violation]:
                     yield Violation(
                         f"{section}.{key}",
                         source[key],
-                        "a file has no such parts",
+                        "a file has no subsets or splits",
                         "remove it, or give name instead of path",
                     )
 
@@ -89,10 +89,10 @@ def fields_are_named(view: View) -> Iterator[Violation]:
             yield Violation(
                 f"{section}.answer_key",
                 source["answer_key"],
-                f"the answers of {source['name']} are known",
+                f"the answer field of {source['name']} is built in",
                 fix,
             )
-        bound = "it is neither a field nor a way through objects and lists"
+        bound = "it is neither a field nor a path through objects and lists"
         for place, extra in enumerate(source.get("extra_keys") or []):
             if isinstance(extra, str) and key_steps(extra) is None:
                 yield Violation(
@@ -118,7 +118,8 @@ def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
             bound = (
-                "the records are pairs, whose answers chosen_key and rejected_key name, and nothing reads it"
+                "the records are pairs, whose answers are read by chosen_key and rejected_key, and "
+                "nothing reads it"
             )
             yield Violation(f"{section}.{key}", source[key], bound, "remove it")
 
@@ -159,14 +160,14 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
             yield Violation(
                 f"{section}.repeat",
                 sources[section]["repeat"],
-                "with weights an epoch does not count records",
+                "sources with weights are sampled by weight, not by repeats",
                 fix,
             )
     for section, source in _of_set(view, "validation"):
         if source.get("weight") is not None:
             fix = "remove it, or limit the set by max_samples"
             yield Violation(
-                f"{section}.weight", source["weight"], "a validation takes all records of its sets", fix
+                f"{section}.weight", source["weight"], "a validation uses all records of its sets", fix
             )
 
 
@@ -181,7 +182,7 @@ def environments_are_there(view: View) -> Iterator[Violation]:
             yield Violation(
                 f"{section}.env_name",
                 name,
-                f"the environments with names are {', '.join(names) or 'none'}",
+                f"the named environments are {', '.join(names) or 'none'}",
                 fix,
             )
 
@@ -200,18 +201,18 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
         for section, source in others:
             unnamed = next((each for each in (section, first) if members[each].get("val_set") is None), None)
             if unnamed is not None:
-                bound = f"{first} and {section} would both be the set {name}"
+                bound = f"{first} and {section} would both have the name {name}"
                 yield Violation(
                     f"{unnamed}.val_set",
                     ABSENT,
                     bound,
-                    "name both by val_set; sources with one name are one set",
+                    "give both a val_set; sources with the same val_set form one set",
                 )
                 continue
             for key in SAMPLING_KEYS:
                 # Distinguish absent from null, because an absent key follows that of the run.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
-                    bound = f"{first} is of the same set, {name}, and says {known.get(key, ABSENT)!r}"
+                    bound = f"{first} belongs to the same set, {name}, and has {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"
                     yield Violation(f"{section}.{key}", source.get(key, ABSENT), bound, fix)
 
@@ -241,7 +242,7 @@ def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
     """Refuse named sets and sampling keys in a validation that only scores given answers, as that of SFT or
     DPO."""
     view.require(not view.algorithm.GENERATES)
-    bound = f"the validation of {view['algorithm']} scores the answers of the data, all together"
+    bound = f"the validation of {view['algorithm']} scores the reference answers of all sources as one set"
     for section, source in _of_set(view, "validation"):
         for key in ("val_set", *SAMPLING_KEYS):
             if key in source:

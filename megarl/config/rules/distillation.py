@@ -59,7 +59,7 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
         yield Violation(
             OF_SOURCE,
             chosen,
-            f"{TEACHER} has all sources, and nothing reads it",
+            f"{TEACHER} teaches all sources, and nothing reads it",
             f"write null, or {TEACHERS} by name",
         )
         return
@@ -68,8 +68,8 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
             yield Violation(
                 OF_SOURCE,
                 None,
-                f"the teachers are {', '.join(names)}, and nothing says whose a source is",
-                "map all sources",
+                f"the teachers are {', '.join(names)}, and no source is mapped to one",
+                "map each source to a teacher",
             )
         return
     view.require(view.has("data.train") and not view.has_faults("data.train"))
@@ -85,7 +85,7 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
     for key, name in chosen.items():
         if key not in keys:
             bound = f"data.train has no such source; its sources are {', '.join(dict.fromkeys(keys))}"
-            yield Violation(f"{OF_SOURCE}.{key}", name, bound, "remove it, or write the name of one")
+            yield Violation(f"{OF_SOURCE}.{key}", name, bound, "remove it, or write one of these sources")
         elif name not in names:
             yield Violation(
                 f"{OF_SOURCE}.{key}", name, f"the teachers are {', '.join(names)}", "write one of them"
@@ -105,8 +105,8 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
         value = view.get(f"{generation}.{key}", default)
         if value != default:
             bound = (
-                "the policy's probabilities are compared with the teacher's, and a token that sampling "
-                "leaves out has none"
+                "the policy's probabilities are compared with the teacher's, and a token excluded "
+                "from sampling has none"
             )
             yield Violation(
                 f"{generation}.{key}", value, bound, f"write {'null' if default is None else default}"
@@ -116,8 +116,8 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
         own = view.get(f"{path}.generation.temperature", temperature)
         if own != temperature:
             bound = (
-                f"{generation}.temperature is {temperature}, and distributions of two temperatures "
-                "differ whatever is learned"
+                f"{generation}.temperature is {temperature}, and distributions at different "
+                "temperatures never match"
             )
             yield Violation(f"{path}.generation.temperature", own, bound, "remove it")
         for key in _SAMPLING:
@@ -138,14 +138,16 @@ def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
         outside = f"{SECTION}.outside_topk"
         if view[_TOPK_LOGITS_K] == 1 and view[outside] == "renormalize":
             bound = (
-                f"{outside} is renormalize: over one token both distributions are 1, and loss and "
-                "gradient are 0 whatever they say"
+                f"{outside} is renormalize: over one token both probabilities are 1, so loss and "
+                "gradient are always 0"
             )
             yield Violation(_TOPK_LOGITS_K, 1, bound, "write 2 or more, or outside_topk: rest")
     elif not view.written(_LOSS):
-        yield Violation(_LOSS, ABSENT, f"{SECTION}.mode is {mode}, a policy gradient", "add the section")
+        yield Violation(
+            _LOSS, ABSENT, f"{SECTION}.mode is {mode}, which needs a policy-gradient loss", "add the section"
+        )
     if view.get(f"{SECTION}.advantage_clip_low") == 0 and view.get(f"{SECTION}.advantage_clip_high") == 0:
-        bound = "advantage_clip_high is 0 too, and no advantage is left"
+        bound = "advantage_clip_high is 0 too, so all advantages would be 0"
         yield Violation(f"{SECTION}.advantage_clip_low", 0, bound, "widen one of the two")
 
 

@@ -32,7 +32,7 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             engine,
-            f"it generates with a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}",
+            f"it needs a {' or '.join(sorted(wanted))} policy, and this policy runs on {backend}",
             fix,
         )
 
@@ -61,7 +61,7 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
             yield Violation(
                 key,
                 given,
-                f"{GENERATION}.backend is {backend}, which has no keys of its own there",
+                f"{GENERATION}.backend is {backend}, which takes no keys in this section",
                 "remove it",
             )
         yield from () if kind is None else apply_rules(kind.rules, view)
@@ -138,7 +138,7 @@ def example_fits(view: View) -> Iterator[Violation]:
     if length > longest:
         candidates = ({PROMPT: longest}, {LONGEST: length})
         yield Violation(
-            PROMPT, length, f"it must be at most {LONGEST} = {longest}", "make it as short", candidates
+            PROMPT, length, f"it must be at most {LONGEST} = {longest}", "lower it to that length", candidates
         )
 
 
@@ -146,12 +146,12 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
     """Require that the model supports sequences of the configured length."""
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
-        bound = f"the model was made for at most {reach} positions"
+        bound = f"the model supports at most {reach} positions"
         yield Violation(
             LONGEST,
             view[LONGEST],
             bound,
-            "make it that short, and prompts and responses with it",
+            "lower it to that, and shorten prompts and responses to fit",
             ({LONGEST: reach},),
         )
 
@@ -163,7 +163,7 @@ def stop_strings_say_something(view: View) -> Iterator[Violation]:
     strings = view[key]
     if isinstance(strings, list) and "" in strings:
         yield Violation(
-            key, strings, "a stop string has at least one character", "leave the empty one out, or write null"
+            key, strings, "a stop string has at least one character", "remove the empty one, or write null"
         )
 
 
@@ -191,8 +191,8 @@ def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
     key = f"{GENERATION}.colocated.enabled"
     if view[key]:
         bound = (
-            f"{section}.enabled is true, and on shared devices sampling and training take turns: there "
-            "is a lag and no overlap"
+            f"{section}.enabled is true, and on shared devices sampling and training alternate: "
+            "responses would be stale without any overlap"
         )
         fix = f"write false, with {GENERATION}.colocated.resources.gpus_per_node, or {section}.enabled: false"
         yield Violation(key, True, bound, fix)
@@ -210,7 +210,7 @@ def groups_are_young_enough(view: View) -> Iterator[Violation]:
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.schedule"] == "ready_first")
     age, ahead = f"{section}.max_trajectory_age_steps", f"{section}.lookahead_steps"
     if view[age] < view[ahead]:
-        bound = f"{ahead} = {view[ahead]} batches are sampled ahead, and a batch gets as old as that"
+        bound = f"{ahead} = {view[ahead]} batches are sampled ahead, and a batch can be as many steps old"
         yield Violation(age, view[age], bound, f"write {view[ahead]} or more, or fewer {ahead}")
 
 
@@ -222,7 +222,10 @@ def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
     for name in ("max_token_mult_prob_error", "seq_logprob_error_threshold"):
         key = f"{view.algorithm.section()}.{name}"
         if view.get(key) is not None:
-            bound = f"{section}.recompute_logprobs is false, so that there is nothing to hold against it"
+            bound = (
+                f"{section}.recompute_logprobs is false, so there are no log-probabilities to compare "
+                "with the engine's"
+            )
             yield Violation(key, view[key], bound, f"write null, or {section}.recompute_logprobs: true")
 
 

@@ -36,9 +36,8 @@ _ROWS = (
         {"loss_fn.ratio_clip_c": None},
         {"loss_fn.disable_ppo_ratio": True},
         (
-            "disable_ppo_ratio is true: the objective of a bad token has its log-probability for the ratio, "
-            "and "
-            "is never as large"
+            "disable_ppo_ratio is true: the objective uses the log-probability in place of the "
+            "ratio, and never reaches this bound"
         ),
         "write null",
     ),
@@ -46,33 +45,32 @@ _ROWS = (
         "ratios",
         _CLAMP,
         {"loss_fn.disable_ppo_ratio": True},
-        "disable_ppo_ratio is true, and there is no ratio to clamp, so that nothing reads it",
+        "disable_ppo_ratio is true, and there is no ratio to clamp, so nothing reads it",
         "remove it",
     ),
     Row(
         "ratios",
         {"loss_fn.sequence_level_ratio_gradient": "sequence"},
         {"loss_fn.sequence_level_importance_ratios": (False, None)},
-        "it says whose gradient the ratio of a sequence has, and sequence_level_importance_ratios is false",
+        "it selects the gradient of a sequence's ratio, and sequence_level_importance_ratios is false",
         "write sequence_level_importance_ratios: true",
     ),
     Row(
         "ratios",
         {"loss_fn.token_level_loss": False},
         {"loss_fn.sequence_level_importance_ratios": True},
-        "sequence_level_importance_ratios is true: the objective of a sequence counts once, not once a token "
-        "(GSPO, arXiv 2507.18071, equation 5)",
-        "write token_level_loss: false, with sequence_normalizer: 1 to count it once a token (LUSPO), or "
-        "sequence_level_importance_ratios: false",
+        "sequence_level_importance_ratios is true: the objective counts once per sequence, not "
+        "once per token (GSPO, arXiv 2507.18071, equation 5)",
+        "write token_level_loss: false, with sequence_normalizer: 1 to count it once per token "
+        "(LUSPO), or sequence_level_importance_ratios: false",
     ),
     Row(
         "forced",
         {"loss_fn.use_cispo": False},
         {"loss_fn.force_on_policy_ratio": True},
         (
-            "force_on_policy_ratio is true: the ratio is 1, a weight of 1 does nothing, and the gradient is "
-            "the "
-            "same without it"
+            "force_on_policy_ratio is true: the ratio is 1, so CISPO's weight is 1 and the "
+            "gradient is the same without it"
         ),
         "switch one of the two off",
     ),
@@ -80,17 +78,14 @@ _ROWS = (
         "forced",
         {"loss_fn.ratio_clip_c": None},
         {"loss_fn.force_on_policy_ratio": True},
-        "force_on_policy_ratio is true: the ratio is 1 and never as large as this",
+        "force_on_policy_ratio is true: the ratio is 1 and never reaches this bound",
         "write null",
     ),
     Row(
         "forced",
         {"loss_fn.disable_ppo_ratio": False},
         {"loss_fn.force_on_policy_ratio": True},
-        (
-            "force_on_policy_ratio is true: the ratio is 1, and the gradient is that of the log-probability "
-            "with and without it"
-        ),
+        "force_on_policy_ratio is true: the ratio is 1, and the gradient is the same without it",
         "switch one of the two off",
     ),
     Row(
@@ -102,8 +97,8 @@ _ROWS = (
             "loss_fn.use_importance_sampling_correction": False,
         },
         (
-            "force_on_policy_ratio is true: the ratio of a sequence is 1, as that of a token is, and the "
-            "gradient is that of the token"
+            "force_on_policy_ratio is true: the ratios of sequences and tokens are all 1, so the "
+            "gradient is that of token-level ratios"
         ),
         "write sequence_level_importance_ratios: false, and remove this",
     ),
@@ -111,7 +106,7 @@ _ROWS = (
         "forced",
         _CLAMP,
         {"loss_fn.force_on_policy_ratio": True, "loss_fn.disable_ppo_ratio": (False, None)},
-        "force_on_policy_ratio is true: the ratio is 1, and its logarithm 0, so that nothing reads it",
+        "force_on_policy_ratio is true: the ratio is 1 and its logarithm 0, so nothing reads it",
         "remove it",
     ),
     Row(
@@ -119,9 +114,8 @@ _ROWS = (
         {"loss_fn.sequence_level_importance_ratios": False},
         {"loss_fn.use_cispo": True},
         (
-            "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation 4), and "
-            "none "
-            "defines it for sequences"
+            "use_cispo is true: its weights are the ratios of tokens (arXiv 2506.13585, equation "
+            "4); it is not defined for sequences"
         ),
         "switch one of the two off",
     ),
@@ -129,11 +123,7 @@ _ROWS = (
         "cispo",
         {"loss_fn.ratio_clip_c": None},
         {"loss_fn.use_cispo": True},
-        (
-            "use_cispo is true: it bounds no objective, and its weights are bounded by ratio_clip_max "
-            "whatever "
-            "the advantage"
-        ),
+        "use_cispo is true: ratio_clip_max already bounds its weights for every advantage",
         "write null",
     ),
     Row(
@@ -157,28 +147,28 @@ _ROWS = (
         "truncation",
         {"loss_fn.truncated_importance_sampling_type": None},
         {"loss_fn.truncated_importance_sampling_ratio": None},
-        "truncated_importance_sampling_ratio is null, and nothing says what the bound is",
+        "truncated_importance_sampling_ratio is null, so there is no bound",
         "write truncated_importance_sampling_ratio, for example 2.0, or null here",
     ),
     Row(
         "truncation",
         {"loss_fn.truncated_importance_sampling_ratio_min": None},
         {"loss_fn.truncated_importance_sampling_type": "tis"},
-        "tis has an upper bound alone, and nothing reads it",
+        "tis has only an upper bound, and nothing reads it",
         "write null, or truncated_importance_sampling_type: icepop",
     ),
     Row(
         "truncation",
         {"loss_fn.truncated_importance_sampling_type": (None, "tis", "icepop")},
         {"loss_fn.sequence_level_importance_ratios": True},
-        "sequence_level_importance_ratios is true: with one weight a sequence it is what icepop is",
+        "sequence_level_importance_ratios is true: with one weight per sequence it is the same as icepop",
         "write truncated_importance_sampling_type: icepop",
     ),
     Row(
         "means",
         {"loss_fn.sequence_normalizer": None},
         {"loss_fn.token_level_loss": True},
-        "token_level_loss is true: the mean over all tokens has one normaliser, and none of a sequence",
+        "token_level_loss is true: the mean over all tokens has no normaliser per sequence",
         "write token_level_loss: false, or null here",
     ),
     Row(
@@ -204,9 +194,8 @@ _ROWS = (
             "loss_fn.reference_policy_kl_gradient": "pathwise",
         },
         (
-            "its own gradient, that of the log-probability, has the expectation 0, so that nothing would "
-            "hold "
-            "the policy"
+            "its pathwise gradient, that of the log-probability, is 0 on average and would not "
+            "constrain the policy"
         ),
         "write reference_policy_kl_gradient: exact, or another type",
     ),
@@ -219,8 +208,8 @@ _ROWS = (
             "loss_fn.reference_policy_kl_type": "k2",
         },
         (
-            "reference_policy_kl_type is k2, whose own gradient is that of the divergence already: pathwise "
-            "would be what exact is"
+            "reference_policy_kl_type is k2, whose pathwise gradient is already that of the "
+            "divergence, the same as exact"
         ),
         "remove it, or write another type",
     ),
@@ -235,25 +224,21 @@ _ROWS = (
         "divergence in the reward",
         {"loss_fn.reference_policy_kl_type": "k1"},
         {"loss_fn.use_kl_in_reward": True},
-        (
-            "use_kl_in_reward is true: only k1 has the gradient of the divergence in a reward, as that of "
-            "its "
-            "value is 0 on average"
-        ),
+        "use_kl_in_reward is true: in a reward, only k1 gives the gradient of the divergence",
         "write reference_policy_kl_type: k1",
     ),
     Row(
         "divergence in the reward",
         {"loss_fn.use_on_policy_kl_approximation": False},
         {"loss_fn.use_kl_in_reward": True},
-        "use_kl_in_reward is true: no divergence in the loss is weighed",
+        "use_kl_in_reward is true: the loss has no divergence to weight",
         "write false",
     ),
     Row(
         "divergence in the reward",
         {"loss_fn.reference_policy_kl_gradient": "exact"},
         {"loss_fn.use_kl_in_reward": True},
-        "use_kl_in_reward is true: no divergence in the loss has a gradient",
+        "use_kl_in_reward is true: the loss has no divergence to differentiate",
         "remove it",
     ),
 )
@@ -262,7 +247,10 @@ _ROWS = (
 def _bounds_leave_weights(view: View) -> Iterator[Violation]:
     low, high = (view.get(f"{SECTION}.truncated_importance_sampling_{end}") for end in ("ratio_min", "ratio"))
     if None not in (view.get(f"{SECTION}.truncated_importance_sampling_type"), low, high) and low >= high:
-        bound = f"it must be less than truncated_importance_sampling_ratio = {high}, or no weight is left"
+        bound = (
+            f"it must be less than truncated_importance_sampling_ratio = {high}, or no weight is "
+            "within the bounds"
+        )
         yield Violation(
             f"{SECTION}.truncated_importance_sampling_ratio_min",
             low,
@@ -290,7 +278,7 @@ def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Vio
     """
     key: Final = "sft_average_log_probs"
     if loss.get(key) and loss.get("sft_loss_weight") == 0:
-        bound = "sft_loss_weight is 0: the loss has no likelihood of the chosen answers, and nothing reads it"
+        bound = "sft_loss_weight is 0: the loss has no SFT term, and nothing reads it"
         yield Violation(f"{section}.{key}", loss[key], bound, "write false, or an sft_loss_weight above 0")
 
 
@@ -329,7 +317,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     key = "loss_fn.force_on_policy_ratio"
     if view[key]:
         yield Violation(
-            key, True, f"{old}, and this treats them as sampled by the present policy", "write false"
+            key, True, f"{old}, and this treats them as sampled by the current policy", "write false"
         )
     # After that pass, the clipped ratio refers to the newest weights, so that only the importance weight
     # accounts for the age.

@@ -71,9 +71,11 @@ def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
     view.require(not view.has_faults(SCORING) and scores(view[POLICY]) != view[_WANTED])
     key = f"{SCORING}.enabled"
     if view[_WANTED]:
-        yield Violation(key, view.get(key), "this model scores", "write true, or remove the line")
+        yield Violation(
+            key, view.get(key), "this section needs a scoring model", "write true, or remove the line"
+        )
     else:
-        yield Violation(key, True, "this is a language model", f"write false, or remove {SCORING}")
+        yield Violation(key, True, "this section needs a language model", f"write false, or remove {SCORING}")
 
 
 _BACKBONE = (
@@ -100,12 +102,12 @@ def backbone_is_that_of_the_policy(
         own, wanted = (
             ", ".join(f"{name} {getattr(each, name)}" for name in different) for each in (facts, policy)
         )
-        bound = f"it is of another backbone than the policy: {own}; there {wanted}"
+        bound = f"its backbone differs from the policy's: {own}; the policy has {wanted}"
         yield Violation(
             f"{path}.model_name",
             model_name,
             bound,
-            "remove the line, or give a model that was made of the policy's",
+            "remove the line, or give a model with the policy's backbone",
         )
 
 

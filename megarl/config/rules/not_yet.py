@@ -47,7 +47,7 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
             "policy.model_name",
             view["policy.model_name"],
             bound,
-            f"take a dense model, or set {MEGATRON}.enabled to true",
+            f"use a dense model, or set {MEGATRON}.enabled to true",
         )
 
 
@@ -63,7 +63,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
             "policy.model_name",
             view["policy.model_name"],
             bound,
-            f"take another model, or set {MEGATRON}.enabled to true",
+            f"use another model, or set {MEGATRON}.enabled to true",
         )
     if view.get("policy.peft.enabled", False):
         yield Violation(
@@ -73,7 +73,7 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
             "set it to false",
         )
     if view.get(f"{MEGATRON}.transformer_engine") is True:
-        bound = f"layers of Transformer Engine beside gated delta nets are {NOT_YET}"
+        bound = f"Transformer Engine layers together with gated delta nets are {NOT_YET}"
         yield Violation(
             f"{MEGATRON}.transformer_engine", True, bound, "write auto or false, for the portable layers"
         )
@@ -82,7 +82,8 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         # The decay parameters stay in float32, but Megatron-Core's other optimizer writes the state of only
         # one dtype to a checkpoint.
         bound = (
-            f"checkpoints of that optimizer with gated delta nets in {view['policy.precision']} are {NOT_YET}"
+            "checkpoints without the distributed optimizer, for gated delta nets in "
+            f"{view['policy.precision']} are {NOT_YET}"
         )
         yield Violation(distributed, False, bound, "set it to true, or policy.precision to float32")
 

@@ -79,8 +79,8 @@ def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]
         isinstance(step, int) and not isinstance(step, bool) for step in steps
     )
     if not numbers or len(steps) != len(entries) - 1 or not all(map(operator.lt, [0, *steps], steps)):
-        bound = f"{len(entries)} schedules need {len(entries) - 1} rising positive milestones"
-        fix = "write the train() calls at which the next one starts"
+        bound = f"{len(entries)} schedules need {len(entries) - 1} increasing positive milestones"
+        fix = "write the train() call at which each next schedule starts"
         yield Violation(f"policy.scheduler[{len(chosen) - 1}].milestones", steps, bound, fix)
 
 
@@ -111,7 +111,7 @@ def learning_rate_is_used(view: View) -> Iterator[Violation]:
         f"{OPTIMIZER}.lr" if backend == "megatron" else "policy.optimizer.kwargs.lr",
     )
     if view[key] != view[used]:
-        bound = f"nothing reads it but a reference to it, and {used} = {view[used]} is none"
+        bound = f"it is only read through a reference, and {used} = {view[used]} is not one"
         yield Violation(key, view[key], bound, f"write {used}: ${{policy.learning_rate}}, or remove the line")
 
 
@@ -166,7 +166,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         own = view[f"{OPTIMIZER}.weight_decay"]
         bound = (
             f"weight_decay_incr_style is constant, so it must be {OPTIMIZER}.weight_decay = {own}, "
-            "which would do nothing otherwise"
+            "which it would replace"
         )
         fix = "remove start_weight_decay and end_weight_decay; they are derived"
         yield Violation(
@@ -214,7 +214,7 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
         yield Violation(
             key,
             False,
-            f"{low[0]} is below float32: float16 gradients would be divided in float16",
+            f"{low[0]} is below float32: float16 gradients would be divided by the loss scale in float16",
             "set it to true",
             ({key: True},),
         )
@@ -222,14 +222,14 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
     if view.facts.tied_embeddings and stages > 1:
         for key in (key for key in low if view[key] == "8bit"):
             bound = (
-                f"the embedding and its copy in the last of {stages} stages have blocks of other "
-                "numbers, and would drift apart"
+                f"8-bit blocks of the embedding and of its copy in the last of {stages} stages "
+                "differ, so the two would drift apart"
             )
             yield Violation(
                 key,
                 "8bit",
                 bound,
-                "write bfloat16 or float32, or take one pipeline stage",
+                "write bfloat16 or float32, or use one pipeline stage",
                 ({key: "bfloat16"},),
             )
 
@@ -245,12 +245,14 @@ def torch_states_are_adams(view: View) -> Iterator[Violation]:
             yield Violation(
                 key,
                 view[key],
-                f"policy.optimizer.name is {name}, and only Adam's states have it",
+                f"policy.optimizer.name is {name}, and only Adam and AdamW support it",
                 "write name: torch.optim.AdamW",
             )
         fixed = sorted(FIXED.intersection(name for name, value in arguments.items() if value))
         if fixed:
-            bound = f"its step has no {', '.join(fixed)}, which policy.optimizer.kwargs has"
+            bound = (
+                f"states below float32 do not support {', '.join(fixed)}, which policy.optimizer.kwargs has"
+            )
             yield Violation(key, view[key], bound, "remove that, or write float32")
 
 

@@ -114,7 +114,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     # This is the smallest number of nodes that together hold whole copies of the model.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
-        bound += f"; {whole_copy} nodes of {ranks} ranks are the fewest"
+        bound += f"; at least {whole_copy} nodes of {ranks} ranks are needed"
     yield Violation(
         "cluster.gpus_per_node",
         view["cluster.gpus_per_node"],
@@ -160,7 +160,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
         key, candidates = tensor_key(view), each_of(tensor_key(view), divisors_near(per_node, tensor))
         yield Violation(
-            key, tensor, bound, f"write a divisor of {per_node}, or take nodes of other sizes", candidates
+            key, tensor, bound, f"write a divisor of {per_node}, or use nodes of another size", candidates
         )
 
 
@@ -278,7 +278,9 @@ def hidden_divides(view: View) -> Iterator[Violation]:
             f"{facts.num_attention_heads} attention heads are not a multiple of "
             f"{facts.num_key_value_heads} key-value heads"
         )
-        yield Violation("policy.model_name", view["policy.model_name"], bound, "mend the model's config.json")
+        yield Violation(
+            "policy.model_name", view["policy.model_name"], bound, "correct the model's config.json"
+        )
 
 
 def sinks_are_gathered(view: View) -> Iterator[Violation]:
@@ -286,7 +288,7 @@ def sinks_are_gathered(view: View) -> Iterator[Violation]:
     rank's part."""
     view.require(backend_of(view) == "megatron" and view.facts.family in WITH_SINKS)
     if view[CONTEXT] > 1 and view.get(EXCHANGE) == "p2p":
-        bound = f"the attention of {view.facts.family} has sinks and does not send keys and values round"
+        bound = f"the attention of {view.facts.family} has sinks, which ring attention does not support"
         yield Violation(EXCHANGE, "p2p", bound, "write all_gather")
 
 
@@ -360,7 +362,7 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
         yield Violation(
             EXPERT_TENSOR,
             size,
-            "Megatron-Core does not cut experts that have biases",
+            "Megatron-Core does not split experts that have biases",
             f"write 1; raise {EXPERT} instead",
         )
 
@@ -384,7 +386,7 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
             ),
             {EXPERT: 1, EXPERT_TENSOR: 1},
         )
-        yield Violation(key, view[key], bound, "make the two smaller, or give more ranks", candidates)
+        yield Violation(key, view[key], bound, "lower these two sizes, or give more ranks", candidates)
 
 
 def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
@@ -403,14 +405,16 @@ def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
         yield Violation(DISPATCHER, "flex", bound, "write alltoall", otherwise)
     ranks, precision = view[EXPERT] * view[EXPERT_TENSOR], view["policy.precision"]
     if ranks not in (2, 4) and (ranks < 1 or ranks % 8):
-        bound = (
-            f"DeepEP sends between 2, 4 or a multiple of 8 ranks, and {EXPERT} x {EXPERT_TENSOR} = {ranks}"
-        )
+        bound = f"DeepEP supports 2, 4 or a multiple of 8 ranks, and {EXPERT} x {EXPERT_TENSOR} = {ranks}"
         yield Violation(
-            DISPATCHER, "flex", bound, "write alltoall, or divide the experts over so many ranks", otherwise
+            DISPATCHER,
+            "flex",
+            bound,
+            "write alltoall, or divide the experts over such a number of ranks",
+            otherwise,
         )
     if precision != "bfloat16":
-        bound = f"DeepEP sends bfloat16 alone, and policy.precision is {precision}"
+        bound = f"DeepEP sends only bfloat16, and policy.precision is {precision}"
         yield Violation(DISPATCHER, "flex", bound, "write alltoall, or train in bfloat16", otherwise)
 
 

@@ -104,7 +104,7 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
     key = f"{SCORING}.enabled"
     if wanted:
         yield Violation(
-            key, view.get(key, ABSENT), f"algorithm {name!r} trains a model that scores", "write true"
+            key, view.get(key, ABSENT), f"algorithm {name!r} trains a scoring model", "write true"
         )
     else:
         yield Violation(
@@ -123,7 +123,9 @@ def prompt_template_has_place(view: View) -> Iterator[Violation]:
     template = view[key]
     view.require(template is not None)
     if "{prompt}" not in template:
-        yield Violation(key, template, "it must contain {prompt}, the place of the prompt", "add {prompt}")
+        yield Violation(
+            key, template, "it must contain {prompt}, where the prompt is inserted", "add {prompt}"
+        )
 
 
 _VALIDATES = ("val_period", "val_at_start", "val_at_end")
@@ -152,7 +154,9 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
         bare = re.split(r"[/:]", name)[-1]
         prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
         names = " or ".join(f"{prefix}/{bare}" for prefix in prefixes)
-        yield Violation(key, name, "no metric of a run has such a name", f"write {names}")
+        yield Violation(
+            key, name, "names of metrics start with train/, validation/ or val_", f"write {names}"
+        )
 
 
 def steps_are_counted(view: View) -> Iterator[Violation]:
@@ -167,7 +171,7 @@ def steps_are_counted(view: View) -> Iterator[Violation]:
             and value is not None
             and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
         ):
-            yield Violation(key, value, "a whole number of at least 1 is needed", "write one")
+            yield Violation(key, value, "it must be an integer of at least 1", "write one")
 
 
 def sections_have_a_reader(view: View) -> Iterator[Violation]:
@@ -175,7 +179,7 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
     algorithm, name = view.algorithm, view["algorithm"]
     for section in OF_ALGORITHMS:
         if section not in {*algorithm.SECTIONS, *algorithm.MODELS} and view.get(section) is not None:
-            fix = f"remove it: ~{section} on the command line, or {section}: null beside defaults"
+            fix = f"remove it: ~{section} on the command line, or {section}: null in a file with defaults"
             yield Violation(section, view[section], f"algorithm {name!r} does not read this section", fix)
 
 
@@ -204,34 +208,31 @@ def estimator_is_known(view: View) -> Iterator[Violation]:
 def _fault_of_estimator(found: Any) -> str | None:
     """Return the reason why an object cannot be an advantage estimator, or None."""
     if inspect.isclass(found) or not callable(found):
-        return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, and a function is wanted"
-    return (
-        None
-        if _takes(found, None)
-        else "it is called with one argument, the AdvantageInputs, and does not take it"
-    )
+        return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, but must be a function"
+    return None if _takes(found, None) else "it does not accept its one argument, the AdvantageInputs"
 
 
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     """Return the reason why a loss cannot be built from its section, or cannot be called as a loss; otherwise
     None."""
     if not callable(found):
-        return f"it is {found!r:.60}, and a class is wanted"
+        return f"it is {found!r:.60}, but must be a class"
     try:
         # Pass a copy, because the user's class may change it.
         made = found(copy.deepcopy(dict(section)))
     # A user's code may raise any exception, including SystemExit.
     except (Exception, SystemExit) as error:
-        return f"it cannot be made of the section {LOSS}: {type(error).__name__}: {error}"
+        return f"it cannot be constructed from the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
         return (
-            f"it makes a {type(made).__name__}, which cannot be called with the four arguments of a "
-            "LossFunction alone: further parameters need a default (megarl.algorithms.interfaces)"
+            f"it constructs a {type(made).__name__}, which cannot be called with only the four "
+            "arguments of a LossFunction: further parameters need a default "
+            "(megarl.algorithms.interfaces)"
         )
     return (
         None
         if hasattr(made, "loss_type")
-        else f"it makes a {type(made).__name__} without a loss_type (megarl.algorithms.interfaces)"
+        else f"it constructs a {type(made).__name__} without a loss_type (megarl.algorithms.interfaces)"
     )
 
 
@@ -273,7 +274,7 @@ def _known_or_own(
             yield from error.violations
             return
         if (fault := fault_of(found)) is not None:
-            yield Violation(key, name, fault, f"mend {name.rpartition(':')[0]}, or write {built_in[0]}")
+            yield Violation(key, name, fault, f"correct {name.rpartition(':')[0]}, or write {built_in[0]}")
 
 
 ESTIMATOR = "grpo.adv_estimator"
@@ -293,7 +294,7 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
         yield Violation(
             "grpo.advantage_clip_low",
             0,
-            "advantage_clip_high is 0 too, and no advantage is left",
+            "advantage_clip_high is 0 too, so all advantages would be 0",
             "widen one of the two",
         )
 
@@ -310,17 +311,16 @@ def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violat
     view.require(kind in ESTIMATORS)
     view.require(kind != "reinforce_plus_plus" or not view.get(f"{LOSS}.use_kl_in_reward", False))
     without = f" without {LOSS}.use_kl_in_reward" if kind == "reinforce_plus_plus" else ""
-    reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of a response have one advantage"
+    reason = f"{ESTIMATOR}.name is {kind}{without}: all tokens of a response have the same advantage"
     if view.get(gradient) == "token":
         fix = (
-            f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has advantages "
-            "of tokens"
+            f"remove it, or write reinforce_plus_plus with {LOSS}.use_kl_in_reward, which has "
+            "per-token advantages"
         )
-        yield Violation(gradient, "token", f"{reason}, and it would be what sequence is", fix)
+        yield Violation(gradient, "token", f"{reason}, so token and sequence have the same gradient", fix)
     elif view.get(forced) and view.get(f"{LOSS}.use_importance_sampling_correction") is False:
         bound = (
-            f"{forced} is true, and {reason}, so that ratios of tokens, which are 1 too, have the same "
-            "gradient"
+            f"{forced} is true, and {reason}, so ratios of tokens, which are 1 too, have the same gradient"
         )
         yield Violation(ratios, True, bound, f"write {ratios}: false")
 
@@ -334,23 +334,23 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
     view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
     if generations == 1:
-        bound = f"{key} is true, and with one response no prompt has responses that differ"
+        bound = f"{key} is true, and with one response per prompt there are no responses that differ"
         yield Violation("grpo.num_generations_per_prompt", 1, bound, f"write 2 or more, or {key}: false")
     if view[f"{ESTIMATOR}.name"] == "reinforce_plus_plus" and not view[f"{ESTIMATOR}.minus_baseline"]:
         bound = (
-            f"{ESTIMATOR} compares responses with those to all prompts of a step, so that responses that "
-            "agree have a signal too"
+            f"{ESTIMATOR} compares responses across all prompts of a step, so responses with equal "
+            "rewards have a signal too"
         )
         yield Violation(key, True, bound, "write false, or minus_baseline: true")
     if abs(prompts * view[multiplier] - round(prompts * view[multiplier])) > _ROUNDING:
-        bound = f"times grpo.num_prompts_per_step = {prompts} it must be a whole number of prompts"
+        bound = f"multiplied by grpo.num_prompts_per_step = {prompts} it must be a whole number"
         yield Violation(
             multiplier, view[multiplier], bound, f"write {math.ceil(prompts * view[multiplier]) / prompts:g}"
         )
     if view["grpo.max_num_epochs"] is not None:
         bound = (
-            f"{key} is true: a step takes as many prompts as it needs, and nobody knows the steps of an "
-            "epoch beforehand"
+            f"{key} is true: a step takes as many prompts as it needs, so the number of steps of "
+            "an epoch is unknown"
         )
         yield Violation(
             "grpo.max_num_epochs", view["grpo.max_num_epochs"], bound, "write null, and max_num_steps"
@@ -377,7 +377,7 @@ def scores_of_answers_count(view: View) -> Iterator[Violation]:
             key,
             0,
             "the scores of the reward model would not count",
-            "write another number, or take reward_model away",
+            "write another number, or remove reward_model",
         )
 
 
@@ -388,9 +388,9 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
     key = f"{ESTIMATOR}.name"
     if view.get("loss_fn.use_kl_in_reward", False):
         bound = (
-            f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is none of them"
+            f"{key} is gdpo, which compares the rewards of env.rewards, and the divergence is not one of them"
         )
-        yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or take another estimator")
+        yield Violation("loss_fn.use_kl_in_reward", True, bound, "write false, or use another estimator")
     weights: dict[str, float] = {}
     for section_key, section in _environments(view):
         rewards = section.get("rewards") or {}
@@ -401,8 +401,8 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
             weight = reward.get("weight", 1.0)
             if weights.setdefault(name, weight) != weight:
                 bound = (
-                    f"another environment has the weight {weights[name]} for it, and gdpo adds up "
-                    "rewards of one name"
+                    f"another environment has the weight {weights[name]} for this name, and gdpo "
+                    "adds up rewards by name"
                 )
                 yield Violation(
                     f"{section_key}.rewards.{name}.weight",
@@ -436,10 +436,10 @@ def environment_is_known(view: View) -> Iterator[Violation]:
         if name == TOOLS:
             yield from faults_of_tools(section, section_key)
             if view.get(turns, 1) == 1:
-                bound = f"{key} is {TOOLS}, and what a tool answers is read in a turn behind the call"
+                bound = f"{key} is {TOOLS}, and a tool's output is read in the turn after the call"
                 yield Violation(turns, 1, bound, "write 2 or more, as many as a conversation may have")
         else:
-            bound, fix = f"{key} is {name!r}, which calls none", f"write {key}: {TOOLS}, or remove it"
+            bound, fix = f"{key} is {name!r}, which calls no tools", f"write {key}: {TOOLS}, or remove it"
             yield from (
                 Violation(f"{section_key}.{of_tools}", value, bound, fix)
                 for of_tools, value in section.items()
@@ -484,7 +484,7 @@ def environments_have_names(view: View) -> Iterator[Violation]:
     view.require(bool(named))
     for key in ("reward", "rewards", *keys_of(RewardOptions)):
         if env.get(key) is not None:
-            bound = f"the environments of the run are {', '.join(named)}, and no record meets this one"
+            bound = f"the environments of the run are {', '.join(named)}, and no record uses this key"
             yield Violation(f"env.{key}", env[key], bound, f"move it to env.{named[0]}")
     if not any(section.get("environment") == TOOLS for section in named_environments(env).values()):
         bound = f"none of the environments {', '.join(named)} calls tools"
@@ -522,7 +522,7 @@ def sinks_are_known(view: View) -> Iterator[Violation]:
     """Require that sinks at import paths are classes with the methods of ``megarl.observe.sinks:Sink``."""
     key, paths = "logger.sinks", view["logger.sinks"]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
-        yield Violation(key, path, "it is named twice, and would take every row twice", "name it once")
+        yield Violation(key, path, "it is listed twice, and would receive every row twice", "list it once")
     for path in dict.fromkeys(paths):
         try:
             kind = load_object(path, key)
@@ -564,14 +564,14 @@ def profiled_steps(view: View) -> Iterator[Violation]:
     last = view[f"{view.algorithm.section()}.max_num_steps"]
     if len(steps) != 2 or not 1 <= steps[0] < steps[1]:
         yield Violation(
-            key, steps, "[first, stop] is wanted, with 1 <= first < stop", "write [3, 5] for steps 3 and 4"
+            key, steps, "it must be [first, stop], with 1 <= first < stop", "write [3, 5] for steps 3 and 4"
         )
     elif steps[0] > last:
         yield Violation(
             key,
             steps,
             f"the run has {last} steps",
-            "begin at its last step at the latest",
+            "start at its last step at the latest",
             ({key: [last, last + 1]},),
         )
     elif not view["profiler.torch_ranks"] and not view["profiler.nsys_workers"]:
@@ -589,7 +589,7 @@ def profiled_workers(view: View) -> Iterator[Violation]:
         yield Violation(
             "profiler.torch_ranks",
             ranks,
-            f"ranks of the policy lie in [0, {nodes * per_node})",
+            f"ranks of the policy are in [0, {nodes * per_node})",
             f"leave out {outside}",
         )
     matches = [
@@ -674,17 +674,14 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
             f"a step trains on its {prompts * generations} samples in global batches of {size}, and all "
             "but the first are off-policy"
         )
-        fix = f"write {GLOBAL}: as many, or force_on_policy_ratio: false"
+        fix = f"set {GLOBAL} to that number of samples, or force_on_policy_ratio: false"
         whole = each_of(GLOBAL, [prompts * generations])
         more = (
             each for each in _batch_sizes(view, GLOBAL, MICRO) if len(each) == 2 and _is_one_batch(view, each)
         )
         yield Violation(key, True, bound, fix, (*whole, *more, {key: False}))
     elif view.algorithm.section() == "ppo" and view["ppo.ppo_epochs"] > 1:
-        bound = (
-            f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: the samples are trained on again, and are "
-            "off-policy then"
-        )
+        bound = f"ppo.ppo_epochs = {view['ppo.ppo_epochs']}: after the first epoch the samples are off-policy"
         yield Violation(key, True, bound, "write ppo.ppo_epochs: 1, or force_on_policy_ratio: false")
 
 
@@ -797,7 +794,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
                 padded = f", padded to a multiple of {multiple}" if padded_longest > longest else ""
                 held = "a sequence" if rows == 1 else "both answers of a pair, each"
                 bound = f"it must hold {held} of policy.max_total_sequence_length = {longest} tokens{padded}"
-                yield Violation(key, budget, bound, "write so many or more", ({key: needed},))
+                yield Violation(key, budget, bound, "write at least that number", ({key: needed},))
 
 
 def _rows_together(view: View) -> int:

@@ -121,7 +121,7 @@ ROWS_OF_MODELS = (
         "one_backend",
         {"policy.dtensor_cfg.enabled": False},
         {"policy.megatron_cfg.enabled": True},
-        "megatron_cfg is enabled too, a policy has one backend",
+        "megatron_cfg is enabled too, but a policy has one backend",
         "set one of the two to false",
     ),
     Row(
@@ -213,11 +213,7 @@ ROWS_OF_MODELS = (
         "router_options_fit",
         {"policy.megatron_cfg.moe_router_bias_update_rate": 0},
         {"backend": "megatron", "has_experts": True},
-        (
-            "no bias of the routers of {family} is updated in training: it stays as it was loaded, where "
-            "there "
-            "is one"
-        ),
+        "the router biases of {family} are not updated in training",
         "write 0; to balance the experts set policy.megatron_cfg.moe_router_load_balancing_type",
     ),
     Row(
@@ -249,7 +245,7 @@ ROWS_OF_MODELS = (
         "precision_aware_optimizer",
         {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer": False},
         {"backend": "megatron"},
-        "megarl's own states below float32 take its place, on every device and in every layout",
+        "megarl's own states below float32 replace it, on every device and in every layout",
         (
             "set it to false, and write master_dtype, exp_avg_dtype and exp_avg_sq_dtype: bfloat16, or 8bit "
             "for "
@@ -278,17 +274,16 @@ ROWS_OF_MODELS = (
         {"policy.megatron_cfg.optimizer.optimizer_offload_fraction": 0},
         {"backend": "megatron", "policy.megatron_cfg.optimizer.master_dtype": "bfloat16"},
         (
-            "policy.megatron_cfg.optimizer.master_dtype is bfloat16, which steps the weights themselves, on "
-            "the "
-            "device"
+            "policy.megatron_cfg.optimizer.master_dtype is bfloat16, which updates the weights "
+            "themselves, on the device"
         ),
-        "write 0, or master_dtype: float32, whose copies take no memory of the device there",
+        "write 0, or master_dtype: float32, whose copies are then in host memory",
     ),
     Row(
         "states_in_host_memory",
         {"policy.optimizer.master_dtype": "float32"},
         {"backend": ("dtensor", "fsdp1"), "offloads_weights": True},
-        "the weights that are stepped are in host memory, where float32 takes no memory of the device",
+        "the updated weights are in host memory, where float32 takes no device memory",
         "write float32, or set policy.dtensor_cfg.cpu_offload and policy.fsdp_offload_enabled to false",
     ),
     Row(
@@ -302,14 +297,16 @@ ROWS_OF_MODELS = (
         "states_below_float32",
         {"policy.megatron_cfg.optimizer.master_dtype": "float32"},
         {"backend": "megatron", "policy.precision": ("float32", "float16")},
-        "policy.precision is {policy.precision}, and only bfloat16 weights can be stepped themselves",
+        "policy.precision is {policy.precision}, and only bfloat16 weights can be updated without "
+        "float32 copies",
         "write float32, or remove the line",
     ),
     Row(
         "states_below_float32",
         {"policy.optimizer.master_dtype": "float32"},
         {"backend": ("dtensor", "fsdp1"), "policy.precision": ("float32", "float16")},
-        "policy.precision is {policy.precision}, and only bfloat16 weights can be stepped themselves",
+        "policy.precision is {policy.precision}, and only bfloat16 weights can be updated without "
+        "float32 copies",
         "write float32, or remove the line",
     ),
     Row(
@@ -386,8 +383,8 @@ ROWS_OF_RUNS = (
         defaults("policy.generation", GenerationConfig, "temperature", "top_p", "top_k"),
         {"generates": False},
         (
-            "{algorithm} trains the model's own probabilities, and log-probabilities follow how responses "
-            "are sampled"
+            "{algorithm} trains the model's own probabilities, and these sampling settings would "
+            "change its log-probabilities"
         ),
         "write {first}, or remove the section",
     ),
@@ -395,7 +392,7 @@ ROWS_OF_RUNS = (
         "validation_that_scores_samples_nothing",
         defaults("policy.generation", GenerationConfig, "val_temperature", "val_top_p", "val_top_k"),
         {"generates": False},
-        "the validation of {algorithm} scores the answers of the data, all together",
+        "the validation of {algorithm} scores the reference answers of all sources as one set",
         "remove it",
     ),
     Row(
@@ -406,7 +403,7 @@ ROWS_OF_RUNS = (
             "env.environment is single_turn, which ends a conversation with its first response, so that it "
             "would do nothing"
         ),
-        "write 1, or name an environment that goes on",
+        "write 1, or name an environment with several turns",
     ),
     Row(
         "rewards_of_turns_have_turns",
@@ -419,12 +416,8 @@ ROWS_OF_RUNS = (
         "entropy_can_be_raised",
         {"loss_fn.entropy_coef": 0},
         {"has_policy_loss": True, "policy.generation.top_k": 1},
-        (
-            "policy.generation.top_k is 1: one token can be drawn, and the entropy that the bonus is for is "
-            "0 "
-            "whatever is learned"
-        ),
-        "write 0, or let more tokens be drawn",
+        "policy.generation.top_k is 1: only one token can be sampled, and its entropy is always 0",
+        "write 0, or raise top_k",
     ),
     Row(
         "estimator_is_told_what_it_reads",
@@ -458,7 +451,7 @@ ROWS_OF_RUNS = (
         "estimator_is_told_what_it_reads",
         {"grpo.std": "population"},
         {"grpo.adv_estimator.name": ("grpo", "gdpo"), "grpo.normalize_rewards": False},
-        "grpo.normalize_rewards is false: no deviation divides an advantage, and nothing reads it",
+        "grpo.normalize_rewards is false: advantages are not divided by a deviation, and nothing reads it",
         "remove it, or write normalize_rewards: true",
     ),
     Row(
@@ -470,8 +463,8 @@ ROWS_OF_RUNS = (
             "{section}.max_rollout_turns": 1,
         },
         {"has_parts": True},
-        "{section}.logprob_parts is more than 1: the policy scores finished parts of a step's batch, of one "
-        "turn, while engines on ranks of their own sample the others",
+        "{section}.logprob_parts is more than 1: the policy scores finished parts of a step's "
+        "single-turn batch, while engines on separate ranks sample the others",
         "write {first}, or {section}.logprob_parts: 1",
     ),
     Row(
@@ -490,8 +483,9 @@ ROWS_OF_RUNS = (
         "schedule_of_sampling",
         {"grpo.use_dynamic_sampling": False},
         {"grpo.async_grpo.enabled": True, "grpo.async_grpo.schedule": "ready_first"},
-        "with grpo.async_grpo.schedule: ready_first a step takes the groups that are complete first, while "
-        "rounds of dynamic sampling are filled in the order of the data; both are not in this version",
+        "with grpo.async_grpo.schedule: ready_first a step takes the groups that are complete "
+        "first, while dynamic sampling fills its rounds in the order of the data; the two together "
+        "are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
     ),
     # A critic or a teacher has not been tested with groups in the order of their completion.
@@ -499,14 +493,14 @@ ROWS_OF_RUNS = (
         "schedule_of_sampling",
         {"ppo.async_grpo.schedule": "in_order"},
         {"ppo.async_grpo.enabled": True},
-        "groups that are trained on as they are complete are not in this version with a critic",
+        "training on groups in the order of completion is not in this version with a critic",
         "write in_order",
     ),
     Row(
         "schedule_of_sampling",
         {"distillation.async_grpo.schedule": "in_order"},
         {"distillation.async_grpo.enabled": True},
-        "groups that are trained on as they are complete are not in this version with a teacher",
+        "training on groups in the order of completion is not in this version with a teacher",
         "write in_order",
     ),
     Row(
@@ -527,7 +521,7 @@ ROWS_OF_RUNS = (
         "what_is_bootstrapped_is_trained_on",
         {"ppo.bootstrap_truncated": False},
         {"ppo.overlong_filtering": True},
-        ("ppo.overlong_filtering is true: truncated responses are left out, and nothing reads their values"),
+        "ppo.overlong_filtering is true: truncated responses are left out, and nothing reads their values",
         "switch one of the two off",
     ),
     Row(
@@ -548,14 +542,14 @@ ROWS_OF_RUNS = (
         "table_of_samples_has_a_place",
         {"logger.samples.wandb_table": False},
         {"logger.samples.enabled": True, "logger.wandb_enabled": False},
-        "logger.wandb_enabled is false: nobody takes the table",
+        "logger.wandb_enabled is false: no service receives the table",
         "write logger.wandb_enabled: true",
     ),
     Row(
         "recorders_have_steps",
         {"profiler.torch_ranks": [], "profiler.nsys_workers": (None, "")},
         {"profiler.steps": None},
-        "profiler.steps says of no step that it is recorded",
+        "profiler.steps is null, so no step is recorded",
         "write profiler.steps: [3, 5]",
     ),
     Row(
@@ -569,7 +563,7 @@ ROWS_OF_RUNS = (
         "loss_of_teachers_is_read",
         {"distillation.mixed_kl_weight": 0.5},
         {"has_teachers": True, "distillation.mode": "topk", "distillation.kl_type": ("forward", "reverse")},
-        "distillation.kl_type is {distillation.kl_type}, which has no weights",
+        "distillation.kl_type is {distillation.kl_type}, which does not use this weight",
         "remove it, or write mixed",
     ),
     Row(
@@ -590,7 +584,7 @@ ROWS_OF_RUNS = (
         "loss_of_teachers_is_read",
         {"loss_fn.use_kl_in_reward": False},
         {"has_teachers": True, "distillation.mode": "reverse_kl_advantage"},
-        "advantages are made of the teacher's log-probabilities, and no reward is read",
+        "advantages are computed from the teacher's log-probabilities, and no reward is read",
         "write false",
     ),
 )
