@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ def write_hf(
     out_dir: str | Path,
     hf_config: Any,
     tokenizer: Saveable | None = None,
-    generation_config: Any = None,
+    generation_config: Mapping[str, Any] | None = None,
     *,
     max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
     beside: Callable[[Path], None] | None = None,
@@ -54,7 +54,7 @@ def write_hf(
         hf_config: transformers config of the model. The written copy has the dtype of most bytes, and the
             model class.
         tokenizer: tokenizer whose files are written too.
-        generation_config: transformers generation config, written without validation.
+        generation_config: contents of ``generation_config.json``.
         max_shard_bytes: size limit of a safetensors file, in bytes of tensor data. A single larger tensor
             gets its own file.
         beside: function that writes further files into the directory it is given.
@@ -82,7 +82,8 @@ def write_hf(
         shards.finish()
         _write_config(partial, hf_config, main_dtype(shards.sizes))
         if generation_config is not None:
-            generation_config.to_json_file(partial / "generation_config.json")
+            text = json.dumps(generation_config, indent=2) + "\n"
+            (partial / "generation_config.json").write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         if beside is not None:

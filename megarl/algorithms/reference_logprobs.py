@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Version of the format of a stored table; a table of another version is computed again.
-_FORM = 1
+_FORM = 2
 # Rows per table, which is the most that a run loses if it is killed while it computes.
 _ROWS_OF_TABLE = 8192
 # Rows per call of the policy, which loads the reference's weights onto the device for each call.
 _ROWS_OF_CALL = 1024
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
+_ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
 # Keys of ``policy.megatron_cfg`` that decide the dtype of a part of the computation.
 _NUMERIC = ("float32_logits", "moe_router_dtype")
 _COLUMN = "logprobs"
@@ -195,6 +196,9 @@ def model_identity(policy: PolicyConfig) -> list[list[str]]:
     files = sorted({file for pattern in _FILES for file in directory.glob(pattern)})
     family = at(policy, "megatron_cfg.family_file")
     files += [Path(family)] if family else []
+    if policy["merged_adapter"] is not None:
+        adapter = Path(policy["merged_adapter"]).expanduser()
+        files += sorted({file for pattern in _ADAPTER_FILES for file in adapter.glob(pattern)})
     with ThreadPoolExecutor() as pool:
         return [
             [file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)

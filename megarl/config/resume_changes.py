@@ -46,6 +46,7 @@ _PROMISED = (
     "seed",
     "data",
     "policy.model_name",
+    "policy.merged_adapter",
     "policy.tokenizer",
     "policy.train_global_batch_size",
     "grpo.num_prompts_per_step",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat_template import ChatTemplate
+from megarl.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,10 +27,13 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
     Args:
         tokenizer: of the model; its end of sequence comes first.
         model_name: Hugging Face id or directory of the model; None if only the tokenizer is known.
+
+    Raises:
+        ModelError: a file of the model is damaged.
     """
     found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}
     for name in _FILES if model_name else ():
-        for token in _ids_in(_content(str(model_name), name)):
+        for token in _ids_in(_content(str(model_name), name), name):
             if 0 <= token < len(tokenizer):
                 found.setdefault(token, []).append(name)
     for token in ChatTemplate(tokenizer).stop_tokens:
@@ -46,48 +50,66 @@ def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | N
     )
 
 
-def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> Any:
-    """Return the generation configuration for an exported model; None for a model that needs none.
+def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> dict[str, Any] | None:
+    """Return the contents of ``generation_config.json`` for an exported model; None for a model that needs no
+    such file.
 
-    It is the model's own. If its chat template ends turns by a token that no file names, as for a base model
-    trained on conversations, that token is added: a server of the model would otherwise not stop there.
+    They are the model's own, which transformers need not accept. If its chat template ends turns by a token
+    that no file names, as for a base model trained on conversations, that token is added: a server of the
+    model would otherwise not stop there.
 
     Args:
         tokenizer: of the model.
         model_name: Hugging Face id or directory that it was loaded from.
     """
-    from transformers import GenerationConfig
-
     own, config = (_content(model_name, name) for name in _FILES)
     stops = list(stop_tokens_of(tokenizer, model_name))
-    known = {*_ids_in(own), *_ids_in(config)}
+    in_own = list(_ids_in(own, _FILES[0]))
+    known = {*in_own, *_ids_in(config, _FILES[1])}
     # In this case a server of the model finds all stop tokens in config.json.
     if not own and set(stops) <= known:
         return None
-    found = GenerationConfig.from_dict(dict(own))
-    if not set(stops) <= set(_ids_in(own)):
-        found.eos_token_id = stops if len(stops) > 1 else stops[0]
-    return found
+    if set(stops) <= set(in_own):
+        return dict(own)
+    return {**own, "eos_token_id": stops if len(stops) > 1 else stops[0]}
 
 
-def _ids_in(content: Mapping[str, Any]) -> Iterator[int]:
+def _ids_in(content: Mapping[str, Any], file: str) -> Iterator[int]:
     ends = content.get("eos_token_id")
     # In a multimodal model, the section of its text model has the end token.
     if ends is None and isinstance(content.get("text_config"), dict):
         ends = content["text_config"].get("eos_token_id")
-    yield from (end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
+    for end in ends if isinstance(ends, list) else [ends]:
+        if type(end) is int:
+            yield end
+        elif end is not None:
+            raise ModelError(
+                f"{file}: eos_token_id = {ends!r}: token ids are whole numbers. Fix: correct the file of the "
+                "model, which would otherwise not stop at this token"
+            )
 
 
 def _content(model_name: str, file: str) -> Mapping[str, Any]:
-    """Return the contents of a JSON file of a model; empty if it does not exist or cannot be read."""
+    """Return the contents of a JSON file of a model; empty if it has no such file.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
     directory = Path(model_name).expanduser()
     try:
         path = directory / file if directory.is_dir() else _cached(model_name, file)
-        content = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
-    # A missing model is refused elsewhere, and these files are optional.
+    # A missing model is refused elsewhere.
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}. Fix: fetch the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} has no JSON object. Fix: fetch the model again")
+    return content
 
 
 def _cached(model_name: str, file: str) -> str | None:

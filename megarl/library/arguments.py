@@ -32,11 +32,11 @@ OVER_GRPO = ("cispo", "dapo", "dr-grpo", "gdpo", "gspo", "gspo-token", "reinforc
 
 _ALONE = ("grpo", "sft", "dpo", "rm")
 _SOURCE_KEYS = (*FIELD_KEYS, *PAIR_KEYS, "extra_keys")
-_LEARNING_RATE = {
-    "megatron": "policy.megatron_cfg.optimizer.lr",
-    "dtensor": "policy.optimizer.kwargs.lr",
-    "fsdp1": "policy.optimizer.kwargs.lr",
-}
+_MEGATRON_LR, _TORCH_LR, _SHARED_LR = (
+    "policy.megatron_cfg.optimizer.lr",
+    "policy.optimizer.kwargs.lr",
+    "policy.learning_rate",
+)
 _STEPS, _PROMPTS, _RESPONSES = 100, 8, 8
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 512, 256
 # These learning rates must not be above the requested one.
@@ -166,14 +166,24 @@ def is_of_base(call: Call) -> bool:
     return isinstance(call.written["defaults"], list)
 
 
-def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mapping[str, Any]) -> None:
+def add_overrides(
+    call: Call, algorithm: str, inherited: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> None:
     """Write overrides into a call: a section as a dictionary, a whole dotted key, or the last part of a key
-    if it is unique."""
+    if it is unique.
+
+    Args:
+        call: the call.
+        algorithm: name of the algorithm.
+        inherited: the configuration that the call inherits, whose backend decides which key is the learning
+            rate.
+        overrides: the overrides.
+    """
     known = known_paths(run_type(algorithm))
     for name, value in overrides.items():
         if name in _SOURCE_KEYS:
             continue
-        keys = [name] if "." in name else _keys_of(name, algorithm, backend, known)
+        keys = [name] if "." in name else _keys_of(name, algorithm, inherited, known)
         if len(keys) == 1:
             call.put(keys[0], value, name)
         elif keys:
@@ -197,9 +207,12 @@ def add_overrides(call: Call, algorithm: str, backend: Backend, overrides: Mappi
             )
 
 
-def _keys_of(name: str, algorithm: str, backend: Backend, known: Sequence[str]) -> list[str]:
+def _keys_of(name: str, algorithm: str, inherited: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     if name == "learning_rate":
-        return [_LEARNING_RATE[backend]]
+        # A recipe whose optimizers refer to the shared key would ignore that of one optimizer, or refuse it.
+        if at(inherited, _SHARED_LR) is not None:
+            return [_SHARED_LR]
+        return [_MEGATRON_LR if at(inherited, "policy.megatron_cfg.enabled") else _TORCH_LR]
     if name in known:
         return [name]
     if f"data.{name}" in known:
@@ -431,7 +444,7 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
         call.default(f"{own}.val_at_start", False)
     _add_lengths(call, kind.GENERATES)
     _add_precision(call)
-    rate = at(call.written, _LEARNING_RATE["megatron"])
+    rate = at(call.written, _MEGATRON_LR)
     for key in _SLOWEST_START if isinstance(rate, int | float) else ():
         call.default(key, rate / 10)
 

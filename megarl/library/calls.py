@@ -257,7 +257,7 @@ def _write(
     inherited = load_config_with_inheritance(path)
     kind = algorithm_class(str(inherited.get("algorithm", "grpo")))
     name = str(inherited.get("algorithm", "grpo"))
-    add_overrides(call, name, backend, overrides)
+    add_overrides(call, name, inherited, overrides)
     is_base = is_of_base(call)
     if model is not None:
         add_model(call, model)

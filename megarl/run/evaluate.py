@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -315,12 +316,31 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     if dry_run:
         _describe(config, weights, path, console)
         return 0
+    _require_writable(path)
     result = redacted(result_of(evaluate(config, weights), config, weights))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_durably(path, json.dumps(result, indent=1).encode())
+    # Print first: a file that cannot be written after all must not cost the evaluation.
     console.print(result_table(result))
+    write_bytes_durably(path, json.dumps(result, indent=1).encode())
     console.print(f"written to {path}", markup=False, soft_wrap=True)
     return 0
+
+
+def _require_writable(path: Path) -> None:
+    """Create the directory of the result, and require that a file can be written there, before anything is
+    evaluated.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    bound = "it is a directory" if path.is_dir() else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        bound = f"its directory cannot be made: {error}"
+    if not bound and not os.access(path.parent, os.W_OK | os.X_OK):
+        bound = f"{path.parent} cannot be written by user {os.geteuid()}"
+    if bound:
+        raise ConfigError([Violation("--json", str(path), bound, "give a file in a directory of your own")])
 
 
 def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:

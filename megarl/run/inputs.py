@@ -25,13 +25,19 @@ from megarl.data.chat_template import reads_clock, shows_tools
 from megarl.data.datasets import Dataset, Example, Reading, load_dataset
 from megarl.data.stop_tokens import describe_stop_tokens, stop_tokens_of
 from megarl.data.tokenization import get_tokenizer
-from megarl.errors import ConfigError, DataError, Violation
+from megarl.errors import ConfigError, DataError, ModelError, Violation
 from megarl.import_path import is_import_path, pickled_object
 from megarl.models.generation import configure_generation_config
 from megarl.observe.progress import phase
 from megarl.rollout.environment import Environment
 from megarl.rollout.environments import find_faults, make_environment, tools_told
-from megarl.run.model_check import check_model, check_models_beside, check_tokens, tokens_of_pictures
+from megarl.run.model_check import (
+    check_model,
+    check_models_beside,
+    check_tokens,
+    conflicting_tokens,
+    tokens_of_pictures,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +87,10 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
     with phase("tokenizer and model read"):
         tokenizer, environment, load = _opened(config, stack)
         check_models_beside(config, tokenizer)
+        conflicts = conflicting_tokens(config["policy"], tokenizer)
+        if conflicts is not None:
+            # Training may teach a model new tokens.
+            logger.warning("%s", conflicts)
     data = config["data"]
     train = load(data["train"])
     validation = _load_validation(config, load) if data["validation"] else None
@@ -92,8 +102,14 @@ def read_validation(
     config: RunConfig, stack: ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
     """Read what a validation needs: tokenizer, environment and validation data, as ``read_inputs`` does, with
-    the same errors."""
+    the same errors, and an error for a tokenizer of another model."""
     tokenizer, environment, load = _opened(config, stack)
+    conflicts = conflicting_tokens(config["policy"], tokenizer)
+    if conflicts is not None:
+        raise ModelError(
+            f"{conflicts}. Fix: add policy.tokenizer.name={config['policy']['model_name']} "
+            "policy.generation.stop_token_ids=null, and remove policy.generation.pad_token_id if it is given"
+        )
     return tokenizer, environment, _load_validation(config, load)
 
 

@@ -136,6 +136,28 @@ def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
         _check_vocabulary(config[POLICY], section, path, vocab_size, tokenizer)
 
 
+def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a description of the tokens that have another id in the model's own tokenizer than in
+    ``policy.tokenizer``; None if there are none, or the model has no tokenizer. Tokens that the model's
+    tokenizer lacks are no conflict, because their rows may be free."""
+    if policy["tokenizer"]["name"] == policy["model_name"]:
+        return None
+    try:
+        own = get_tokenizer({"name": policy["model_name"]}, policy["trust_remote_code"]).get_vocab()
+    except ModelError:
+        return None
+    known = tokenizer.get_vocab()
+    conflicts = sorted((index, token) for token, index in known.items() if own.get(token, index) != index)
+    if not conflicts:
+        return None
+    index, token = conflicts[0]
+    return (
+        f"policy.tokenizer.name = {policy['tokenizer']['name']!r}: {len(conflicts)} of its {len(known)} "
+        f"tokens have another id in the tokenizer of policy.model_name = {policy['model_name']!r}, so that "
+        f"the model reads other tokens: first {token!r} = {index}, there {own[token]}"
+    )
+
+
 def check_models_on_disk(config: RunConfig) -> None:
     """Check all models of a checked run as ``check_model_on_disk`` does, with the same errors."""
     check_model_on_disk(config[POLICY])

@@ -4,6 +4,7 @@ responses, broken records."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.sampler import ResumableSampler
 from megarl.data.stop_tokens import generation_config_of, stop_tokens_of
-from megarl.errors import DataError, UnusableCheckpointError
+from megarl.errors import DataError, ModelError, UnusableCheckpointError
 from megarl.rollout.programs import Limits, fault_of_tests, judge
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from tests.tables import read_table
@@ -295,8 +296,28 @@ def test_an_exported_model_keeps_its_generation_configuration(tmp_path: Path) ->
     ends = stop_ids("llama3.1", tokenizer)
     own = {"eos_token_id": ends, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    found = generation_config_of(tokenizer, str(tmp_path)).to_diff_dict()
-    assert {name: found[name] for name in own} == own
+    assert generation_config_of(tokenizer, str(tmp_path)) == own
+    # Forms of others, which transformers 5 refuses.
+    odd = {"eos_token_id": ends, "num_beams": 1, "num_return_sequences": 3, "early_stopping": "always"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(odd))
+    assert generation_config_of(tokenizer, str(tmp_path)) == odd
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"eos_token_id": 5', "cannot be read: Expecting"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cannot be read: Expecting"),
+        ("[5]", "has no JSON object"),
+        ('{"eos_token_id": "5"}', "generation_config.json: eos_token_id = '5': token ids are whole"),
+        ('{"eos_token_id": [5, 5.0]}', "generation_config.json: eos_token_id = [5, 5.0]: token ids are whole"),
+    ],
+)
+def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    """A model would otherwise not stop at a token that it was trained to end with."""
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=re.escape(says)):
+        stop_tokens_of(tokenizer_of("qwen2.5"), str(tmp_path))
 
 
 def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_that_no_file_names(
@@ -308,10 +329,10 @@ def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_tha
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [text, turn]}))
     assert generation_config_of(tokenizer, str(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": text}))
-    assert generation_config_of(tokenizer, str(tmp_path)).eos_token_id == [text, turn]
+    assert generation_config_of(tokenizer, str(tmp_path)) == {"eos_token_id": [text, turn]}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": text, "max_new_tokens": 7}))
     found = generation_config_of(tokenizer, str(tmp_path))
-    assert (found.eos_token_id, found.max_new_tokens) == ([text, turn], 7)
+    assert found == {"eos_token_id": [text, turn], "max_new_tokens": 7}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])

@@ -39,6 +39,7 @@ ADAPTER_DIRECTORY = "adapter"
 SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
 """PEFT's name of a score layer that is trained with adapters (``modules_to_save``)."""
 _BASE = ".base_layer.weight"
+_VOCABULARY = ("lm_head", "model.embed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,12 @@ class AdapterSettings:
                     f"write a name such as {next(iter(layers), 'q_proj')}",
                 )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
+        known = [*layers, *others, *named, *_VOCABULARY, *(stack.name for stack in stacks)]
+        for pattern in self.excluded:
+            if not any(is_named(name, (pattern,)) for name in known):
+                bound = f"{pattern!r} names no layer of the model, and excludes nothing"
+                fix = f"remove it, or write a name such as {next(iter(layers), 'q_proj')}"
+                faults.append(Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, fix))
         if not found and not stacks and not faults:
             bound = "no layer has an adapter, so that nothing would be trained"
             faults.append(
@@ -350,7 +357,7 @@ def is_embedding(module: str) -> bool:
 def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
     """Raise if the embedding or output layer is to have an adapter although the two are tied."""
     for pattern in settings.targets if is_tied else ():
-        for name in ("lm_head", "model.embed_tokens"):
+        for name in _VOCABULARY:
             if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
                 bound = (
                     f"{pattern!r} names {name}, but embedding and output layer are one matrix "
