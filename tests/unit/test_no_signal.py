@@ -105,7 +105,8 @@ def test_several_rewards_are_looked_at(caplog: pytest.LogCaptureFixture) -> None
 def test_responses_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
     said = warned(caplog, [0.0, 0.0], truncated=True)
     assert (
-        "truncated at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]" in said
+        "truncated at policy.generation.max_new_tokens = 8, none ended by one of the stop tokens [1, 2]"
+        in said
     )
 
 

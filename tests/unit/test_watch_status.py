@@ -196,7 +196,10 @@ def test_what_a_launch_starts_anew_is_counted(tmp_path: Path) -> None:
     told = as_plain(read_run_state(tmp_path))
     assert (told["restarts"], told["worker_restarts"], told["engine_restarts"]) == (1, 1, 2)
     said = shown(tmp_path, 200)
-    assert "within launches workers 1 time and engines 2 times, the last because of WorkerLostError: again" in said
+    assert (
+        "within launches workers 1 time and engines 2 times, the last because of WorkerLostError: again"
+        in said
+    )
 
 
 def test_a_run_that_cannot_write_its_record_goes_on(tmp_path: Path) -> None:
