@@ -195,7 +195,8 @@ def test_unknown_rewards_are_refused(users: str, tmp_path: Path) -> None:
         pool_of(f"{broken}:reward", 1, 1.0)
     with pytest.raises(
         ConfigError,
-        match=r"nothing .* its parameter 'p'\. Fix: use these names: prompt, response or completion",
+        match=r"there is no value for its parameter 'p'\. Fix: use these names: prompt, response or "
+        r"completion",
     ):
         check_reward("os.path:basename", columns=())
     with pytest.raises(ConfigError, match=r"it does not take the response"):

@@ -214,7 +214,7 @@ def test_the_section_of_an_algorithm_is_checked(tmp_path: Path, model: str, data
     assert "did you mean 'reinforce.scale'?" in str(error.value)
     config["reinforce"] = {"prompts": 5, "max_num_steps": 4}
     with pytest.raises(
-        ConfigError, match=r"policy\.train_global_batch_size = 6: it must divide the 5 prompts x 1 answers"
+        ConfigError, match=r"policy\.train_global_batch_size = 6: it must divide the 5 prompts x 1 responses"
     ):
         validate_config(config)
     del config["reinforce"]
@@ -299,7 +299,7 @@ def test_an_algorithm_has_sections_under_any_name(tmp_path: Path, model: str, da
     [
         ("Base", "it does not implement step"),
         ("Endless", "its first section, half, has no max_num_steps"),
-        ("Lost", r"its PROMPTS = 'own\.prompt' is no key of its SECTIONS"),
+        ("Lost", r"its PROMPTS = 'own\.prompt' is not a key of its SECTIONS"),
         ("Taken", "its SECTIONS have data, which every run has"),
         ("Absent", "has no Absent"),
     ],
