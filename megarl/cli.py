@@ -632,6 +632,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate a model on the validation sets of a configuration."""
+    from megarl.config.validation_sets import instead_in_evaluation
+
     # Quote these texts, because YAML may read a path as another kind of value.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     if not any("cluster.memory_check=" in word for word in arguments.overrides):
@@ -641,6 +643,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
         # Ignore what the configuration would train: the sum of base weights and adapter is all that is
         # evaluated.
         chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]
+    for word in arguments.overrides:
+        key = word.partition("=")[0].lstrip("+~")
+        instead = instead_in_evaluation(key)
+        if instead is not None:
+            text = f"{key} applies to training steps, and an evaluation does not read it: write {instead}"
+            print(f"megarl: warning: {text}", file=sys.stderr)
     config = load_arguments(arguments, chosen)
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.evaluate import run

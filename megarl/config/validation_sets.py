@@ -21,6 +21,22 @@ TOP_K: Final = "val_top_k"
 SAMPLING_KEYS: Final = (GENERATIONS, TEMPERATURE, TOP_P, TOP_K)
 """Keys of a validation source that apply to its whole set. They default to those of the algorithm's section
 and of the generation section."""
+_IN_EVALUATION = {
+    "num_generations_per_prompt": GENERATIONS,
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "top_k": TOP_K,
+}
+
+
+def instead_in_evaluation(key: str) -> str | None:
+    """Return the key that an evaluation reads in place of a key of the sampling in training steps, dotted or
+    its last part alone; None for any other key."""
+    section, _, name = key.rpartition(".")
+    found = _IN_EVALUATION.get(name)
+    if found is None or (section not in ("", "policy.generation") and found != GENERATIONS):
+        return None
+    return f"{section}.{found}" if section else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import yaml
 
 from megarl.config.algorithms import algorithm_class
 from megarl.config.nested import at
+from megarl.config.validation_sets import instead_in_evaluation
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import is_import_path
 from megarl.library.arguments import (
@@ -121,6 +122,9 @@ def evaluate(
     Raises:
         ConfigError, KeyboardInterrupt, MegarlError: as in ``train``.
     """
+    # The rows are read twice, as those of a generator cannot be.
+    data = list(data) if isinstance(data, Iterator) else data
+    _refuse_keys_of_training(overrides)
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as place:
         prepared = _prepared(algorithm, model, data, reward, data, Path(place) / "eval", backend, overrides)
         with prepared as (call, directory):
@@ -132,6 +136,18 @@ def evaluate(
                 raise error_of(code, call.in_arguments(text))
             found: dict[str, Any] = json.loads(result.read_bytes())
             return found
+
+
+def _refuse_keys_of_training(overrides: Mapping[str, Any]) -> None:
+    """Refuse sampling settings of training steps, which an evaluation does not read."""
+    refused = []
+    for name in overrides:
+        instead = instead_in_evaluation(name)
+        if instead is not None:
+            bound = "it applies to training steps, and an evaluation does not read it"
+            refused.append(Violation(name, overrides[name], bound, f"write {instead}"))
+    if refused:
+        raise ConfigError(refused)
 
 
 def convert(

@@ -298,3 +298,18 @@ def test_batches_are_planned_in_rows_and_written_in_pairs(tmp_path: Path, model:
     console = Console(file=io.StringIO(), width=100)
     print_report(config, None, console)
     assert "3 pairs x 2 responses" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_reference_of_a_merged_adapter_is_another_one(tmp_path: Path, model: str) -> None:
+    """Stored log-probabilities of a model are neither those with an adapter, nor those after it was trained
+    again."""
+    config = make_config("dpo", tmp_path / "run", model, tmp_path / "pairs.jsonl")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    found = []
+    for merged, factor in ((None, 1.0), (str(adapter), 1.0), (str(adapter), 2.0)):
+        save_file({"a": torch.full((2,), factor)}, adapter / "adapter_model.safetensors")
+        found.append(reference_logprobs.model_identity({**config["policy"], "merged_adapter": merged}))
+    assert found[0] == found[1][: len(found[0])]
+    assert found[0] != found[1] != found[2]

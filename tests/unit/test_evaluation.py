@@ -80,7 +80,7 @@ def test_pass_at_k_of_many_answers_is_stable() -> None:
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_pass_at_more_than_there_are_answers_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"k = {k}: must be at least 1 and at most the 4 answers"):
+    with pytest.raises(ValueError, match=f"k = {k}: must be at least 1 and at most the 4 responses"):
         pass_at(k, 4, 2)
 
 
@@ -588,6 +588,34 @@ def test_the_command_prints_a_table_and_writes_json(
     assert main(["eval", file, "--json", str(tmp_path / "there.json")]) == 0
     assert json.loads((tmp_path / "there.json").read_text())["model"] == model
     assert not list((tmp_path / "run").glob("checkpoints")), "nothing but the result is left"
+    made.clear()
+    assert main(["eval", file, "--json", str(tmp_path)]) == 2
+    assert f"--json = '{tmp_path}': it is a directory" in capsys.readouterr().err
+    assert not made, "it is refused before anything is evaluated"
+    words = ["policy.generation.temperature=0.7", "grpo.num_generations_per_prompt=3"]
+    assert main(["eval", file, "--dry-run", *words]) == 0
+    said = capsys.readouterr().err
+    for key in ("policy.generation.val_temperature", "grpo.val_num_generations_per_prompt"):
+        assert f"an evaluation does not read it: write {key}" in said
+
+
+def test_a_model_is_not_evaluated_with_the_tokens_of_another(
+    tmp_path: Path, model: str, data: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same function, whose token ids are others: a run's configuration names the first tokenizer."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    known = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = known["model"]["vocab"]
+    one, two = (next(token for token, index in vocabulary.items() if index == place) for place in (7, 8))
+    vocabulary[one], vocabulary[two] = 8, 7
+    (other / "tokenizer.json").write_text(json.dumps(known))
+    config = several_sets(tmp_path / "run", model, data)
+    config["policy"]["tokenizer"] = {**config["policy"].get("tokenizer", {}), "name": model}
+    file = written(config, tmp_path / "run.yaml")
+    assert main(["eval", file, "--model", str(other)]) == 2
+    said = capsys.readouterr().err
+    assert "2 of its" in said and f"other tokens: first {one!r} = 7, there 8" in said
+    assert f"policy.tokenizer.name={other}" in said
 
 
 def test_an_adapter_is_part_of_the_model(

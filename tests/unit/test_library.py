@@ -19,6 +19,7 @@ import yaml
 
 import megarl
 from megarl import import_path
+from megarl.config.nested import at
 from megarl.errors import ConfigError, MegarlError, WorkerLostError
 from megarl.library import calls
 from megarl.library.process import error_of, run_command
@@ -127,6 +128,44 @@ def test_a_recipe_keeps_its_sizes_and_takes_what_is_given(called: Call) -> None:
     config = called("grpo-qwen2.5-1.5b-1gpu-megatron", "model", ROWS, right, num_prompts_per_step=4, **sizes)
     assert config["defaults"].endswith("grpo-qwen2.5-1.5b-1gpu-megatron.yaml")
     assert config["grpo"] == {"num_prompts_per_step": 4} and "precision" not in config["policy"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        ("grpo-qwen2.5-1.5b-megatron", "policy.megatron_cfg.optimizer.lr"),
+        ("grpo-qwen2.5-1.5b-dtensor", "policy.optimizer.kwargs.lr"),
+        ("grpo-qwen2.5-1.5b-fsdp1", "policy.optimizer.kwargs.lr"),
+        ("quickstart/grpo", "policy.learning_rate"),
+    ],
+)
+def test_the_learning_rate_of_a_recipe_is_that_of_its_backend(called: Call, recipe: str, key: str) -> None:
+    lengths = {"max_total_sequence_length": 64, "max_input_seq_length": 32, "max_new_tokens": 32}
+    config = called(recipe, "model", ROWS, right, learning_rate=1e-3, **lengths)
+    assert at(config, key) == 1e-3
+    assert json.dumps(config["policy"]).count("0.001") == 1
+
+
+def test_an_evaluation_refuses_what_only_training_reads() -> None:
+    with pytest.raises(ConfigError) as caught:
+        megarl.eval("model", ROWS, right, temperature=0.7, num_generations_per_prompt=8, val_top_k=5)
+    text = str(caught.value)
+    assert "temperature = 0.7: it applies to training steps" in text and "write val_temperature" in text
+    assert "write val_num_generations_per_prompt" in text and "top_k" not in text
+
+
+def test_rows_of_a_generator_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
+        call = yaml.safe_load(Path(words[1]).read_text())
+        read.append(len(Path(call["data"]["validation"]["path"]).read_text().splitlines()))
+        Path(words[words.index("--json") + 1]).write_text("{}")
+        return 0, ""
+
+    monkeypatch.setattr(calls, "run_command", run)
+    assert megarl.eval("model", (row for row in ROWS), right) == {}
+    assert read == [len(ROWS)]
 
 
 def test_a_reward_of_the_response_alone_needs_no_answers_and_one_of_a_column_gets_it(called: Call) -> None:

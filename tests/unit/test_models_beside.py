@@ -170,6 +170,15 @@ def test_rules_are_kept_under_the_own_name(raw: dict[str, Any]) -> None:
     )
 
 
+def test_another_model_reads_sequences_as_long_as_the_policy_s(raw: dict[str, Any]) -> None:
+    longest = complete_run(raw)["policy"]["max_total_sequence_length"]
+    for length, refused in ((longest - 1, True), (longest, False), (longest + 1, False)):
+        config = complete_run(changed(copy.deepcopy(raw), {"critic.max_total_sequence_length": length}))
+        found = [each for each in check(config, FACTS) if each.key == "critic.max_total_sequence_length"]
+        assert bool(found) is refused
+        assert not found or f"policy.max_total_sequence_length = {longest} tokens" in found[0].bound
+
+
 def test_texts_name_the_section() -> None:
     text = (
         "write policy.a.b, ${policy.c} or policy.scheduler[1]; the policy is as before, and lm_policy.d "

@@ -70,6 +70,7 @@ def test_layers_are_named_as_in_peft_or_in_megatron(
         ({"target_modules": ["down_proj"]}, "experts.3.down_proj, which can have no adapter in this version"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head, which can have no adapter"),
         ({"exclude_modules": ["*"]}, "nothing would be trained"),
+        ({"exclude_modules": ["down_prj"]}, "'down_prj' names no layer of the model, and excludes nothing"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_by_name(section: dict[str, Any], message: str) -> None:

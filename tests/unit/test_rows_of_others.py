@@ -310,7 +310,10 @@ def test_an_exported_model_keeps_its_generation_configuration(tmp_path: Path) ->
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cannot be read: Expecting"),
         ("[5]", "has no JSON object"),
         ('{"eos_token_id": "5"}', "generation_config.json: eos_token_id = '5': token ids are whole"),
-        ('{"eos_token_id": [5, 5.0]}', "generation_config.json: eos_token_id = [5, 5.0]: token ids are whole"),
+        (
+            '{"eos_token_id": [5, 5.0]}',
+            "generation_config.json: eos_token_id = [5, 5.0]: token ids are whole",
+        ),
     ],
 )
 def test_a_damaged_generation_configuration_is_refused(tmp_path: Path, text: str, says: str) -> None:

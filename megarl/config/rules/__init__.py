@@ -23,6 +23,7 @@ from megarl.config.rules.models import (
     MODEL_RULES,
     TRAINED_MODEL_RULES,
     backbone_is_that_of_the_policy,
+    length_is_at_least_the_policy_s,
     model_view,
 )
 from megarl.config.rules.not_yet import NOT_YET_RULES
@@ -104,6 +105,7 @@ def check(
         found += backbone_is_that_of_the_policy(
             path, section, at(config, path).get("model_name"), facts, of_model
         )
+        found += length_is_at_least_the_policy_s(config, path)
         view = model_view(config, path, section, faulty, of_model)
         rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
         for violation in _broken((NOT_YET_RULES, rules), view):

@@ -75,10 +75,10 @@ def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
     if view.get("algorithm") is None:
         bound, fix = (
             "this model is not trained",
-            (
-                f"remove the section, or give {PEFT.rpartition('.')[0]}.merged_adapter to merge an "
-                "adapter into its weights"
-            ),
+            "remove the section"
+            if scores(view["policy"])
+            else f"remove the section, or give {PEFT.rpartition('.')[0]}.merged_adapter to merge an adapter "
+            "into its weights",
         )
         yield Violation(f"{PEFT}.enabled", True, bound, fix)
 

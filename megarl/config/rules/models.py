@@ -111,6 +111,15 @@ def backbone_is_that_of_the_policy(
         )
 
 
+def length_is_at_least_the_policy_s(config: Mapping[str, Any], path: str) -> Iterator[Violation]:
+    """Require that a model other than the policy accepts the policy's longest sequences, which it reads."""
+    key = "max_total_sequence_length"
+    own, longest = (at(config, f"{section}.{key}") for section in (path, "policy"))
+    if isinstance(own, int) and isinstance(longest, int) and own < longest:
+        bound = f"it reads sequences of the policy, of up to policy.{key} = {longest} tokens"
+        yield Violation(f"{path}.{key}", own, bound, f"write {longest} or more, or remove the line")
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     *BACKEND_RULES,
     *PARALLEL_RULES,
