@@ -519,4 +519,4 @@ def test_an_estimator_of_ones_own(tmp_path: Path) -> None:
         assert name not in (
             "one",
             "nothing",
-        ) or f"of answers [{rows}] or of tokens [{rows}, {length}]" in str(error.value)
+        ) or f"of responses [{rows}] or of tokens [{rows}, {length}]" in str(error.value)
