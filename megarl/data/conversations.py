@@ -108,9 +108,10 @@ class ConversationEncoder:
         ids = list(text.ids)
         self._close(ids, spans)
         _check_spans(spans, origin)
-        shift = len(self.leading_tokens)
+        leading = [] if ids[:1] == list(self.leading_tokens) else self.leading_tokens
+        shift = len(leading)
         targets = [(start + shift, end + shift) for start, end in spans]
-        return EncodedConversation([*self.leading_tokens, *ids], targets, dropped)
+        return EncodedConversation([*leading, *ids], targets, dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
         """End the last turn with a token at which generation stops, if the template writes none after it."""

@@ -48,7 +48,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 
 # Number of the format of stored tables; a table of another format is made again.
-_FORM = 6
+_FORM = 7
 
 _COLUMNS = {
     "prompt": "int32",

@@ -229,7 +229,11 @@ class PromptEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode the texts that ``text`` returned for many records."""
-        return [self._leading_tokens + row for row in _tokens(self._tokenizer, texts)]
+        # A text that was rendered by a template has its own begin token, of which a model knows only one.
+        return [
+            row if row[:1] == self._leading_tokens else self._leading_tokens + row
+            for row in _tokens(self._tokenizer, texts)
+        ]
 
     def beginning(self, text: str, limit: int) -> str:
         """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.datasets import Reading, load_dataset
+from megarl.data.records import Record
 from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
 from megarl.errors import DataError, ModelError
 from megarl.rollout.mathematics import fault_of_reference
@@ -107,6 +108,17 @@ def test_begin_token_only_without_a_chat_template(tmp_path: Path) -> None:
         "five </s>",
         "</s>",
     ]
+
+
+def test_a_text_that_was_rendered_before_keeps_its_one_begin_token(tmp_path: Path) -> None:
+    """As columns of prompts with apply_chat_template(tokenize=False) have it."""
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, bos=True, chat=True), "chat_template": None})
+    encoder = PromptEncoder(tokenizer)
+    assert words(encoder.encode("<s> two plus")) == "<s> two plus"
+    asked, said = ({"role": "user", "content": "<s> two "}, {"role": "assistant", "content": "five"})
+    found = encoder.encode_conversation(Record((asked,), "", "row", last=said))
+    assert words(found.ids) == "<s> two five </s>"
+    assert [words(found.ids[begin:end]) for begin, end in found.targets] == ["five </s>"]
 
 
 def test_prompt_template_and_system_prompt(tmp_path: Path) -> None:
