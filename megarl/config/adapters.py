@@ -75,6 +75,19 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
     )
 
 
+def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
+    """Return the patterns, expanded, that match the name of no weight of a model."""
+    left = set(expanded(patterns))
+    layers = itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in range(facts.num_layers))
+    # The first layer has nearly all names, and a large mixture has very many of them in all.
+    for rule in itertools.chain(vocabulary_rules(facts), layers):
+        if not left:
+            break
+        names = [part.name.removesuffix(".weight") for part in rule.parts]
+        left -= {pattern for pattern in left if any(is_named(name, (pattern,)) for name in names)}
+    return sorted(left)
+
+
 def adapter_parameters(
     section: PeftConfig,
     facts: ModelFacts,

@@ -26,6 +26,7 @@ from rich.console import Console
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.checkpoint.storage import tree_bytes
+from megarl.config.adapters import adapters_of
 from megarl.config.algorithms import replay_key
 from megarl.config.asynchrony import LEDGER
 from megarl.config.backend import absent_hybrid_model
@@ -236,6 +237,17 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
     if replayed is not None and not (Path(replayed) / LEDGER).is_dir():
         fix = "give the directory of a run that has trained with schedule=ready_first"
         yield Violation(key, replayed, f"there is no {LEDGER}/ in it", fix)
+
+
+def missing_adapters(config: RunConfig) -> Iterator[Violation]:
+    """Yield directories from which adapters should continue, but which hold none."""
+    for path in (POLICY, *model_sections(config)):
+        peft = adapters_of(at(config, path))
+        start = peft and peft["adapter_path"]
+        if start and not (Path(start).expanduser() / "adapter_config.json").is_file():
+            bound = "there is no adapter_config.json in it"
+            fix = "give the directory of an adapter as PEFT saves it"
+            yield Violation(f"{path}.peft.adapter_path", start, bound, fix)
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:
@@ -495,6 +507,7 @@ CHECKS_OF_EVALUATION: tuple[Check, ...] = (
 CHECKS: tuple[Check, ...] = (
     *CHECKS_OF_EVALUATION,
     missing_ledger,
+    missing_adapters,
     missing_sinks,
     unusable_directories,
     unreadable_key,

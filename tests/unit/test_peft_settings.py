@@ -3,7 +3,10 @@ refused."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from peft.tuners.lora import Linear
 from converters.mapping.layouts import Span, shard_layout
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule
 from megarl.config.defaults import complete_policy
+from megarl.config.load import load_config
 from megarl.config.validate import validate_config
 from megarl.errors import ConfigError
 from megarl.models.engine.adapters import AdapterSettings, FirstFactors, merged
 from megarl.models.megatron.adapters import _order_of
+from megarl.run.preflight import missing_adapters
 from tests.unit.config_samples import changed, complete, raw_distillation, raw_grpo, raw_ppo
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 LAYERS = [
     f"model.layers.{layer}.{name}"
     for layer in range(2)
@@ -236,3 +242,32 @@ def test_another_adapter_to_go_on_from_is_refused(
     other = dataclasses.replace(stored, **change)
     with pytest.raises(ConfigError, match=message):
         FirstFactors(other, other.chosen(LAYERS, OTHERS), 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"target_modules": ["all-linear"]}, "'all-linear' names no layer of the model. Fix: write an empty"),
+        ({"target_modules": ["q_proj", "nope_proj"]}, "'nope_proj' names no layer of the model"),
+        ({"exclude_modules": ["down_prj"]}, "'down_prj' names no layer of the model"),
+        ({"target_modules": ["linear_qkv"], "exclude_modules": ["lm_head", "*.layers.1.*"]}, ""),
+    ],
+)
+def test_a_configuration_names_layers_of_its_model(section: dict[str, Any], message: str) -> None:
+    """Where the model's sizes are known, before workers are there."""
+    recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
+    written = json.dumps({"enabled": True, **section})
+    with contextlib.ExitStack() as stack:
+        if message:
+            stack.enter_context(pytest.raises(ConfigError, match=re.escape(message)))
+        validate_config(load_config(recipe, [f"policy.peft={written}"]))
+
+
+def test_an_adapter_that_is_not_there_is_found_before_a_run(tmp_path: Path) -> None:
+    recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
+    written = json.dumps({"enabled": True, "adapter_path": str(tmp_path)})
+    config = validate_config(load_config(recipe, [f"policy.peft={written}"]))
+    [found] = missing_adapters(config)
+    assert found.key == "policy.peft.adapter_path" and "no adapter_config.json" in found.bound
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert list(missing_adapters(config)) == []

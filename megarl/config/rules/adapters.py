@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.adapters import is_named, unmatched
 from megarl.config.backend import scores
 from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
@@ -59,6 +60,22 @@ def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
         yield Violation(key, view[key], "the model has no experts", "write an empty list")
 
 
+def patterns_match_the_model(view: View) -> Iterator[Violation]:
+    """Require that each pattern of layers matches some weight of the model, so that a misspelt one does not
+    do nothing. Workers check the same, and whether the weight can have an adapter."""
+    _require_adapters(view)
+    for key in ("target_modules", "exclude_modules"):
+        patterns = view[f"{PEFT}.{key}"]
+        for pattern in unmatched(patterns, view.facts):
+            # A tied output layer is no weight of its own. Workers say so, and excluding it is no mistake.
+            if is_named("lm_head", (pattern,)):
+                continue
+            fix = "write names such as q_proj"
+            if pattern == "all-linear":
+                fix = "write an empty list for all linear layers"
+            yield Violation(f"{PEFT}.{key}", patterns, f"{pattern!r} names no layer of the model", fix)
+
+
 def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
     """Require that adapters compute in the dtype of their layers."""
     _require_adapters(view)
@@ -105,6 +122,7 @@ def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
 ADAPTER_RULES: tuple[Rule, ...] = (
     adapters_fit_the_backend,
     stacks_of_experts_can_have_adapters,
+    patterns_match_the_model,
     adapters_have_the_type_of_the_model,
     merged_adapter_is_the_only_one,
 )
