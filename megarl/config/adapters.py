@@ -6,14 +6,13 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
 from megarl.config.nested import at
 from megarl.config.parameters import rules_of_layer, vocabulary_rules
-from megarl.config.policy import PeftConfig, PolicyConfig
+from megarl.config.policy import MegatronConfig, PeftConfig, PolicyConfig
 
 _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -42,7 +41,7 @@ def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
     return all(adapters_of(each) is not None for each in (policy, other)) and parts[0] == parts[1]
 
 
-def _without_steps(megatron: Mapping[str, Any]) -> dict[str, Any]:
+def _without_steps(megatron: MegatronConfig) -> dict[str, object]:
     return {key: value for key, value in megatron.items() if key not in ("optimizer", "scheduler")}
 
 
