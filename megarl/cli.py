@@ -650,11 +650,25 @@ def evaluate(arguments: argparse.Namespace) -> int:
             text = f"{key} applies to training steps, and an evaluation does not read it: write {instead}"
             print(f"megarl: warning: {text}", file=sys.stderr)
     config = load_arguments(arguments, chosen)
+    _warn_of_another_tokenizer(config, arguments.model)
     from megarl.observe.progress import ProgressConsole, progress_shown
     from megarl.run.evaluate import run
 
     with progress_shown(ProgressConsole()):
         return run(config, arguments.checkpoint, arguments.json, dry_run=arguments.dry_run)
+
+
+def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
+    """Warn that ``--model`` does not change the tokenizer that the configuration names, as that of a run
+    does."""
+    name = config["policy"]["tokenizer"]["name"]
+    if model is not None and name != model:
+        print(
+            f"megarl: warning: tokenizer and chat template are those of policy.tokenizer.name = {name}, and "
+            f"stop tokens those of the configuration. For the model's own, add policy.tokenizer.name={model} "
+            "policy.generation.stop_token_ids=null",
+            file=sys.stderr,
+        )
 
 
 def show(config: RunConfig, data: bool) -> None:

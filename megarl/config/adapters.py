@@ -11,7 +11,7 @@ from converters.mapping.layouts import padded_vocab_size
 from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index, is_expert
 from converters.model_config.architecture import ModelFacts
 from megarl.config.nested import at
-from megarl.config.parameters import rules_of_layer, vocabulary_rules
+from megarl.config.parameters import model_rules, rules_of_layer, vocabulary_rules
 from megarl.config.policy import MegatronConfig, PeftConfig, PolicyConfig
 
 _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -75,15 +75,15 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
-    """Return the patterns, expanded, that match the name of no weight of a model."""
-    left = set(expanded(patterns))
+    """Return the patterns that match the name of no weight of a model, whose names are known."""
+    left = set(patterns)
     layers = itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in range(facts.num_layers))
     # The first layer has nearly all names, and a large mixture has very many of them in all.
-    for rule in itertools.chain(vocabulary_rules(facts), layers):
+    for rule in itertools.chain(model_rules(facts), layers):
         if not left:
             break
         names = [part.name.removesuffix(".weight") for part in rule.parts]
-        left -= {pattern for pattern in left if any(is_named(name, (pattern,)) for name in names)}
+        left -= {pattern for pattern in left if any(is_named(name, expanded([pattern])) for name in names)}
     return sorted(left)
 
 

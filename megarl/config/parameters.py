@@ -51,7 +51,7 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: Sequenc
     first, last = stage == 0, stage == len(layers) - 1
     rules = [
         rule
-        for rule in _model_rules(facts)
+        for rule in model_rules(facts)
         if (first if rule.megatron_name.startswith("embedding.") else last)
     ]
     # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
@@ -144,12 +144,19 @@ def _family(facts: ModelFacts) -> Family:
     return FAMILIES.get(facts.family, USUAL)
 
 
+def has_own_rules(facts: ModelFacts) -> bool:
+    """Return whether the names of the model's weights are known. Only its sizes are, if another family's
+    rules stand for its own."""
+    return facts.family in FAMILIES
+
+
 def vocabulary_rules(facts: ModelFacts) -> list[Rule]:
     """Return the mapping rules of the embedding and the output layer. A tied output layer is left out."""
-    return [rule for rule in _model_rules(facts) if rule.kind is Kind.VOCAB and rule.emits]
+    return [rule for rule in model_rules(facts) if rule.kind is Kind.VOCAB and rule.emits]
 
 
-def _model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
+def model_rules(facts: ModelFacts) -> tuple[Rule, ...]:
+    """Return the mapping rules of the weights outside the layers."""
     return head_rules(_family(facts).model_rules(facts), facts)
 
 

@@ -34,7 +34,8 @@ def instead_in_evaluation(key: str) -> str | None:
     its last part alone; None for any other key."""
     section, _, name = key.rpartition(".")
     found = _IN_EVALUATION.get(name)
-    if found is None or (section not in ("", "policy.generation") and found != GENERATIONS):
+    sections = ("grpo", "ppo", "distillation") if found == GENERATIONS else ("policy.generation",)
+    if found is None or section not in ("", *sections):
         return None
     return f"{section}.{found}" if section else found
 

@@ -80,8 +80,8 @@ def _ids_in(content: Mapping[str, Any], file: str) -> Iterator[int]:
     if ends is None and isinstance(content.get("text_config"), dict):
         ends = content["text_config"].get("eos_token_id")
     for end in ends if isinstance(ends, list) else [ends]:
-        if type(end) is int:
-            yield end
+        if type(end) is int or (isinstance(end, float) and end.is_integer()):
+            yield int(end)
         elif end is not None:
             raise ModelError(
                 f"{file}: eos_token_id = {ends!r}: token ids are whole numbers. Fix: correct the file of the "

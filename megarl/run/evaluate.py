@@ -159,7 +159,9 @@ def evaluate(config: RunConfig, weights: ResumePoint, make_policy: PolicyFactory
         # Give the prompts the date of the run, as in its own validations.
         if weights.checkpoint is not None:
             keep_template_date(config, [weights.checkpoint / CONFIG_NAME])
-        tokenizer, environment, dataset = read_validation(config, stack)
+        tokenizer, environment, dataset = read_validation(
+            config, stack, of_checkpoint=weights.checkpoint is not None
+        )
         # The algorithm generates responses, because check_evaluation has refused all others.
         assert environment is not None
         make = make_policy or functools.partial(start_policy, trains=False)
@@ -316,7 +318,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     if dry_run:
         _describe(config, weights, path, console)
         return 0
-    _require_writable(path)
+    _require_writable(path, "run_dir" if out is None else "--json")
     result = redacted(result_of(evaluate(config, weights), config, weights))
     # Print first: a file that cannot be written after all must not cost the evaluation.
     console.print(result_table(result))
@@ -325,7 +327,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     return 0
 
 
-def _require_writable(path: Path) -> None:
+def _require_writable(path: Path, key: str) -> None:
     """Create the directory of the result, and require that a file can be written there, before anything is
     evaluated.
 
@@ -340,7 +342,7 @@ def _require_writable(path: Path) -> None:
     if not bound and not os.access(path.parent, os.W_OK | os.X_OK):
         bound = f"{path.parent} cannot be written by user {os.geteuid()}"
     if bound:
-        raise ConfigError([Violation("--json", str(path), bound, "give a file in a directory of your own")])
+        raise ConfigError([Violation(key, str(path), bound, "give --json a file in a directory of your own")])
 
 
 def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:

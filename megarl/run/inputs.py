@@ -99,13 +99,13 @@ def read_inputs(config: RunConfig, stack: ExitStack) -> Inputs:
 
 
 def read_validation(
-    config: RunConfig, stack: ExitStack
+    config: RunConfig, stack: ExitStack, *, of_checkpoint: bool = False
 ) -> tuple[PreTrainedTokenizerBase, Environment | None, Dataset]:
     """Read what a validation needs: tokenizer, environment and validation data, as ``read_inputs`` does, with
-    the same errors, and an error for a tokenizer of another model."""
+    the same errors. Refuse a tokenizer of another model, unless a checkpoint may have learned its tokens."""
     tokenizer, environment, load = _opened(config, stack)
     conflicts = conflicting_tokens(config["policy"], tokenizer)
-    if conflicts is not None:
+    if conflicts is not None and not of_checkpoint:
         raise ModelError(
             f"{conflicts}. Fix: add policy.tokenizer.name={config['policy']['model_name']} "
             "policy.generation.stop_token_ids=null, and remove policy.generation.pad_token_id if it is given"
@@ -137,6 +137,8 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
         policy["generation"] = configure_generation_config(
             policy["generation"], tokenizer, model_name=policy["model_name"]
         )
+    # Read the files that name stop tokens even if the configuration gives these: an export contains them.
+    stop_tokens_of(tokenizer, policy["model_name"])
     vocab_size, pictures = check_model(policy), tokens_of_pictures(policy)
     environment = _environment(config, stack)
     with_answers = environment is None

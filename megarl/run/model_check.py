@@ -143,8 +143,12 @@ def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase)
     if policy["tokenizer"]["name"] == policy["model_name"]:
         return None
     try:
-        own = get_tokenizer({"name": policy["model_name"]}, policy["trust_remote_code"]).get_vocab()
-    except ModelError:
+        # The template is of no interest, but one that is absent would be logged.
+        own = get_tokenizer(
+            {"name": policy["model_name"], "chat_template": None}, policy["trust_remote_code"]
+        ).get_vocab()
+    # The model's own tokenizer may be why another one is named, and tokenizers raises bare exceptions.
+    except Exception:
         return None
     known = tokenizer.get_vocab()
     conflicts = sorted((index, token) for token, index in known.items() if own.get(token, index) != index)

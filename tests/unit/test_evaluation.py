@@ -10,6 +10,7 @@ import random
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from math import nan
 from pathlib import Path
@@ -41,6 +42,7 @@ from megarl.rollout.evaluation import (
 from megarl.rollout.samples import validation_seeds
 from megarl.run import evaluate as evaluation_command
 from megarl.run.evaluate import evaluate, result_of, weights_to_evaluate
+from megarl.run.inputs import read_validation
 from megarl.run.resume import CheckpointWriter
 from megarl.run.run import run
 from tests.tables import read_table
@@ -616,6 +618,13 @@ def test_a_model_is_not_evaluated_with_the_tokens_of_another(
     said = capsys.readouterr().err
     assert "2 of its" in said and f"other tokens: first {one!r} = 7, there 8" in said
     assert f"policy.tokenizer.name={other}" in said
+    # A run may have taught a checkpoint these tokens, so that training only warns.
+    checked = validate_config({**config, "policy": {**config["policy"], "model_name": str(other)}})
+    with ExitStack() as stack:
+        read_validation(checked, stack, of_checkpoint=True)
+    (other / "tokenizer.json").write_text('{"model": {"type": "a newer one"}}')
+    with ExitStack() as stack:
+        read_validation(checked, stack)
 
 
 def test_an_adapter_is_part_of_the_model(

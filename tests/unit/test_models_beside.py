@@ -171,12 +171,21 @@ def test_rules_are_kept_under_the_own_name(raw: dict[str, Any]) -> None:
 
 
 def test_another_model_reads_sequences_as_long_as_the_policy_s(raw: dict[str, Any]) -> None:
-    longest = complete_run(raw)["policy"]["max_total_sequence_length"]
-    for length, refused in ((longest - 1, True), (longest, False), (longest + 1, False)):
-        config = complete_run(changed(copy.deepcopy(raw), {"critic.max_total_sequence_length": length}))
+    """A prompt and a response, or any conversation of several turns."""
+    config = complete_run(raw)
+    longest = config["policy"]["max_total_sequence_length"]
+    once = config["data"]["max_input_seq_length"] + config["policy"]["generation"]["max_new_tokens"]
+    for length, turns, refused in (
+        (min(once, longest) - 1, None, True),
+        (min(once, longest), None, False),
+        (longest - 1, 3, True),
+        (longest, 3, False),
+    ):
+        changes = {"critic.max_total_sequence_length": length, "grpo": {"max_rollout_turns": turns}}
+        config = complete_run(changed(copy.deepcopy(raw), changes))
         found = [each for each in check(config, FACTS) if each.key == "critic.max_total_sequence_length"]
-        assert bool(found) is refused
-        assert not found or f"policy.max_total_sequence_length = {longest} tokens" in found[0].bound
+        assert bool(found) is refused, (length, turns)
+        assert not found or f"of up to {length + 1} tokens" in found[0].bound
 
 
 def test_texts_name_the_section() -> None:

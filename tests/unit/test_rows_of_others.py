@@ -311,8 +311,8 @@ def test_an_exported_model_keeps_its_generation_configuration(tmp_path: Path) ->
         ("[5]", "has no JSON object"),
         ('{"eos_token_id": "5"}', "generation_config.json: eos_token_id = '5': token ids are whole"),
         (
-            '{"eos_token_id": [5, 5.0]}',
-            "generation_config.json: eos_token_id = [5, 5.0]: token ids are whole",
+            '{"eos_token_id": [5, 5.5]}',
+            "generation_config.json: eos_token_id = [5, 5.5]: token ids are whole",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megarl.config.adapters import is_named, unmatched
 from megarl.config.backend import scores
+from megarl.config.parameters import has_own_rules
 from megarl.config.rules.backends import DTENSOR, MEGATRON, backend_of
 from megarl.config.rules.view import Rule, View
 from megarl.errors import Violation
@@ -61,14 +62,19 @@ def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
 
 
 def patterns_match_the_model(view: View) -> Iterator[Violation]:
-    """Require that each pattern of layers matches some weight of the model, so that a misspelt one does not
-    do nothing. Workers check the same, and whether the weight can have an adapter."""
+    """Require that each pattern matches some weight of the model, so that a misspelt one does not do nothing.
+    Workers check whether layers can have an adapter."""
     _require_adapters(view)
+    view.require(has_own_rules(view.facts))
     for key in ("target_modules", "exclude_modules"):
+        # Stacks of experts have names of their own.
+        if key == "exclude_modules" and view[f"{PEFT}.target_parameters"]:
+            continue
         patterns = view[f"{PEFT}.{key}"]
         for pattern in unmatched(patterns, view.facts):
-            # A tied output layer is no weight of its own. Workers say so, and excluding it is no mistake.
-            if is_named("lm_head", (pattern,)):
+            # A tied output layer and a score layer are no weights of the model's files. Workers say what is
+            # wrong with them as targets, and excluding them is no mistake.
+            if any(is_named(name, (pattern,)) for name in ("lm_head", "score")):
                 continue
             fix = "write names such as q_proj"
             if pattern == "all-linear":

@@ -115,8 +115,15 @@ def length_is_at_least_the_policy_s(config: Mapping[str, Any], path: str) -> Ite
     """Require that a model other than the policy accepts the policy's longest sequences, which it reads."""
     key = "max_total_sequence_length"
     own, longest = (at(config, f"{section}.{key}") for section in (path, "policy"))
-    if isinstance(own, int) and isinstance(longest, int) and own < longest:
-        bound = f"it reads sequences of the policy, of up to policy.{key} = {longest} tokens"
+    turns = [at(config, f"{section}.max_rollout_turns") for section in ("grpo", "ppo", "distillation")]
+    parts = at(config, "data.max_input_seq_length"), at(config, "policy.generation.max_new_tokens")
+    if not isinstance(own, int) or not isinstance(longest, int):
+        return
+    # A conversation of several turns has several responses.
+    if all(isinstance(part, int) for part in parts) and all(each in (None, 1) for each in turns):
+        longest = min(longest, sum(parts))
+    if own < longest:
+        bound = f"it reads sequences of the policy, of up to {longest} tokens"
         yield Violation(f"{path}.{key}", own, bound, f"write {longest} or more, or remove the line")
 
 

@@ -162,12 +162,6 @@ class AdapterSettings:
                     f"write a name such as {next(iter(layers), 'q_proj')}",
                 )
                 faults.append(Violation(f"{KEY}.target_modules", list(self.targets), bound, fix))
-        known = [*layers, *others, *named, *_VOCABULARY, *(stack.name for stack in stacks)]
-        for pattern in self.excluded:
-            if not any(is_named(name, (pattern,)) for name in known):
-                bound = f"{pattern!r} names no layer of the model, and excludes nothing"
-                fix = f"remove it, or write a name such as {next(iter(layers), 'q_proj')}"
-                faults.append(Violation(f"{KEY}.exclude_modules", list(self.excluded), bound, fix))
         if not found and not stacks and not faults:
             bound = "no layer has an adapter, so that nothing would be trained"
             faults.append(

@@ -159,8 +159,10 @@ class LooseParameters:
         self._chunks = chunks
         self._copies = HostCopies(runtime)
         self._away: list[torch.Tensor] = []
-        # Host copies of frozen storages in shared memory, by the storage, which are never written again.
+        # Host copies of frozen storages in shared memory, which are never written again, by the storage. The
+        # storages are kept, so that their numbers stay theirs.
         self._shared: dict[int, torch.Tensor] = {}
+        self._frozen: list[torch.UntypedStorage] = []
 
     def move(self, place: Place) -> None:
         """Copy the parameters to the host and free their memory on the device, or allocate and fill that
@@ -201,7 +203,8 @@ class LooseParameters:
 
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         """Take shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
-        self._shared[tensor.untyped_storage()._cdata] = memory
+        self._frozen.append(tensor.untyped_storage())
+        self._shared[self._frozen[-1]._cdata] = memory
 
     def _memories(self) -> list[torch.UntypedStorage]:
         """Return each storage once, in the order of the parameters."""
