@@ -282,7 +282,7 @@ def test_parts_of_an_export_with_other_files(
     (other / "chat_template.jinja").write_text("{{ x }}")
     assert shared.part("2/2", "--hf-config", str(other)) == 2
     assert (
-        ".journal-1-of-2.jsonl was planned differently: the files next to the weights"
+        ".journal-1-of-2.jsonl was planned differently: the files beside the weights"
         in capsys.readouterr().err
     )
 

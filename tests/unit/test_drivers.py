@@ -501,8 +501,8 @@ def test_what_does_not_matter_may_change_and_is_said(
         ),
         PolicyMaker(),
     )
-    assert f"checkpoints/step_2: sft.max_num_steps = {STEPS + 1}, there {STEPS}" in caplog.text
-    assert "policy.train_micro_batch_size = 4, there 2" in caplog.text
+    assert f"checkpoints/step_2: sft.max_num_steps = {STEPS + 1}, in the checkpoint {STEPS}" in caplog.text
+    assert "policy.train_micro_batch_size = 4, in the checkpoint 2" in caplog.text
     assert rows(tmp_path)[-1]["step"] == STEPS + 1
 
 

@@ -177,7 +177,9 @@ def test_one_of_many_engines_is_named(apart: float) -> None:
 def test_a_warning_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     check = check_of(Engines(5.0), Scorer(0.0), on_difference="warn")
     check.check()
-    assert "0.5 apart" in caplog.text and check.metrics == {ENGINE_CHECK_ERROR: pytest.approx(0.5)}
+    assert "differ from the policy's by 0.5 on average" in caplog.text and check.metrics == {
+        ENGINE_CHECK_ERROR: pytest.approx(0.5)
+    }
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_earlier_limit_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert only_slurm is not None and only_slurm.reason is None
     assert given_too is not None and (given_too.reason or "").startswith("--stop-at ")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
-    assert time_left(None) is None and "SLURM_JOB_END_TIME = 1000 is over" in caplog.text
+    assert time_left(None) is None and "SLURM_JOB_END_TIME = 1000 is in the past" in caplog.text
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
     with pytest.raises(ValueError, match="SLURM_JOB_END_TIME = 'tomorrow'"):
         time_left(None)
