@@ -217,19 +217,18 @@ def host_memory(
         moved = offloads * rank.optimizer + colocated * rank.weights
         return 2 * rank.reference_weights + rank.host_optimizer + moved
 
-    together = sum(max(of_rank(rank) for rank in each) for each in (ranks, *beside.values()))
+    models = (ranks, *beside.values())
+    together = sum(max(of_rank(rank) for rank in each) for each in models)
     # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
-        at_start = sum(
-            max(rank.weights + rank.gradients for rank in each) for each in (ranks, *beside.values())
-        )
         together -= sum(
             min(rank.frozen for rank in (*ranks, *each))
             for path, each in beside.items()
             if share_a_base(config["policy"], at(config, path))
         )
-        # On a CPU a model has its own base until it is built.
-        together = max(together, on_cpu * at_start)
+    if on_cpu:
+        # A model has its own base until it is built.
+        together = max(together, sum(max(rank.weights + rank.gradients for rank in each) for each in models))
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from megarl.config.algorithms import own_section
+from megarl.config.algorithms import ALGORITHMS, own_section
 from megarl.config.backend import generation_of
 from megarl.config.data_sources import DataSource, ValidationSource
 from megarl.config.sections import RunConfig
@@ -34,7 +34,7 @@ def instead_in_evaluation(key: str) -> str | None:
     its last part alone; None for any other key."""
     section, _, name = key.rpartition(".")
     found = _IN_EVALUATION.get(name)
-    sections = ("grpo", "ppo", "distillation") if found == GENERATIONS else ("policy.generation",)
+    sections = ALGORITHMS if found == GENERATIONS else ("policy.generation",)
     if found is None or section not in ("", *sections):
         return None
     return f"{section}.{found}" if section else found

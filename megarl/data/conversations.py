@@ -42,6 +42,12 @@ _SHOWN = 40
 _TELLING = 16
 
 
+def led_by(leading: Sequence[int], ids: list[int]) -> list[int]:
+    """Return tokens with those that begin every text, unless they begin with them: a text that a template
+    rendered has its own begin token, and a model knows only one."""
+    return ids if ids[: len(leading)] == list(leading) else [*leading, *ids]
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedConversation:
     """A whole conversation as a model is trained on it.
@@ -108,10 +114,10 @@ class ConversationEncoder:
         ids = list(text.ids)
         self._close(ids, spans)
         _check_spans(spans, origin)
-        leading = [] if ids[:1] == list(self.leading_tokens) else self.leading_tokens
-        shift = len(leading)
+        led = led_by(self.leading_tokens, ids)
+        shift = len(led) - len(ids)
         targets = [(start + shift, end + shift) for start, end in spans]
-        return EncodedConversation([*leading, *ids], targets, dropped)
+        return EncodedConversation(led, targets, dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
         """End the last turn with a token at which generation stops, if the template writes none after it."""

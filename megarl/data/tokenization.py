@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.files.reading import first_special
 from megarl.config.policy import TokenizerConfig
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
-from megarl.data.conversations import ConversationEncoder, EncodedConversation
+from megarl.data.conversations import ConversationEncoder, EncodedConversation, led_by
 from megarl.data.records import ChatMessage, Record
 from megarl.errors import DataError, ModelError
 
@@ -229,11 +229,7 @@ class PromptEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode the texts that ``text`` returned for many records."""
-        # A text that was rendered by a template has its own begin token, of which a model knows only one.
-        return [
-            row if row[:1] == self._leading_tokens else self._leading_tokens + row
-            for row in _tokens(self._tokenizer, texts)
-        ]
+        return [led_by(self._leading_tokens, row) for row in _tokens(self._tokenizer, texts)]
 
     def beginning(self, text: str, limit: int) -> str:
         """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ from megarl.observe.timing import PhaseTimer
 from megarl.redaction import redacted, redacted_text
 from megarl.run.earlier_launch import keep_template_date
 from megarl.run.inputs import read_validation
-from megarl.run.preflight import findings, print_findings, require_this_machine
+from megarl.run.preflight import fault_of_directory, findings, print_findings, require_this_machine
 from megarl.run.resume import ResumePoint
 from megarl.run.run import PolicyFactory
 from megarl.run.start import engine_of, start_engines, start_policy, start_ray
@@ -322,27 +321,21 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     result = redacted(result_of(evaluate(config, weights), config, weights))
     # Print first: a file that cannot be written after all must not cost the evaluation.
     console.print(result_table(result))
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_durably(path, json.dumps(result, indent=1).encode())
     console.print(f"written to {path}", markup=False, soft_wrap=True)
     return 0
 
 
 def _require_writable(path: Path, key: str) -> None:
-    """Create the directory of the result, and require that a file can be written there, before anything is
-    evaluated.
+    """Require, before anything is evaluated, that the result can be written.
 
     Raises:
         ConfigError: it cannot.
     """
-    bound = "it is a directory" if path.is_dir() else ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        bound = f"its directory cannot be made: {error}"
-    if not bound and not os.access(path.parent, os.W_OK | os.X_OK):
-        bound = f"{path.parent} cannot be written by user {os.geteuid()}"
-    if bound:
-        raise ConfigError([Violation(key, str(path), bound, "give --json a file in a directory of your own")])
+    fault = ("it is a directory", "give a file") if path.is_dir() else fault_of_directory(path.parent)
+    if fault is not None:
+        raise ConfigError([Violation(key, str(path), *fault)])
 
 
 def _describe(config: RunConfig, weights: ResumePoint, path: Path, console: Console) -> None:

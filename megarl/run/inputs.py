@@ -138,14 +138,14 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
             policy["generation"], tokenizer, model_name=policy["model_name"]
         )
     # Read the files that name stop tokens even if the configuration gives these: an export contains them.
-    stop_tokens_of(tokenizer, policy["model_name"])
+    named_stops = stop_tokens_of(tokenizer, policy["model_name"])
     vocab_size, pictures = check_model(policy), tokens_of_pictures(policy)
     environment = _environment(config, stack)
     with_answers = environment is None
     fault_of_answer = None if environment is None else find_faults(environment, config["env"]["timeout_s"])
 
     template_kwargs = policy["tokenizer"].get("chat_template_kwargs")
-    stops = tuple(at(policy, "generation.stop_token_ids") or stop_tokens_of(tokenizer, policy["model_name"]))
+    stops = tuple(at(policy, "generation.stop_token_ids") or named_stops)
     sections = at(config, "env") or {}
     names = bool(named_environments(sections))
     pairs = algorithm_class(config["algorithm"]).PAIRS

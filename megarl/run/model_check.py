@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase)
     except Exception:
         return None
     known = tokenizer.get_vocab()
-    conflicts = sorted((index, token) for token, index in known.items() if own.get(token, index) != index)
+    conflicts = _of_other_ids({token: index for token, index in known.items() if token in own}, own)
     if not conflicts:
         return None
     index, token = conflicts[0]
@@ -160,6 +160,11 @@ def conflicting_tokens(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase)
         f"tokens have another id in the tokenizer of policy.model_name = {policy['model_name']!r}, so that "
         f"the model reads other tokens: first {token!r} = {index}, there {own[token]}"
     )
+
+
+def _of_other_ids(known: Mapping[str, int], others: Mapping[str, int]) -> list[tuple[int, str]]:
+    """Return the ids and tokens of a vocabulary that have another id in another one, or none, by id."""
+    return sorted((index, token) for token, index in known.items() if others.get(token) != index)
 
 
 def check_models_on_disk(config: RunConfig) -> None:
@@ -229,7 +234,7 @@ def _check_vocabulary(
             section["model_name"],
         )
         return
-    different = sorted((index, token) for token, index in known.items() if others.get(token) != index)
+    different = _of_other_ids(known, others)
     if different:
         index, token = different[0]
         raise ModelError(

@@ -6,6 +6,7 @@ Each check yields its findings, so that one list names everything at once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import math
@@ -254,25 +255,30 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     """Yield directories of the run that cannot be written, or whose file system has no room for the run's
     files."""
     # Report once what cannot be created or written, and once each file system without room.
-    unmakable, unwritable = set[str](), set[Path]()
+    reported = set[str]()
     on_device: dict[int, list[tuple[str, Path, int]]] = {}
     for key, (place, size) in _places_of_run(config).items():
-        try:
-            nearest = nearest_directory(place)
-            device = nearest.stat().st_dev
-        except OSError as error:
-            if str(error) not in unmakable:
-                unmakable.add(str(error))
-                bound = f"it cannot be created: {os.strerror(error.errno or 0)}: {error.filename}"
-                yield Violation(key, at(config, key), bound, "give a directory that can be created")
-            continue
-        if nearest not in unwritable and not os.access(nearest, os.W_OK | os.X_OK):
-            unwritable.add(nearest)
-            bound = f"{nearest} cannot be written by user {os.geteuid()}"
-            yield Violation(key, at(config, key), bound, "give a directory that you may write to")
-        on_device.setdefault(device, []).append((key, place, size))
+        fault = fault_of_directory(place)
+        if fault is not None and fault[0] not in reported:
+            reported.add(fault[0])
+            yield Violation(key, at(config, key), *fault)
+        with contextlib.suppress(OSError):
+            on_device.setdefault(nearest_directory(place).stat().st_dev, []).append((key, place, size))
     for together in on_device.values():
         yield from _too_full(config, together)
+
+
+def fault_of_directory(place: Path) -> tuple[str, str] | None:
+    """Return why files cannot be written into a directory, which need not exist yet, and the fix; None if
+    they can."""
+    try:
+        nearest = nearest_directory(place)
+    except OSError as error:
+        bound = f"it cannot be created: {os.strerror(error.errno or 0)}: {error.filename}"
+        return bound, "give a directory that can be created"
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return None
+    return f"{nearest} cannot be written by user {os.geteuid()}", "give a directory that you may write to"
 
 
 def _places_of_run(config: RunConfig) -> dict[str, tuple[Path, int]]:

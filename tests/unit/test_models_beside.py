@@ -181,7 +181,7 @@ def test_another_model_reads_sequences_as_long_as_the_policy_s(raw: dict[str, An
         (longest - 1, 3, True),
         (longest, 3, False),
     ):
-        changes = {"critic.max_total_sequence_length": length, "grpo": {"max_rollout_turns": turns}}
+        changes = {"critic.max_total_sequence_length": length, "several.max_rollout_turns": turns or ...}
         config = complete_run(changed(copy.deepcopy(raw), changes))
         found = [each for each in check(config, FACTS) if each.key == "critic.max_total_sequence_length"]
         assert bool(found) is refused, (length, turns)

@@ -6,7 +6,7 @@ The rules are pure functions of a configuration: no torch, no Ray, no files.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from converters.model_config.architecture import ModelFacts
@@ -94,7 +94,8 @@ def check(
         faulty: dotted paths of values of the wrong type, which count as absent.
         facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
     """
-    found = _broken((NOT_YET_RULES, RULES), View(config, faulty, facts))
+    of_run = View(config, faulty, facts)
+    found = _broken((NOT_YET_RULES, RULES), of_run)
     # Violations that a section inherits from the policy are reported only for the policy.
     known = [(violation.key, violation.value, violation.bound) for violation in found]
     for path, section in model_sections(config).items():
@@ -105,7 +106,7 @@ def check(
         found += backbone_is_that_of_the_policy(
             path, section, at(config, path).get("model_name"), facts, of_model
         )
-        found += length_is_at_least_the_policy_s(config, path)
+        found += apply_rules([partial(length_is_at_least_the_policy_s, path=path)], of_run)
         view = model_view(config, path, section, faulty, of_model)
         rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
         for violation in _broken((NOT_YET_RULES, rules), view):

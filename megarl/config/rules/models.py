@@ -12,6 +12,7 @@ from megarl.config.models import POLICY, as_of_policy
 from megarl.config.nested import at
 from megarl.config.rules.adapters import ADAPTER_RULES, only_trained_models_have_adapters
 from megarl.config.rules.backends import BACKEND_RULES
+from megarl.config.rules.generation import LONGEST, NEW_TOKENS, PROMPT
 from megarl.config.rules.optimizer import OPTIMIZER_RULES
 from megarl.config.rules.parallel import EXPERT_RULES, PARALLEL_RULES, training_shape
 from megarl.config.rules.run import SCORING, TOKEN_RULES, TRAINED_BATCH_RULES, megatron_trains
@@ -111,20 +112,16 @@ def backbone_is_that_of_the_policy(
         )
 
 
-def length_is_at_least_the_policy_s(config: Mapping[str, Any], path: str) -> Iterator[Violation]:
-    """Require that a model other than the policy accepts the policy's longest sequences, which it reads."""
-    key = "max_total_sequence_length"
-    own, longest = (at(config, f"{section}.{key}") for section in (path, "policy"))
-    turns = [at(config, f"{section}.max_rollout_turns") for section in ("grpo", "ppo", "distillation")]
-    parts = at(config, "data.max_input_seq_length"), at(config, "policy.generation.max_new_tokens")
-    if not isinstance(own, int) or not isinstance(longest, int):
-        return
+def length_is_at_least_the_policy_s(view: View, path: str) -> Iterator[Violation]:
+    """Require that a model other than the policy, in the section at ``path`` of a run, accepts the policy's
+    longest sequences, which it reads."""
+    key, longest = LONGEST.replace(POLICY, path, 1), view[LONGEST]
     # A conversation of several turns has several responses.
-    if all(isinstance(part, int) for part in parts) and all(each in (None, 1) for each in turns):
-        longest = min(longest, sum(parts))
-    if own < longest:
+    if view.has(NEW_TOKENS) and view.get(f"{view.algorithm.section()}.max_rollout_turns", 1) == 1:
+        longest = min(longest, view[PROMPT] + view[NEW_TOKENS])
+    if view[key] < longest:
         bound = f"it reads sequences of the policy, of up to {longest} tokens"
-        yield Violation(f"{path}.{key}", own, bound, f"write {longest} or more, or remove the line")
+        yield Violation(key, view[key], bound, f"write {longest} or more, or remove the line")
 
 
 MODEL_RULES: tuple[Rule, ...] = (

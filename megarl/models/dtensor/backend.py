@@ -271,8 +271,8 @@ class DTensorBackend(HuggingFaceBackend):
         return {name: parameter.detach() for name, parameter in self._divided().items()}
 
     def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the tensors of frozen shards; see ``SharesFrozen``. Empty on a CUDA device, whose copies in
-        host memory torch makes anew at each offload, and if FSDP keeps shards in host memory."""
+        """Return the tensors of frozen shards; see ``SharesFrozen``. Empty on a CUDA device, where each
+        offload allocates its host memory again, and if FSDP keeps shards in host memory."""
         return {} if self.runtime.is_cuda or self.offloads else frozen_shards(self.model)
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -39,7 +39,6 @@ ADAPTER_DIRECTORY = "adapter"
 SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
 """PEFT's name of a score layer that is trained with adapters (``modules_to_save``)."""
 _BASE = ".base_layer.weight"
-_VOCABULARY = ("lm_head", "model.embed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +350,7 @@ def is_embedding(module: str) -> bool:
 def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
     """Raise if the embedding or output layer is to have an adapter although the two are tied."""
     for pattern in settings.targets if is_tied else ():
-        for name in _VOCABULARY:
+        for name in ("lm_head", "model.embed_tokens"):
             if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
                 bound = (
                     f"{pattern!r} names {name}, but embedding and output layer are one matrix "

@@ -94,8 +94,7 @@ class SharingWorker(WorkerState):
         try:
             for name, tensors in cast(SharesFrozen, self.backend).frozen().items():
                 own = bytes_of(tensors[0].untyped_storage())
-                memory = _at(block, places.get(name, (0, 0)))
-                if not torch.equal(own.cpu(), memory):
+                if name not in places or not torch.equal(own.cpu(), memory := _at(block, places[name])):
                     continue
                 if not taken:
                     self.runtime.lock_pages(block.bytes)

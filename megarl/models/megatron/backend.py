@@ -159,10 +159,9 @@ class LooseParameters:
         self._chunks = chunks
         self._copies = HostCopies(runtime)
         self._away: list[torch.Tensor] = []
-        # Host copies of frozen storages in shared memory, which are never written again, by the storage. The
-        # storages are kept, so that their numbers stay theirs.
-        self._shared: dict[int, torch.Tensor] = {}
-        self._frozen: list[torch.UntypedStorage] = []
+        # Frozen storages, with their host copies in shared memory, which are never written again. A storage
+        # has to stay for its number to stay its own.
+        self._shared: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def move(self, place: Place) -> None:
         """Copy the parameters to the host and free their memory on the device, or allocate and fill that
@@ -172,7 +171,7 @@ class LooseParameters:
             own = [memory for memory in memories if memory._cdata not in self._shared]
             copies = iter(self._copies.fill([bytes_of(memory) for memory in own]))
             self._away = [
-                self._shared[memory._cdata] if memory._cdata in self._shared else next(copies)
+                self._shared[memory._cdata][1] if memory._cdata in self._shared else next(copies)
                 for memory in memories
             ]
             for memory in memories:
@@ -203,8 +202,8 @@ class LooseParameters:
 
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         """Take shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
-        self._frozen.append(tensor.untyped_storage())
-        self._shared[self._frozen[-1]._cdata] = memory
+        storage = tensor.untyped_storage()
+        self._shared[storage._cdata] = storage, memory
 
     def _memories(self) -> list[torch.UntypedStorage]:
         """Return each storage once, in the order of the parameters."""
