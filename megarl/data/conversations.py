@@ -42,12 +42,6 @@ _SHOWN = 40
 _TELLING = 16
 
 
-def led_by(leading: Sequence[int], ids: list[int]) -> list[int]:
-    """Return tokens with those that begin every text, unless they begin with them: a text that a template
-    rendered has its own begin token, and a model knows only one."""
-    return ids if ids[: len(leading)] == list(leading) else [*leading, *ids]
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedConversation:
     """A whole conversation as a model is trained on it.
@@ -77,7 +71,13 @@ class ConversationEncoder:
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     stop_tokens: frozenset[int]
-    leading_tokens: Sequence[int] = ()
+    leading_tokens: list[int]
+
+    def led(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text with those that begin every text, unless it begins with them: a text
+        that a template rendered has its own begin token, and a model knows only one."""
+        leading = self.leading_tokens
+        return ids if ids[: len(leading)] == leading else leading + ids
 
     def encode(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
@@ -114,10 +114,9 @@ class ConversationEncoder:
         ids = list(text.ids)
         self._close(ids, spans)
         _check_spans(spans, origin)
-        led = led_by(self.leading_tokens, ids)
+        led = self.led(ids)
         shift = len(led) - len(ids)
-        targets = [(start + shift, end + shift) for start, end in spans]
-        return EncodedConversation(led, targets, dropped)
+        return EncodedConversation(led, [(start + shift, end + shift) for start, end in spans], dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
         """End the last turn with a token at which generation stops, if the template writes none after it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.files.reading import first_special
 from megarl.config.policy import TokenizerConfig
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
-from megarl.data.conversations import ConversationEncoder, EncodedConversation, led_by
+from megarl.data.conversations import ConversationEncoder, EncodedConversation
 from megarl.data.records import ChatMessage, Record
 from megarl.errors import DataError, ModelError
 
@@ -187,9 +187,9 @@ class PromptEncoder:
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.chat_template = ChatTemplate(tokenizer, template_kwargs, date)
         self._tools = tuple(tools)
-        self._leading_tokens = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
+        leading = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
-        self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, self._leading_tokens)
+        self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, leading)
         self._answers_are_turns = (
             not self.chat_template.is_passthrough and self.chat_template.writes_responses()
         )
@@ -198,15 +198,13 @@ class PromptEncoder:
     def identity(self) -> list[Any]:
         """Everything that the tokens depend on besides the records and the tokenizer's vocabulary, as JSON
         types."""
-        stops = sorted(self._conversations.stop_tokens)
-        tools = [list(self._tools)] if self._tools else []
         return [
             self._template,
             self._system,
-            self._leading_tokens,
+            self._conversations.leading_tokens,
             self.chat_template.identity,
-            stops,
-            *tools,
+            sorted(self._conversations.stop_tokens),
+            *([list(self._tools)] if self._tools else []),
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -229,7 +227,7 @@ class PromptEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode the texts that ``text`` returned for many records."""
-        return [led_by(self._leading_tokens, row) for row in _tokens(self._tokenizer, texts)]
+        return [self._conversations.led(row) for row in _tokens(self._tokenizer, texts)]
 
     def beginning(self, text: str, limit: int) -> str:
         """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has
@@ -254,8 +252,11 @@ class PromptEncoder:
         """
         if record.last is not None or not self._answers_are_turns:
             return record
-        last = {"role": "assistant", "content": record.answer}
-        return replace(record, prompt=tuple(self._asked(record)), last=last)
+        return replace(
+            record,
+            prompt=tuple(self._asked(record)),
+            last={"role": "assistant", "content": record.answer},
+        )
 
     def whole_text(self, record: Record) -> str:
         """Return the chat template's text of a whole conversation.
@@ -363,5 +364,5 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
 def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the begin-of-sequence token if the tokenizer puts it before every text, else nothing."""
     bos = tokenizer.bos_token_id
-    starts_with_it = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
+    starts_with_it = list(tokenizer("")["input_ids"])[:1] == [bos]
     return [bos] if starts_with_it and bos != tokenizer.eos_token_id else []

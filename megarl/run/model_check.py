@@ -216,17 +216,14 @@ def _check_vocabulary(
         )
     # By default a section has the policy's tokenizer, which does not show the tokens that the section's model
     # knows.
-    own = (
-        section["tokenizer"]
-        if section["tokenizer"] != policy["tokenizer"]
-        else {"name": section["model_name"]}
-    )
+    names_its_own = section["tokenizer"] != policy["tokenizer"]
+    own = section["tokenizer"] if names_its_own else {"name": section["model_name"]}
     if own == {"name": policy["model_name"]}:
         return
     try:
         others = get_tokenizer(own, section["trust_remote_code"]).get_vocab()
     except ModelError:
-        if section["tokenizer"] != policy["tokenizer"]:
+        if names_its_own:
             raise
         logger.warning(
             "%s.model_name = %s has no tokenizer: its tokens are assumed to be the policy's",

@@ -6,7 +6,6 @@ Each check yields its findings, so that one list names everything at once.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import math
@@ -259,11 +258,11 @@ def unusable_directories(config: RunConfig) -> Iterator[Violation]:
     on_device: dict[int, list[tuple[str, Path, int]]] = {}
     for key, (place, size) in _places_of_run(config).items():
         fault = fault_of_directory(place)
-        if fault is not None and fault[0] not in reported:
+        if fault is None:
+            on_device.setdefault(nearest_directory(place).stat().st_dev, []).append((key, place, size))
+        elif fault[0] not in reported:
             reported.add(fault[0])
             yield Violation(key, at(config, key), *fault)
-        with contextlib.suppress(OSError):
-            on_device.setdefault(nearest_directory(place).stat().st_dev, []).append((key, place, size))
     for together in on_device.values():
         yield from _too_full(config, together)
 
