@@ -115,7 +115,9 @@ def test_nobody_uses_what_a_failed_load_left(
         assert str(damaged) in rank["error"] and rank["newer"]
         assert not rank["accepted"]
         for name, said in rank["refusals"].items():
-            assert f"loading the checkpoint {damaged} failed" in said and "Fix: load_checkpoint()" in said, (
+            assert (
+                f"loading the checkpoint {damaged} failed" in said and "Fix: call load_checkpoint()" in said
+            ), (
                 name,
                 said,
             )
