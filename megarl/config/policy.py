@@ -730,7 +730,7 @@ class TokenizerConfig(TypedDict):
             str | None,
             Key(
                 "a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' "
-                "contents."
+                "contents, for prompts that were rendered beforehand; an export keeps the tokenizer's own."
             ),
         ]
     ]

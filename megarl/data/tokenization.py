@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ Prompt = str | Sequence[ChatMessage]
 
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Length of the beginning, in characters, from which a text is found to be too long."""
+
+# Attribute of a tokenizer whose own chat template is not to be used.
+_SET_ASIDE = "own_chat_template"
 
 # A text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
 _ALL_KEPT = "a  b\n\tc"
@@ -83,6 +87,7 @@ def get_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")
     if template is None:
+        setattr(tokenizer, _SET_ASIDE, tokenizer.chat_template)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     elif template != "default":
         _refuse_plain_text(template)
@@ -91,6 +96,17 @@ def get_tokenizer(
         logger.info("tokenizer %s has no chat template; messages are joined as they are", name)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     return tokenizer
+
+
+def as_published(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer as a trained model has it.
+
+    ``chat_template: null`` is for prompts that were rendered beforehand. Whoever serves the model renders
+    them by its own template, so that is the one to write.
+    """
+    published = copy.copy(tokenizer)
+    published.chat_template = getattr(tokenizer, _SET_ASIDE, None) or tokenizer.chat_template
+    return published
 
 
 def _refuse_plain_text(template: str) -> None:

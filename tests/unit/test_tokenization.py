@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.datasets import Reading, load_dataset
 from megarl.data.records import Record
-from megarl.data.tokenization import PASSTHROUGH_TEMPLATE, PromptEncoder, encode_answers, get_tokenizer
+from megarl.data.tokenization import (
+    PASSTHROUGH_TEMPLATE,
+    PromptEncoder,
+    as_published,
+    encode_answers,
+    get_tokenizer,
+)
 from megarl.errors import DataError, ModelError
 from megarl.rollout.mathematics import fault_of_reference
 from tests.templates import tokenizer_of
@@ -83,6 +90,16 @@ def test_a_missing_pad_token_becomes_the_end_token(tmp_path: Path) -> None:
 def test_chat_templates(tmp_path: Path, setting: dict[str, Any], expected: str) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, chat=True), **setting})
     assert words(PromptEncoder(tokenizer).encode("two plus")) == expected
+
+
+@pytest.mark.parametrize("setting", [{}, {"chat_template": None}])
+def test_an_export_keeps_the_template_of_the_model(tmp_path: Path, setting: dict[str, Any]) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "own", chat=True), **setting})
+    at_work = tokenizer.chat_template
+    as_published(pickle.loads(pickle.dumps(tokenizer))).save_pretrained(tmp_path / "export")
+    exported = get_tokenizer({"name": str(tmp_path / "export")})
+    assert words(PromptEncoder(exported).encode("two")) == "<user> two <bot>"
+    assert tokenizer.chat_template == at_work
 
 
 def test_a_tokenizer_without_a_template_joins_messages(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from converters.checkpoint.writer import write_hf
 from megarl.data.stop_tokens import generation_config_of
+from megarl.data.tokenization import as_published
 from megarl.errors import (
     CheckpointError,
     NonFiniteError,
@@ -56,7 +57,7 @@ class SavingWorker(WorkerState):
         with on_first_rank() as first:
             if first and tokenizer_path:
                 try:
-                    self.tokenizer.save_pretrained(tokenizer_path)
+                    as_published(self.tokenizer).save_pretrained(tokenizer_path)
                 except OSError as error:
                     raise CheckpointError(
                         f"the tokenizer cannot be written to {tokenizer_path}: {error}"
@@ -130,7 +131,8 @@ class SavingWorker(WorkerState):
                     settings = (
                         generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
                     )
-                    write_hf(weights, Path(path), self.hf_config, self.tokenizer, settings, beside=beside)
+                    tokenizer = None if self.tokenizer is None else as_published(self.tokenizer)
+                    write_hf(weights, Path(path), self.hf_config, tokenizer, settings, beside=beside)
             finally:
                 # The other ranks consume the stream for its collectives, even if rank 0 failed.
                 drain(stream)
