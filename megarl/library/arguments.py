@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megarl.config.algorithms import ALGORITHMS, algorithm_class, run_type
 from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS
@@ -126,8 +126,11 @@ def begin(algorithm: str, backend: Backend) -> Call:
     recipe.
 
     Raises:
-        ConfigError: there is no such algorithm or recipe, or the algorithm needs a second model.
+        ConfigError: there is no such algorithm, recipe or backend, or the algorithm needs a second model.
     """
+    if backend not in get_args(Backend):
+        fix = f"give {', '.join(get_args(Backend))}"
+        raise ConfigError([Violation("backend", backend, "there is no such backend", fix)])
     if algorithm in (*_ALONE, *OVER_GRPO):
         bases = [algorithm] if algorithm in _ALONE else ["grpo", algorithm]
         # The base files of the torch backends override those of the Megatron backend.

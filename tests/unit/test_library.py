@@ -254,6 +254,7 @@ def test_values_of_other_libraries_are_plain(called: Call) -> None:
 def test_other_mistakes() -> None:
     assert "did you mean 'grpo'?" in refusals("grop", "model", ROWS, right)
     assert "trains a second model" in refusals("ppo", "model", ROWS, right)
+    assert "backend = 'torch': there is no such" in refusals("grpo", "model", ROWS, right, backend="torch")
     assert "'nowhere.jsonl': there is no such file" in refusals("grpo", "model", "nowhere.jsonl", right)
     assert "data[1] = '3': it is int, not a dictionary" in refusals("grpo", "model", [ROWS[0], 3], right)
     assert "data = []: it has no rows" in refusals("grpo", "model", [], right)
