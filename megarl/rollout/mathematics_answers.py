@@ -14,9 +14,13 @@ _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>.*?(?:</\1>|\Z)", re
 _END_OF_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _STATED = re.compile(
-    r"\b(?:answer|result)\b[*\s]*(?:\bis\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)\b)[^\n])+)", re.IGNORECASE
+    r"\b(?:answer|result|option|choice)s?\b[*\s]*(?:\b(?:is|are)\b|:|=)[*:\s]*"
+    r"((?:(?!\b(?:answer|result|option|choice)s?\b)[^\n])+)",
+    re.IGNORECASE,
 )
-_END_OF_SENTENCE = re.compile(r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where)\b")
+_END_OF_SENTENCE = re.compile(
+    r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where|not|rather)\b"
+)
 
 # Math delimiters and spaces may stand between a box and its unit.
 _OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s,(])*"

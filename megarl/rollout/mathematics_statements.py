@@ -76,10 +76,10 @@ _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
 _GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
-# A letter with its choice: (B) 12 or B. 12, also within \text{}. If an operator follows, the letter is a
-# variable.
+# A letter with its choice: (B) 12, B) 12 or B. 12, also within \text{}. If an operator follows, the letter is
+# a variable.
 _CHOICE = re.compile(
-    rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup"
+    rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:)]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup"
     rf"|cap|pm)).+)",
     re.DOTALL,
 )
