@@ -178,7 +178,7 @@ def estimated_advantages(
     Raises:
         BatchError: a custom estimator returned a wrong result.
     """
-    parts = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
+    parts = _parts_by_name(samples)
     inputs = AdvantageInputs(
         settings,
         _groups(samples["prompt_ids"], samples["reward"], samples["sample_mask"]),
@@ -197,6 +197,23 @@ def estimated_advantages(
     return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(
         inputs.rewards.dtype
     )
+
+
+def _parts_by_name(samples: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the rewards of all environments by their own names.
+
+    A named environment adds columns ``reward/ENV``, its total, and ``reward/ENV/NAME``. The total of parts is
+    none of them, and rewards of one name are one reward, which each response gets from its environment.
+    """
+    columns = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
+    totals = {name.partition("/")[0] for name in columns if "/" in name}
+    parts: dict[str, Tensor] = {}
+    for column, values in columns.items():
+        if column in totals:
+            continue
+        name = column.rpartition("/")[2]
+        parts[name] = torch.where(parts[name].isnan(), values, parts[name]) if name in parts else values
+    return parts
 
 
 def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:

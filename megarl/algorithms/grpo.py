@@ -243,8 +243,9 @@ class GRPO(Sampled):
         self.loss_config = parts.config["loss_fn"]
         super().__init__(parts, policy_loss(self.loss_config))
         self.reward_model = parts.models.get(REWARD_MODEL)
+        shared = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         self.reward_weights = {
-            **weights_of_rewards(parts.config["env"]),
+            **{name: shared * weight for name, weight in weights_of_rewards(parts.config["env"]).items()},
             REWARD_MODEL.name: self.config["reward_model_weight"],
         }
         self.pad_token_id = parts.tokenizer.pad_token_id

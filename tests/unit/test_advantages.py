@@ -400,6 +400,20 @@ def test_gdpo_equals_the_loop(seed: int) -> None:
     assert all(found[row].tolist() == [0.0] for row, counts in enumerate(valid) if not counts)
 
 
+def test_gdpo_compares_the_rewards_of_named_environments_by_their_own_names() -> None:
+    samples, weights = step_samples(3), {"one": 0.7, "other": 0.3}
+    settings = settings_of("gdpo", use_leave_one_out_baseline=False)
+    expected = estimated_advantages(settings, samples, samples["sample_mask"], reward_weights=weights)
+    of_first = torch.arange(len(samples["reward"])) % 3 > 0
+    for name in weights:
+        values = samples.pop(f"reward/{name}")
+        samples[f"reward/first/{name}"] = torch.where(of_first, values, math.nan)
+        samples[f"reward/second/{name}"] = torch.where(of_first, math.nan, values)
+    samples["reward/first"], samples["reward/second"] = samples["reward"], samples["reward"].flip(0)
+    found = estimated_advantages(settings, samples, samples["sample_mask"], reward_weights=weights)
+    assert torch.equal(found, expected) and found.any()
+
+
 def test_whitening_is_over_all_tokens_given_and_not_of_a_share() -> None:
     samples = step_samples(7)
     mask = samples["token_mask"] * samples["sample_mask"][:, None]
