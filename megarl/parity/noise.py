@@ -12,6 +12,7 @@ bounds only if they miss it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from megarl.parity.errors import BOUND, relative_error, root_mean_square, tensor
 from megarl.parity.reference import Expected, load_model, token_logprobs, trained
 from megarl.parity.routers import gates_of
 from megarl.parity.settings import adapter_directory
+from megarl.patched import patched
 
 MEMBERS = 8
 MEMBERS_TO_CONFIRM = 48
@@ -114,6 +116,8 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
     """Return the log-probabilities and training results of the model, in the precision of the case, with
     random errors. The model is trained in place."""
     generator = torch.Generator().manual_seed(case.seed + 100 + number)
+    # Only its eager attention calls a softmax that can have errors.
+    model.set_attn_implementation("eager")  # type: ignore[operator]
     _make_noisy(model, SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator)
     logprobs = token_logprobs(model, batch, case.sampling)
 
@@ -130,7 +134,8 @@ def _member(case: Case, model: torch.nn.Module, batch: Batch, number: int) -> tu
         teacher = batch["teacher_topk_logits"]
         errors = torch.randn(teacher.shape, generator=generator) * teacher.abs().clamp(min=1.0)
         batch = {**batch, "teacher_topk_logits": teacher + SPREAD * torch.finfo(torch.float32).eps * errors}
-    return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision], read)
+    with _noisy_softmax(SPREAD * torch.finfo(dtype_of(case.precision, "case.precision")).eps, generator):
+        return logprobs, trained(case, model, batch, LOSS_SCALES[case.precision], read)
 
 
 class _Noisy(torch.autograd.Function):
@@ -144,6 +149,39 @@ class _Noisy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _disturbed(gradient, ctx.spread, ctx.generator), None, None
+
+
+class _NoisySoftmax(torch.autograd.Function):
+    """A softmax over the last axis, whose backward pass subtracts two numbers that each have an error.
+
+    For a token that sees only itself the two are equal, and the gradient of queries and keys is exactly 0 in
+    one order of computation and a rounding error in another, which Adam turns into a part of a step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, spread: float, generator: torch.Generator) -> Tensor:
+        shares = scores.softmax(dim=-1)
+        ctx.save_for_backward(shares)
+        ctx.spread, ctx.generator = spread, generator
+        return shares
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        [shares] = ctx.saved_tensors
+        mean = _disturbed((shares * gradient).sum(dim=-1, keepdim=True), ctx.spread, ctx.generator)
+        return shares * (_disturbed(gradient, ctx.spread, ctx.generator) - mean), None, None
+
+
+def _noisy_softmax(spread: float, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
+    """Give the softmax of transformers' eager attention an error in its backward pass."""
+    exact = torch.nn.functional.softmax
+
+    def noisy(scores: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if dim not in (-1, scores.ndim - 1) or not scores.requires_grad:
+            return exact(scores, dim=dim, dtype=dtype)
+        return _NoisySoftmax.apply(scores.to(dtype), spread, generator)  # type: ignore[no-untyped-call]
+
+    return patched((torch.nn.functional, "softmax", noisy))
 
 
 def _disturbed(value: Tensor, spread: float, generator: torch.Generator) -> Tensor:

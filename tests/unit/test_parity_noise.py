@@ -81,6 +81,21 @@ def test_adam_with_the_epsilon_of_recipes_has_measured_bounds_that_see_another(t
         assert bool(prepared.outside(prepared.logprobs, trainer)) == seen, epsilon
 
 
+ALONE = parse(
+    "seed=500116 family=deepseek_v2 layers=2 group=3 head=12 width=8 ffn=15 vocab=83 experts=3 topk=2 "
+    "expert=5 balance=seq batching=packed mbs=3 room=17 length=13 rows=1 lpbs=2 masked=some reference=1 "
+    "loss=pg+kl:0.5+seq+cliprange:1:0.28+kl-output-clamp:0.06 temperature=1.5 eps=1e-08 clip=1 chunk=17"
+)
+"""In its first call only tokens count that see nothing but themselves, so that no query and no key has a
+gradient but by rounding, which Adam with this epsilon turns into a hundredth of a step."""
+
+
+def test_a_gradient_that_is_0_but_for_rounding_has_a_wider_bound(tmp_path: Path) -> None:
+    bounds = Prepared(tmp_path, ALONE).bounds
+    assert BOUND < bounds.of("weight model.layers.0.self_attn.q_proj.weight") < 50 * BOUND
+    assert bounds.of("weight model.layers.0.self_attn.o_proj.weight") == BOUND
+
+
 def test_plain_transformers_in_16_bit_is_within_bounds(prepared: Prepared) -> None:
     model = load_model(prepared.model, getattr(torch, prepared.case.precision))
     logprobs = token_logprobs(model, prepared.batch)
