@@ -156,6 +156,10 @@ on_termination() {
     trap '' TERM
     local reason
     reason=$(job_property Reason)
+    if [[ "$reason" == TimeLimit ]] && ((${MEGARL_CHAIN_LEFT:-0} > 0)); then
+        fail 143 "the time limit came before the driver could stop, and with it Slurm cancels the rest of the chain. Fix: submit it again, with" \
+            "more notice (--signal=B:USR1@SECONDS with MEGARL_STOP_NOTICE_S): the run goes on from its last checkpoint"
+    fi
     [[ "$reason" != TimeLimit ]] || go_on_later "the time limit came before the driver could stop"
     say "TERM from Slurm (reason: ${reason:-unknown}): a run goes on from its last checkpoint when it is started again"
     exit 143
@@ -278,7 +282,8 @@ run_plain_job() {
     show_plan "$@"
     ((!DRY_RUN)) || return 0
     supervise "$@"
-    ((!STOPPING)) || SRUN_CODE=75
+    # What was done in spite of the signal need not be done again.
+    ((!STOPPING || SRUN_CODE == 0)) || SRUN_CODE=75
     printf '%s\n' "$SRUN_CODE" >"$MEGARL_ATTEMPT_DIR/driver.rc"
     conclude
 }

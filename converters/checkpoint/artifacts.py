@@ -211,15 +211,19 @@ def write_config(
     """
     path = directory / "config.json"
     config = read_config(directory)
-    keys = [key for key in ("dtype", "torch_dtype") if key in config]
-    stale = [key for key in keys if config[key] != dtype_name(dtype)]
+    # The text model of a multimodal one has a section, whose dtype is what loads the text model alone. Older
+    # releases of transformers write torch_dtype instead of dtype: correct whichever key is there.
+    text = config.get("text_config")
+    sections = [config, text] if isinstance(text, dict) else [config]
+    keys = [(section, key) for section in sections for key in ("dtype", "torch_dtype") if key in section]
+    stale = [(section, key) for section, key in keys if section[key] != dtype_name(dtype)]
     changes = {key: value for key, value in changes.items() if key not in config or config[key] != value}
-    if stale or not keys or changes:
+    if stale or not any(section is config for section, _ in keys) or changes:
+        for section, key in stale:
+            section[key] = dtype_name(dtype)
+        if not any(section is config for section, _ in keys):
+            config["dtype"] = dtype_name(dtype)
         config |= changes
-        if stale or not keys:
-            # Older releases of transformers write torch_dtype instead of dtype: correct whichever key is
-            # there.
-            config |= dict.fromkeys(stale or ["dtype"], dtype_name(dtype))
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Fetch weights, configs and tokenizers at the top level of a repository, and chat templates. Leave out
-# pickles, code, and second copies.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+# Fetch weights, configs, tokenizers, code and what describes them at the top level of a repository, and chat
+# templates. Leave out pickles and second copies. The code is only copied: a tokenizer's config may name it.
+_HUB_PATTERNS = [
+    *("*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"),
+    *("*.py", "README.md", "LICENSE*", "NOTICE*"),
+]
 _TEMPLATES = "additional_chat_templates"
 # These patterns match every directory but that of the templates. Patterns have no "not", so one pattern for
 # each letter matches the names that differ from there on.
@@ -144,7 +147,11 @@ class HuggingFaceSource:
     def identity(self) -> list[list[str | int]]:
         """Return name, size and modification time of each weight file, which change when the weights
         change."""
-        return identity_of(sorted({self.directory / name for name in self._file_of.values()}))
+        return identity_of(self.files())
+
+    def files(self) -> list[Path]:
+        """Return the weight files, sorted."""
+        return sorted({self.directory / name for name in self._file_of.values()})
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""

@@ -162,6 +162,8 @@ class _ShardWriter:
 def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
+    # Of a multimodal model this is the text model's, which is also loaded alone.
+    config.get_text_config().dtype = dtype
     family = FAMILIES.get(getattr(config, "model_type", ""))
     # Serving engines choose the class by ``architectures``, which a config lacks unless it was loaded from a
     # checkpoint.

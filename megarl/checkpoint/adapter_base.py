@@ -30,7 +30,7 @@ class BaseModel:
     """
 
     def __init__(self, source: HuggingFaceSource) -> None:
-        self._directory = source.directory
+        self._source = source
         self._digest: str | None = None
 
     @property
@@ -40,7 +40,7 @@ class BaseModel:
             digest = hashlib.sha256()
             # Hash only a part of each file, because reading every byte would take minutes at each start. A
             # file begins with the names and shapes of its tensors.
-            for path in sorted(self._directory.glob("*.safetensors")):
+            for path in self._source.files():
                 with path.open("rb") as file:
                     size = path.stat().st_size
                     digest.update(f"{size}".encode())
@@ -82,7 +82,7 @@ class BaseModel:
         if record.get("weights") != self.digest:
             raise CheckpointError(
                 f"{directory} holds adapters of {record.get('model_name')}, but the weights in "
-                f"{self._directory} are not those of that model. Fix: set policy.model_name to the "
+                f"{self._source.directory} are not those of that model. Fix: set policy.model_name to the "
                 "model that they were trained on"
             )
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = "chat template"
 _FILES = ("generation_config.json", "config.json")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_length")
 
 
 def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> dict[int, list[str]]:
@@ -63,6 +64,8 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
         model_name: Hugging Face id or directory that it was loaded from.
     """
     own, config = (_content(model_name, name) for name in _FILES)
+    # Older models have these settings in config.json, which transformers writes again without them.
+    own = own or {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     stops = list(stop_tokens_of(tokenizer, model_name))
     in_own = list(_ids_in(own, _FILES[0]))
     known = {*in_own, *_ids_in(config, _FILES[1])}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.check import check_headers
+from converters.checkpoint.artifacts import artifacts
 from converters.checkpoint.source import HuggingFaceSource, locate_source
 from converters.errors import ConversionError
 from converters.families.hf_config import make_hf_config, read_hf_config
@@ -61,6 +62,9 @@ def check_model(policy: PolicyConfig) -> int:
     """
     directory = locate_source(policy["model_name"])
     source = HuggingFaceSource(directory)
+    if at(policy, "megatron_cfg.enabled"):
+        # Every checkpoint has copies of these files: refuse now what could not be copied then.
+        artifacts(directory)
     size = _check(
         policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source
     )

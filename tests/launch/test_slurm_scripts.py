@@ -357,6 +357,15 @@ def test_a_time_limit_that_comes_before_the_driver_stops_requeues(job: Job) -> N
 
 
 @slow
+def test_a_time_limit_that_ends_a_chain_is_said(job: Job) -> None:
+    """Slurm counts the job as failed, whatever its script returns."""
+    limit = "JobState=COMPLETING Reason=TimeLimit PreemptTime=None"
+    asked = SAVES + DRIVER + "sleep 20"
+    assert job.signalled(signal.SIGTERM, asked, FAKE_JOB=limit, MEGARL_CHAIN_LEFT="2") == 143, job.log
+    assert not job.requeues() and "Slurm cancels the rest of the chain. Fix: submit it again" in job.log
+
+
+@slow
 def test_an_attempt_keeps_the_files_of_one_of_the_same_number(job: Job) -> None:
     assert job.run(DRIVER + "echo first") == 0
     assert job.run(DRIVER + "echo second") == 0
@@ -622,6 +631,14 @@ def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
     assert job.requeues() == [["requeue", "4711"]]
     [srun] = job.calls("srun")
     assert "--nodes=1" in srun and not job.calls("ray")
+
+
+@slow
+def test_a_conversion_that_ends_after_the_signal_is_not_repeated(job: Job) -> None:
+    converter = job.directory / "bin" / "python"
+    converter.write_text(f"#!/bin/sh\n{DRIVER} {UNTIL_STOPPED} exit 0\n")
+    assert job.signalled(signal.SIGUSR1, None, "convert.sbatch") == 0, job.log
+    assert not job.requeues()
 
 
 @sampled(1)

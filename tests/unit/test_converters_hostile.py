@@ -187,13 +187,15 @@ def test_the_hub_is_asked_for_further_chat_templates_and_for_no_other_directory(
     from huggingface_hub.utils import filter_repo_objects
 
     there = ["config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja"]
+    # the config of a tokenizer may name code beside it, and a model's card and licence go with it
+    there += ["tokenization_kimi.py", "README.md", "LICENSE.txt"]
     others = [
         "original/config.json",
         "onnx/tokenizer.json",
         "adapter/config.json",
         "assets/a.json",
         "consolidated.safetensors",
-        "run.py",
+        "inference/run.py",
     ]
     wanted = filter_repo_objects(
         [*there, *others], allow_patterns=source._HUB_PATTERNS, ignore_patterns=source._HUB_IGNORED

@@ -331,6 +331,10 @@ def test_a_model_without_a_generation_configuration_gets_one_only_for_an_end_tha
     text, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [text, turn]}))
     assert generation_config_of(tokenizer, str(tmp_path)) is None
+    older = {"eos_token_id": [text, turn], "temperature": 0.6, "do_sample": True, "use_cache": True}
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    del older["use_cache"]
+    assert generation_config_of(tokenizer, str(tmp_path)) == older
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": text}))
     assert generation_config_of(tokenizer, str(tmp_path)) == {"eos_token_id": [text, turn]}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": text, "max_new_tokens": 7}))

@@ -137,6 +137,15 @@ def test_a_checkpoint_s_config_says_what_the_model_is(model: Path, tmp_path: Pat
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_a_text_model_s_section_says_the_dtype_too(tmp_path: Path) -> None:
+    sections = {"text_config": {"dtype": "bfloat16"}, "vision_config": {"dtype": "bfloat16"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", **sections}))
+    write_config(tmp_path, torch.float32)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["dtype"] == said["text_config"]["dtype"] == "float32"
+    assert said["vision_config"] == sections["vision_config"]
+
+
 def test_estimates_know_that_there_is_no_output_layer(model: Path) -> None:
     policy = complete_policy(
         {**policy_config(model), "generation": None, "reward_model_cfg": {"enabled": True}}

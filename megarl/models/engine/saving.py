@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ class SavingWorker(WorkerState):
 
         def write(directory: Path) -> None:
             self.backend.untouched.copy_files(directory)
+            # A config that names code beside it is of no use without; one of a hub id names its repository.
+            names_code = getattr(self.hf_config, "auto_map", None)
+            for code in Path(self.cfg["model_name"]).expanduser().glob("*.py") if names_code else ():
+                shutil.copyfile(code, directory / code.name)
             if found is not None:
                 write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
 
