@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megarl.config.algorithms import ALGORITHMS, algorithm_class, run_type
-from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS
+from megarl.config.data_sources import FIELD_KEYS, NAMED_SETS, PAIR_KEYS
 from megarl.config.nested import at, has, merge, put
 from megarl.config.recipes import find, name_of
 from megarl.config.reward_arguments import ANSWER, SEVERAL, SINGLE, STATE, arguments_of, unknown_parameters
 from megarl.config.schema import known_paths
 from megarl.errors import ConfigError, Violation
 from megarl.import_path import GIVEN, give_object, load_object
-from megarl.library.rows import columns_of, require_columns, source_of, write_empty_answers
+from megarl.library.rows import (
+    columns_of,
+    passable_columns,
+    require_columns,
+    source_of,
+    write_empty_answers,
+)
 
 Backend = Literal["megatron", "dtensor", "fsdp1"]
 
@@ -278,7 +284,10 @@ def add_data(
         if data is None:
             continue
         try:
-            source = {**source_of(argument, data, directory), **keys}
+            source = source_of(argument, data, directory)
+            # A named set has its own fields, and a source as in a configuration may.
+            if argument == "data" or source.get("name") not in NAMED_SETS:
+                source = {**keys, **source}
             if "path" in source:
                 _find_columns(
                     call, argument, source, kind, is_written=not isinstance(data, str | os.PathLike | Mapping)
@@ -398,19 +407,21 @@ def require_parameters_in_data(call: Call) -> None:
     functions = [load_object(path, "env.reward") for path in call.given]
     if not functions or not isinstance(source, Mapping) or "path" not in source or "extra_keys" in source:
         return
-    columns = columns_of(source)
     used = {
         source.get(key)
         for key in ("prompt_key", "answer_key", "messages_key")
         if isinstance(source.get(key), str)
     }
-    wanted = {name for function in functions for name in unknown_parameters(function) if name in columns}
-    if any(arguments_of(function).wants_record for function in functions):
-        wanted |= set(columns) - used
-    if wanted:
-        for key in ("data.train", "data.validation"):
-            if isinstance(at(call.written, key), Mapping):
-                call.default(f"{key}.extra_keys", sorted(wanted))
+    named = {name for function in functions for name in unknown_parameters(function)}
+    reads_all = any(arguments_of(function).wants_record for function in functions)
+    for key in ("data.train", "data.validation"):
+        source = at(call.written, key)
+        if not isinstance(source, Mapping) or "path" not in source:
+            continue
+        # A function that reads the record gets what there is; a parameter needs its column.
+        wanted = named & set(columns_of(source)) | (passable_columns(source) - used if reads_all else set())
+        if wanted:
+            call.default(f"{key}.extra_keys", sorted(wanted))
 
 
 def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:

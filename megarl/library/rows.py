@@ -4,18 +4,20 @@ read."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.data_sources import NAMED_SETS, is_file
+from megarl.config.data_sources import NAMED_SETS, is_file, key_steps
 from megarl.errors import ConfigError, DataError, Violation
 
 # Tables write themselves to files by these methods: the first of ``datasets.Dataset`` and of pandas, the
 # second of polars.
 _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
+_ROWS_LOOKED_AT = 1000
 
 
 def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
         if method is None:
             _write_rows(argument, data, temporary)
         else:
-            getattr(data, method)(str(temporary))
+            _write_table(argument, data, method, temporary)
         with temporary.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
         # Name the file by its content, so that a later call with other rows replaces no file that a
@@ -63,6 +65,16 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
     finally:
         temporary.unlink(missing_ok=True)
     return {"path": str(path)}
+
+
+def _write_table(argument: str, table: Any, method: str, path: Path) -> None:
+    try:
+        getattr(table, method)(str(path))
+    # Arrow's errors about a column of several types are of these classes.
+    except (TypeError, ValueError) as error:
+        fix = "give each column values of one type, or the rows: table.to_dict('records')"
+        bound = f"it cannot be stored as a table: {error}"
+        raise _refused(argument, type(table).__name__, bound, fix) from error
 
 
 def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
@@ -108,10 +120,31 @@ def columns_of(source: Mapping[str, Any]) -> list[str]:
     return list(row) if isinstance(row, Mapping) else []
 
 
+def passable_columns(source: Mapping[str, Any]) -> set[str]:
+    """Return the columns of a source that a reward can be given: those that each of its first rows has, with
+    a value that JSON can represent."""
+    from megarl.data.rows import rows_of
+
+    found: set[str] | None = None
+    for _, row in itertools.islice(rows_of(source), _ROWS_LOOKED_AT):  # type: ignore[arg-type]
+        if isinstance(row, Mapping):
+            of_row = {name for name, value in row.items() if key_steps(name) == (name,) and _is_plain(value)}
+            found = of_row if found is None else found & of_row
+    return found or set()
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
 def _named(argument: str, text: str) -> dict[str, Any]:
     path = Path(text).expanduser()
     if path.exists():
-        return {"path": text}
+        return {"path": str(path)}
     if text in NAMED_SETS:
         return {"name": text}
     # An id of the hub is NAME or OWNER/NAME.

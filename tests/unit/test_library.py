@@ -202,6 +202,31 @@ def test_tables_and_data_sets_are_written_as_they_are(called: Call) -> None:
         assert path.suffix == ".parquet"
 
 
+def test_a_table_s_columns_that_a_reward_cannot_be_given_are_left_out(called: Call) -> None:
+    import pandas
+
+    def all_of(response: str, record: dict[str, Any]) -> float:
+        return 1.0
+
+    dated = pandas.DataFrame([{**row, "at": pandas.Timestamp("2024-01-01"), "level": 1} for row in ROWS])
+    config = called("grpo", "model", dated, all_of, validation=ROWS)
+    assert (
+        config["data"]["train"]["extra_keys"] == ["level"]
+        and "extra_keys" not in config["data"]["validation"]
+    )
+    differing = [{**ROWS[0], "level": 1, "q[x": 2}, *ROWS[1:]]
+    assert "extra_keys" not in called("grpo", "model", differing, all_of)["data"]["train"]
+    mixed = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, "x"]})
+    assert "it cannot be stored as a table" in refusals("grpo", "model", mixed, right)
+
+
+def test_a_named_set_to_validate_on_keeps_its_fields(called: Call) -> None:
+    rows = [{"q": each["prompt"], "answer": each["answer"]} for each in ROWS]
+    config = called("grpo", "model", rows, right, validation="AIME2024", prompt_key="q")
+    assert config["data"]["validation"] == {"name": "AIME2024"}
+    assert config["data"]["train"]["prompt_key"] == "q"
+
+
 def test_everything_that_is_wrong_is_said_at_once_in_the_words_of_the_call() -> None:
     text = refusals(
         "grpo",
