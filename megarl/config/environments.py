@@ -561,7 +561,8 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
         return
     for fault in describe_faults(function, columns):
         fix = (
-            f"use these names: {known_names()} (extra_keys: {', '.join(sorted(columns)) or 'none'}); or "
+            f"use these names: {known_names()} (extra_keys of all sources: "
+            f"{', '.join(sorted(columns)) or 'none'}); or "
             "give it a default"
         )
         raise ConfigError([Violation(key, name, fault, fix)])
@@ -639,7 +640,7 @@ def faults_of_rewards(
     Args:
         section: section of the environment.
         key: its dotted key.
-        columns: fields that records keep.
+        columns: fields that all of its records keep.
     """
     several = section.get("rewards")
     if several is not None:

@@ -187,8 +187,10 @@ def values_for(
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
     # Prefer a field of the data with this name, because the function was written for it: verl's extra_info,
     # TRL's ground_truth. But prompt and response are never taken from the data, whatever columns they have.
-    if name in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
-        found = columns[name]
+    # The list that verl calls extra_infos is of its field extra_info.
+    column = name.removesuffix("s") if name in SEVERAL and name not in columns else name
+    if column in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
+        found = columns[column]
     elif name in SEVERAL:
         found = values[SEVERAL[name]]
     elif name in SINGLE:

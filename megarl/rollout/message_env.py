@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvConfig
 from megarl.errors import BatchError, MegarlError
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn, number_of
-from megarl.rollout.tools.parsers import BadCallError, parser_of
+from megarl.rollout.tools.parsers import BadCallError, Calls, parser_of
 
 if TYPE_CHECKING:
     from megarl.data.datasets import Example
@@ -136,7 +137,6 @@ class MessageEnvironment:
         self.tools = getattr(make, "tools", ())
         self.threads, self.step_timeout_s = int(section["threads"]), float(section["step_timeout_s"])
         self.fault_of_reference = fault_of_reference
-        self._parse = parser_of(section["tool_parser"])
         # Methods that a class only inherits need not be called in a thread for every conversation.
         self.begins_at_once = all(
             getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset")
@@ -146,6 +146,10 @@ class MessageEnvironment:
         # Set the attribute only if there is a judge, because the runner of episodes tests whether it exists.
         if judge is not None:
             self.judge = judge
+
+    @cached_property
+    def _parse(self) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
+        return parser_of(self._section["tool_parser"], self.tools)
 
     def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[Message] | None]:
         """Begin a conversation with a record. Return the conversation, and the messages of its prompt if they

@@ -116,9 +116,9 @@ class Score:
 
     Attributes:
         value: the reward; None if there is none.
-        fault: why there is none: ``error`` (the function raised, returned no finite number, or its process
-            died), ``timeout``, or ``outage``, which no response can cause (a scorer, the machine or an import
-            failed).
+        fault: why there is none although the response should have one: ``error`` (the function raised,
+            returned no finite number, or its process died), ``timeout``, or ``outage``, which no response can
+            cause (a scorer, the machine or an import failed).
         message: the fault in words.
         trace: traceback of the exception that the function raised; empty if the message is sufficient.
         accuracy: accuracy of the response, 0 to 1, if the function reports it in addition to the reward.
@@ -654,10 +654,13 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
     """
     try:
         if reward.is_immediate:
-            value, accuracy = verdict(reward.judge(task))
+            judged = reward.judge(task)
         else:
             with time_limit(spec.timeout_s):
-                value, accuracy = verdict(reward.judge(task))
+                judged = reward.judge(task)
+        if judged is None and reward.may_abstain:
+            return Score(None)
+        value, accuracy = verdict(judged)
     except (OutOfTimeError, JudgementTimeoutError):
         return _late(spec)
     except KeyboardInterrupt:

@@ -134,6 +134,7 @@ class Reward:
         settled: options that the driver has determined in addition to the configured ones. The processes of
             the pool get them, because each process would otherwise determine them itself, perhaps
             differently.
+        may_abstain: None from it means that the response belongs to another task, as with functions for TRL.
     """
 
     judge: Callable[[Task], Any]
@@ -144,6 +145,7 @@ class Reward:
     notice: str = ""
     final_answer: Callable[[str], str | None] | None = None
     settled: Mapping[str, Any] = field(default_factory=dict)
+    may_abstain: bool = False
 
 
 def _exact_match(strip: bool = True) -> Reward:
@@ -343,17 +345,26 @@ def _of_function(function: Callable[..., Any]) -> Reward:
             "state": {"prompt": task.prompt, "completion": said, "answer": task.answer, "info": record},
         }
         positional, named = values_for(arguments, values, record)
-        found = function(*positional, **named)
-        if inspect.isawaitable(found):
-            # Run a new event loop in each call, so that nothing of an earlier response remains in it.
-            found = asyncio.run(_awaited(found))
+        found = awaited(function(*positional, **named))
         return _only(found) if arguments.is_of_several else found
 
-    return Reward(judge, fault, wants_record=arguments.wants_record, final_answer=final)
+    return Reward(
+        judge,
+        fault,
+        wants_record=arguments.wants_record,
+        final_answer=final,
+        may_abstain=arguments.is_of_several,
+    )
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+def awaited(found: Any) -> Any:
+    """Return the result of an awaitable that a user's function returned; any other value unchanged."""
+
+    async def result() -> Any:
+        return await found
+
+    # Run a new event loop for each, so that nothing of an earlier response remains in it.
+    return asyncio.run(result()) if inspect.isawaitable(found) else found
 
 
 def _only(found: Any) -> Any:

@@ -189,7 +189,7 @@ class SingleTurn:
                 a row could be scored.
         """
         turn = self._as_read(turn)
-        columns = self._without_broken(self._scores(turn), turn)
+        columns = self._without_broken(_with_a_score_each(self._scores(turn)), turn)
         masked = self._masked(columns, turn)
         values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
         rewards = _weighted(self._parts, values)
@@ -199,7 +199,7 @@ class SingleTurn:
             masked=masked,
             metrics=self._metrics(columns),
             accuracies=self._accuracies(columns, rewards),
-            parts=self._values_of_parts(values, masked) if self._has_several else {},
+            parts=self._values_of_parts(columns, masked) if self._has_several else {},
         )
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
@@ -287,14 +287,18 @@ class SingleTurn:
         return [_task(turn, row, length, with_record=asked) for row, length in enumerate(lengths)]
 
     def _values_of_parts(
-        self, values: Sequence[Sequence[float]], masked: Sequence[bool]
+        self, columns: Sequence[Sequence[Score]], masked: Sequence[bool]
     ) -> dict[str, list[float | None]]:
-        """Return the values of each reward; None for a masked sample."""
-        named = zip((part.name for part in self._parts), values, strict=True)
-        return {
-            name: [None if hidden else value for value, hidden in zip(column, masked, strict=True)]
-            for name, column in named
-        }
+        """Return the values of each reward; None for a masked sample, and for one of another task."""
+        found: dict[str, list[float | None]] = {}
+        for part, column in zip(self._parts, columns, strict=True):
+            values = [
+                0.0 if score.value is None and score.fault is not None else score.value for score in column
+            ]
+            found[part.name] = [
+                None if hidden else value for value, hidden in zip(values, masked, strict=True)
+            ]
+        return found
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
         """Return for each sample whether it is left out of training. Log the samples without a reward, and
@@ -414,23 +418,35 @@ class SingleTurn:
         accuracy is the reward anyway."""
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
-        judge = next(
-            (
-                column
-                for part, column in zip(self._parts, columns, strict=True)
-                if part.reward.tells_right_from_wrong
-            ),
-            None,
-        )
+        judges = [
+            column
+            for part, column in zip(self._parts, columns, strict=True)
+            if part.reward.tells_right_from_wrong
+        ]
         found: list[float | None] = []
         for row, reward in enumerate(rewards):
             said = next(
                 (column[row].accuracy for column in columns if column[row].accuracy is not None), None
             )
             if said is None:
-                said = reward if judge is None else judge[row].value or 0.0
+                judge = next((column[row] for column in judges if not _is_of_another_task(column[row])), None)
+                said = reward if judge is None else judge.value or 0.0
             found.append(said)
         return found
+
+
+def _is_of_another_task(score: Score) -> bool:
+    return score.value is None and score.fault is None
+
+
+def _with_a_score_each(columns: list[list[Score]]) -> list[list[Score]]:
+    """Return the scores, with a fault for each response that every reward leaves to another one."""
+    for row, scores in enumerate(zip(*columns, strict=True)):
+        if all(map(_is_of_another_task, scores)):
+            columns[0][row] = Score(
+                None, "error", "it returned None, as every reward did, and a number is wanted"
+            )
+    return columns
 
 
 def _weighted(parts: Sequence[_Part], columns: Sequence[Sequence[float]]) -> list[float]:
@@ -446,6 +462,7 @@ def _task(turn: Turn, row: int, length: int, *, with_record: bool) -> Task:
     record, response = turn.records[row], turn.responses[row]
     if not with_record:
         return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
-    fields = {**getattr(record, "fields", {}), "index": record.index, "answer": record.answer}
+    # The data's own index or answer is what a function was written for.
+    fields = {"index": record.index, "answer": record.answer, **getattr(record, "fields", {})}
     prompt = turn.prompts[row] if turn.prompts else ""
     return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))

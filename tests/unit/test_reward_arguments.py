@@ -174,7 +174,7 @@ def test_messages_go_to_functions_that_take_those_of_conversations(tmp_path: Pat
             r"there is no value for its parameter 'tokenizer'",
         ),
         ("def reward(completion, parser):\n    return 1.0", r"its parameter 'parser'"),
-        ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*extra_keys: none"),
+        ("def reward(completions, level):\n    return [1.0]", r"its parameter 'level'.*all sources: none"),
         ("def reward():\n    return 1.0", r"it does not take the response"),
         ("def reward(answer):\n    return 1.0", r"it does not take the response"),
         ("def reward(**kwargs):\n    return kwargs['completions']", r"it does not take the response"),
@@ -198,9 +198,18 @@ def test_a_column_that_a_record_lacks_is_an_error_of_its_sample(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("value", ["[1.0, 2.0]", "[]", "[None]", "'1.0 2'"])
+@pytest.mark.parametrize("value", ["[1.0, 2.0]", "[]", "['x']", "'1.0 2'"])
 def test_a_list_of_another_length_is_no_number(tmp_path: Path, value: str) -> None:
     assert "it returned" in scored(path_of(tmp_path, f"def reward(completions):\n    return {value}"))
+
+
+def test_lists_and_numbers_of_the_data_come_before_what_is_made(tmp_path: Path) -> None:
+    name = path_of(
+        tmp_path,
+        "def reward(solution_strs, extra_infos, ground_truths, index):\n"
+        "    return [extra_infos[0]['index'] + (ground_truths == ['42']) + index[0]]",
+    )
+    assert scored(name, TASK._replace(record={**RECORD, "extra_info": {"index": 7}})) == 7 + 1 + 3
 
 
 def test_verl_s_function_of_the_cases(tmp_path: Path) -> None:

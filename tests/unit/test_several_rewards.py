@@ -273,6 +273,34 @@ def test_rewards_that_shape_are_no_accuracy(users: str, made: list[Any]) -> None
     assert made[2].step(turn(["abc"])).accuracies == [] and made[2].step(turn(["abc"])).parts == {}
 
 
+def test_a_function_of_lists_may_leave_a_response_to_another(tmp_path: Path, made: list[Any]) -> None:
+    """As rewards of several tasks do for TRL: the same for each response."""
+    (tmp_path / "tasks.py").write_text(
+        "def short(completions):\n    return [1.0 if len(text) < 3 else None for text in completions]\n"
+        "def long(completions):\n    return [2.0 if 3 < len(text) < 9 else None for text in completions]\n"
+    )
+    names = {name: {"reward": f"{tmp_path / 'tasks.py'}:{name}"} for name in ("short", "long")}
+    made.append(SingleTurn(section(names)))
+    result = made[0].step(turn(["ab", "abcd", "much too long"]))
+    assert (list(result.rewards), list(result.masked)) == ([1.0, 2.0, 0.0], [False, False, True])
+    assert result.parts == {"short": [1.0, None, None], "long": [None, 2.0, None]}
+    assert result.accuracies[:2] == [1.0, 2.0] and result.metrics["reward_errors"] == 1
+    for _ in range(9):
+        assert made[0].step(turn(["ab", "ab"])).masked == [False, False]
+    made.append(SingleTurn(section(reward=names["short"]["reward"])))
+    assert made[1].step(turn(["ab", "abcd"])).masked == [False, True]
+
+
+def test_the_data_s_own_index_and_answer_are_passed_on(tmp_path: Path, made: list[Any]) -> None:
+    (tmp_path / "own.py").write_text(
+        "def reward(response, record):\n    return record['index'] + record['answer']"
+    )
+    made.append(SingleTurn(section(reward=f"{tmp_path / 'own.py'}:reward")))
+    asked = turn(["abc"])
+    asked.records[0].fields = {"index": 100, "answer": 5}
+    assert made[0].step(asked).rewards == [105]
+
+
 def test_each_record_meets_the_environment_that_it_names(users: str, made: list[Any]) -> None:
     named = {
         "words": section({"right": {"reward": "exact_match"}, "vowels": {"reward": f"{users}vowels"}}),

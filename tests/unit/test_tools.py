@@ -34,7 +34,7 @@ from megarl.rollout.tools.calculator import calculate
 from megarl.rollout.tools.http import post
 from megarl.rollout.tools.parsers import BadCallError, parser_of
 from megarl.rollout.tools.search import DocumentIndex
-from megarl.rollout.tools.tool import Toolbox, tools_of
+from megarl.rollout.tools.tool import Tool, Toolbox, tools_of
 from tests.templates import TEMPLATES, tokenizer_of
 from tests.templates.conversations import call
 from tests.unit.scripted import collector_of
@@ -115,6 +115,25 @@ def test_a_call_that_cannot_be_read_is_told(form: str, text: str) -> None:
 def test_other_texts_are_no_calls(form: str | None) -> None:
     for text in ("", "The answer is 4.", '{"value": 3}', "<think>call a tool</think>{ok}", "a <b> [c]"):
         assert parser_of(form)(text, [text]) == (text, [])
+
+
+def test_values_without_quotes_are_texts_where_the_tool_takes_texts() -> None:
+    parameters = {"zip_code": {"type": "string"}, "days": {"type": "integer"}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": parameters}}}
+    written = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n"
+        for name, value in (("zip_code", "012"), ("days", "3"), ("other", "[1]"))
+    )
+    text = f"<tool_call>\n<function=weather>\n{written}</function>\n</tool_call>"
+    [call] = parser_of("qwen3_coder", [tool])(text, [text])[1]
+    assert call["function"]["arguments"] == {"zip_code": "012", "days": 3, "other": [1]}
+
+
+def test_what_a_tool_returns_is_awaited() -> None:
+    async def weather(city: str) -> str:
+        return f"warm in {city}"
+
+    assert Toolbox([Tool("weather", {}, lambda: weather)]).call("weather", {"city": "Rome"}) == "warm in Rome"
 
 
 def test_several_calls_are_read_in_order() -> None:

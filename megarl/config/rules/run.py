@@ -414,12 +414,17 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 
 def reward_is_known(view: View) -> Iterator[Violation]:
     """Require that the rewards of a single-turn environment are built in, with options that they read, or at
-    import paths."""
+    import paths, with parameters that all of its data have."""
     sources = [source for kind in ("train", "validation") for _, source in sources_of(view["data"], kind)]
-    columns = {extra for source in sources for extra in _extra_keys(source)}
-    for key, section in _environments(view):
-        if section.get("environment", SINGLE_TURN) in REWARDED:
-            yield from faults_of_rewards(section, key, columns)
+    environments = dict(_environments(view))
+    for key, section in environments.items():
+        if section.get("environment", SINGLE_TURN) not in REWARDED:
+            continue
+        # Among several environments, a source without a name has records that name theirs.
+        names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
+        columns = [set(_extra_keys(source)) for source in sources if source.get("env_name") in names]
+        columns = columns or [{extra for source in sources for extra in _extra_keys(source)}]
+        yield from faults_of_rewards(section, key, set.intersection(*columns))
 
 
 def _extra_keys(source: DataSource) -> list[str]:

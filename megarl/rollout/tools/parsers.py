@@ -3,9 +3,10 @@ format."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from megarl.config.environments import TOOL_PARSERS
@@ -46,15 +47,18 @@ def _hermes(text: str) -> Found:
         yield _named(_object(_closed(body, end)), "arguments")
 
 
-def _qwen3_coder(text: str) -> Found:
+def _qwen3_coder(text: str, texts: Collection[tuple[str, str]] = ()) -> Found:
+    """Read calls whose values are not quoted; ``texts`` has the functions and parameters that take texts."""
     for body, end in _HERMES.findall(text):
         found = _FUNCTION.search(_closed(body, end))
         if found is None or not found[3]:
             raise BadCallError("<function=NAME>...</function> is expected inside <tool_call>")
-        arguments = {}
+        function, arguments = found[1].strip(), {}
         for name, value, closed in _PARAMETER.findall(found[2]):
-            arguments[name.strip()] = _plain(_closed(value, closed))
-        yield found[1].strip(), arguments
+            text_of_value, parameter = _closed(value, closed), name.strip()
+            is_text = (function, parameter) in texts
+            arguments[parameter] = text_of_value if is_text else _plain(text_of_value)
+        yield function, arguments
 
 
 def _llama3(text: str) -> Found:
@@ -106,16 +110,25 @@ _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
 assert tuple(_FORMS) == TOOL_PARSERS
 
 
-def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
+def parser_of(
+    name: str | None, tools: Iterable[Mapping[str, Any]] = ()
+) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
     """Return a parser of responses. It takes a response and a sequence, whose first element is the response's
     text with special tokens, read only if the format needs it. It returns the text without the calls, and the
     calls. With None the parser finds no calls.
 
     The parser raises ``BadCallError`` for a call that cannot be read.
+
+    Args:
+        name: name of the format.
+        tools: descriptions of the tools. A format that does not quote values needs them to tell the text
+            ``42`` from the number.
     """
     if name is None:
         return lambda response, full: (response, [])
     find, marks, is_special = _FORMS[name]
+    if find is _qwen3_coder:
+        find = functools.partial(_qwen3_coder, texts=set(_parameters_of_text(tools)))
 
     def parse(response: str, full: Sequence[str]) -> tuple[str, Calls]:
         text = full[0] if is_special and full else response
@@ -129,6 +142,14 @@ def parser_of(name: str | None) -> Callable[[str, Sequence[str]], tuple[str, Cal
         return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
 
     return parse
+
+
+def _parameters_of_text(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for tool in tools:
+        function = tool.get("function", {})
+        for parameter, kind in function.get("parameters", {}).get("properties", {}).items():
+            if kind.get("type") == "string":
+                yield function["name"], parameter
 
 
 def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:

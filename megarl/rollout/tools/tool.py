@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from megarl.config.environments import EnvConfig, ToolConfig, own_function, tool_sections
 from megarl.errors import ConfigError, Violation
+from megarl.rollout.rewards import awaited
 from megarl.rollout.tools.calculator import calculate
 from megarl.rollout.tools.http import post
 from megarl.rollout.tools.search import DocumentIndex
@@ -155,7 +156,7 @@ class Toolbox:
         """Call a tool and return its result as text. Exceptions of the tool are passed on."""
         if name not in self._begun:
             self._begun[name] = self._tools[name].begin()
-        found = self._begun[name](**arguments)
+        found = awaited(self._begun[name](**arguments))
         text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         return (
             text
