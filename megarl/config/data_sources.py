@@ -124,7 +124,7 @@ class DataSource(TypedDict):
             str,
             Key(
                 "field that holds the system message of a record, which replaces ``system_prompt``; an "
-                "empty one means no system message."
+                "empty one means no system message, and null that of ``system_prompt``."
             ),
         ]
     ]

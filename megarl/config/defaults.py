@@ -7,19 +7,21 @@ A key that is present is left alone, even if it is null.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.algorithms import ORDER, built_in_sections, sections_of
 from megarl.config.arithmetic import sequence_share
-from megarl.config.data_sources import DataConfig
+from megarl.config.data_sources import DataConfig, sources_of
 from megarl.config.engines import engine_kind, is_engine
 from megarl.config.environments import BUILT_IN_REWARDS, OF_TOOLS, TOOLS, EnvConfig, named_environments
 from megarl.config.generation import EngineCheckConfig, GenerationConfig
 from megarl.config.losses import ClippedPGLossConfig
 from megarl.config.models import in_full, model_sections
 from megarl.config.nested import at, put
+from megarl.config.places import places_of
 from megarl.config.policy import (
     DTensorConfig,
     MegatronConfig,
@@ -72,7 +74,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         name: name of the run's directory if the configuration does not set it.
     """
     # Copy, because the caller tries the same configuration again with other values.
-    run = copy.deepcopy(dict(config))
+    run = _without_tildes(copy.deepcopy(dict(config)))
     run.setdefault("run_dir", str(Path("runs") / name))
     # Complete the models before the policy: a model inherits what was written for the policy, but its
     # defaults follow its own keys.
@@ -98,6 +100,21 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
     # Order the keys as a person would write them, because a dry run prints this.
     return {key: run[key] for key in (*ORDER, *run) if key in run}
+
+
+def _without_tildes(run: Config) -> Config:
+    """Return the configuration with the user's directory in place of ``~`` at the beginning of paths: no
+    shell puts it into a file or behind ``key=``."""
+    for key, place in places_of(run):
+        home = os.path.expanduser(place)
+        if at(run, key) == place != home:
+            run = put(run, key, home)
+    data = run.get("data")
+    for kind in ("train", "validation") if isinstance(data, dict) else ():
+        for _, source in sources_of(cast(Config, data), kind):
+            if isinstance(source.get("path"), str):
+                source["path"] = os.path.expanduser(source["path"])
+    return run
 
 
 def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.files.process import status_bytes
+from megarl.data.records import refuse_half_characters
 from megarl.errors import DataError, RecordError
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
@@ -135,6 +136,7 @@ class ChatTemplate:
                     f"and tools of {given}; it begins "
                     f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
                 )
+        refuse_half_characters(text, "messages", origin)
         return text
 
     def encode_marked(

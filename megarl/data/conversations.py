@@ -565,10 +565,16 @@ def with_arguments(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dic
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a tool call, parsed if they are JSON text."""
+    """Return the arguments of a tool call, parsed if they are JSON text. A template that writes them as they
+    are needs no JSON."""
     function = call["function"] if isinstance(call.get("function"), Mapping) else call
     arguments = function.get("arguments")
-    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _calls_of(message: ChatMessage) -> Iterator[tuple[str, list[str]]]:

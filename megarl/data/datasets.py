@@ -48,7 +48,7 @@ _SHOWN = 5
 _MOST_IN_MEMORY = 8 * 2**20
 
 # Number of the format of stored tables; a table of another format is made again.
-_FORM = 7
+_FORM = 8
 
 _COLUMNS = {
     "prompt": "int32",
@@ -285,8 +285,16 @@ class Reading:
         """Return the encoder for the records of a source that names an environment."""
         templates = self.config.get("prompt_template"), self.config.get("system_prompt")
         tools = self.tools.get(env_name, ())
+        # Among several environments, the records of a source without a name name theirs.
+        named = {} if env_name is not None or None in self.tools else self.tools
         return PromptEncoder(
-            self.tokenizer, *templates, self.template_kwargs, self.stop_tokens, self.template_date, tools
+            self.tokenizer,
+            *templates,
+            self.template_kwargs,
+            self.stop_tokens,
+            self.template_date,
+            tools,
+            named,
         )
 
     @property
@@ -448,8 +456,8 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
         reading.with_answers,
     ]
     if reading.skips_bad_records:
-        # Include the judge, because it decides which records are skipped.
-        limits += ["skip", reading.judge]
+        # Include the judge and the environment that it asks, because they decide which records are skipped.
+        limits += ["skip", reading.judge, source.get("env_name")]
     # Include the user's id: another user's table is not trusted, and must not occupy the name of this user's.
     return _digest(
         [
@@ -659,9 +667,14 @@ class _Tokenization:
         if fault is not None:
             offenders.add(f"{where}: {fault}")
         self._note(record, where, text)
-        if self._reading.pairs:
+        if self._reading.with_answers:
             self._note_silence(made, where)
-        elif record.last is not None and targets and len(targets) // 2 < (turns := sum(_weights(record))):
+        if (
+            not self._reading.pairs
+            and record.last is not None
+            and targets
+            and len(targets) // 2 < (turns := sum(_weights(record)))
+        ):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
@@ -768,12 +781,14 @@ class _Tokenization:
         return f"{better.answer[:60]!r}" if (chosen, spoken) == (rejected, other_spoken) else None
 
     def _note_silence(self, made: Sequence[tuple[Record, str | None, _Tokens]], where: str) -> None:
-        for name, (record, _, _) in zip(("chosen", "rejected"), made, strict=True):
+        names = ("the chosen one", "the rejected one") if self._reading.pairs else ("its answer",)
+        for name, (record, _, _) in zip(names, made, strict=True):
             if not record.answer.strip() and not (record.last or {}).get("tool_calls"):
-                self._silent.add(f"{where}: the {name} one")
+                self._silent.add(f"{where}: {name}")
 
     def _note(self, record: Record, where: str, text: str | None) -> None:
-        hit = None if self._control is None else self._control.search("\n".join(texts_of(record.prompt)))
+        texts = [*texts_of(record.prompt), record.answer if self._reading.with_answers else ""]
+        hit = None if self._control is None else self._control.search("\n".join(texts))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
         role = None if text is None else self._encoder.unwritten_role(record, text)
@@ -876,14 +891,14 @@ class _Tokenization:
             (
                 self._silent,
                 (
-                    f"{self._silent.count} empty answers in {self._seen} pairs, of which only the end "
-                    f"token is learned: {self._silent}. Remove these pairs if this is not intended"
+                    f"{self._silent.count} empty answers in {self._seen} records, of which only the end "
+                    f"token is learned: {self._silent}. Remove these records if this is not intended"
                 ),
             ),
             (
                 self._controlled,
                 (
-                    f"{self._controlled.count} of {self._seen} prompts have a control token of the "
+                    f"{self._controlled.count} of {self._seen} records have a control token of the "
                     "tokenizer in their text, which it encodes as such; the first: "
                     f"{''.join(self._controlled.shown[:1])}. Remove it if it is meant as text"
                 ),

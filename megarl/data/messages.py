@@ -127,6 +127,8 @@ def _message(
     # The check of roles refuses the message later, and reports its position.
     if role is None:
         return message
+    if message.get("tool_calls"):
+        message["tool_calls"] = _objects(message["tool_calls"], where)
     calls: Any = message.pop("function_call", None)
     if message["role"].strip().lower() in _CALLS:
         calls, message["content"] = message.get("content"), None
@@ -142,6 +144,16 @@ def _message(
         # In formats without ids, results come in the order of the calls.
         message.setdefault("tool_call_id", pending.pop(0))
     return message
+
+
+def _objects(calls: Any, where: str) -> list[Any]:
+    """Return the calls of a message as objects; the list and each call may be JSON text."""
+    calls = _parsed_calls(calls, where) if isinstance(calls, str) else calls
+    found = [_parsed_calls(call, where) if isinstance(call, str) else call for call in calls]
+    for call in found:
+        if not isinstance(call, Mapping):
+            raise _no_call(call, where)
+    return found
 
 
 def _parsed_calls(text: str, where: str) -> Any:

@@ -73,8 +73,7 @@ class Record:
         last: the last turn of a conversation, the assistant's, as it is stored; None if the answer is not a
             turn.
         tools: given to the chat template.
-        has_system: it is a conversation with a system message of its own.
-        system: the system message from a field of its row; empty for none.
+        system: the system message from a field of its row, which replaces that of the run; None for no field.
         fields: further fields, by the source's keys, as JSON types.
     """
 
@@ -83,9 +82,14 @@ class Record:
     origin: str
     last: ChatMessage | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
-    has_system: bool = False
-    system: str = ""
+    system: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_system(self) -> bool:
+        """True if its messages begin with a system message of their own."""
+        first = () if isinstance(self.prompt, str) else self.prompt[:1]
+        return any(message["role"] in _SYSTEM for message in first)
 
 
 OnBadRecord = Callable[[RecordError], None]
@@ -141,7 +145,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
         if known is not None and known.once:
             # Store a digest of 16 bytes for each record instead of its texts.
             said = hashlib.blake2b(
-                json.dumps([record.prompt, record.answer], default=dict).encode(), digest_size=16
+                json.dumps([record.prompt, record.answer], default=_in_json).encode(), digest_size=16
             ).digest()
             if said in seen:
                 continue
@@ -206,15 +210,14 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
     """Return a record with the system message of its row, if the source names a field for it that is not
-    empty."""
+    null."""
     key = source.get("system_key")
     value = None if key is None else value_of(row, key, record.origin)
-    if key is None or value is None or value == "":
+    if key is None or value is None:
         return record
-    first = None if isinstance(record.prompt, str) else record.prompt[0]
-    if first is not None and (record.has_system or first["role"] in _SYSTEM):
+    if value != "" and record.has_system and not isinstance(record.prompt, str):
         # Some data sets store the system message of a conversation twice.
-        if first.get("content") == value:
+        if record.prompt[0].get("content") == value:
             return record
         raise RecordError(
             f"{record.origin}: the conversation has a system message, and so has {key!r}. Fix: remove one "
@@ -257,8 +260,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
             f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}. Fix: end it with the answer, "
             "a turn of 'assistant'"
         )
-    has_system = messages[0]["role"] in ("system", "developer")
-    return Record(messages[:-1], messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
+    return Record(messages[:-1], messages[-1].get("content") or "", origin, messages[-1], tools)
 
 
 def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
@@ -271,6 +273,11 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
         isinstance(message, Mapping) and all(message.get(name) == each[name] for name in ("role", "content"))
         for message, each in pairs
     )
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value of a table that JSON lacks, such as the date of a message, in a form that it has."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 class Fingerprint:
@@ -291,7 +298,7 @@ class Fingerprint:
             content.append({"fields": record.fields})
         if record.system:
             content.append({"system": record.system})
-        self._digest.update(json.dumps(content, sort_keys=True, default=dict).encode())
+        self._digest.update(json.dumps(content, sort_keys=True, default=_in_json).encode())
         self._digest.update(b"\n")
 
     def hexdigest(self) -> str:
@@ -329,7 +336,7 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
 def _prompt_in(
     row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool
 ) -> str | tuple[ChatMessage, ...]:
-    """Return the prompt of a row. The texts of several fields are joined by blank lines, without later empty
+    """Return the prompt of a row. The texts of several fields are joined by blank lines, without empty
     ones."""
     first, *others = fields_of_key(key)
     if not others:
@@ -337,7 +344,7 @@ def _prompt_in(
     values = {name: value_of(row, name, origin) for name in others}
     texts = [text_of(value_of(row, first, origin), first, origin)]
     texts += [text_of(value, name, origin) for name, value in values.items() if value is not None]
-    return "\n\n".join([texts[0], *(text for text in texts[1:] if text.strip())])
+    return "\n\n".join(text for text in texts if text.strip())
 
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
@@ -370,7 +377,7 @@ def text_of(value: Any, key: str, origin: str) -> str:
     """Return a text, or a number as text: a whole number without a fraction, any other as the shortest text
     that reads back as the same number."""
     if isinstance(value, str):
-        _refuse_half_characters([value], key, origin)
+        refuse_half_characters([value], key, origin)
         return value
     # Exclude bool, which is an int in Python: true is not an answer.
     if isinstance(value, int) and not isinstance(value, bool):
@@ -432,7 +439,7 @@ def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
     return [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
 
 
-def _refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -> None:
+def refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -> None:
     """Refuse a lone surrogate, which JSON can write and no tokenizer reads."""
     for text in [texts] if isinstance(texts, str) else texts:
         try:
@@ -462,7 +469,13 @@ def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
-    _refuse_half_characters([message["content"] or "" for message in value], key, origin)
+    if value[-1]["role"] == "assistant":
+        raise RecordError(
+            f"{origin}: {key!r} ends with a turn of 'assistant', which would be closed before the response "
+            "begins. Fix: end it with the user's turn; a conversation whose last turn is the answer is named "
+            "by messages_key"
+        )
+    refuse_half_characters([message["content"] or "" for message in value], key, origin)
     return tuple(_without_nulls(message, is_padded) for message in value)
 
 
@@ -478,16 +491,15 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
     tools = tools_of(row, source, origin)
     has_last = messages[-1]["role"] == "assistant"
     prompt = messages[:-1] if has_last else messages
-    has_system = messages[0]["role"] in _SYSTEM
     if source.get("answer_key") is not None:
         answer = _answer_in(row, source["answer_key"], origin)
-        return Record(prompt, answer, origin, tools=tools, has_system=has_system)
+        return Record(prompt, answer, origin, tools=tools)
     if not has_last:
         raise RecordError(
             f"{origin}: {key!r} ends with a turn of {messages[-1]['role']!r}, so that there is no answer. "
             "Fix: end it with a turn of 'assistant', or set answer_key to the field that has the answer"
         )
-    return Record(prompt, messages[-1].get("content") or "", origin, messages[-1], tools, has_system)
+    return Record(prompt, messages[-1].get("content") or "", origin, messages[-1], tools)
 
 
 def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> tuple[ChatMessage, ...]:
@@ -533,7 +545,7 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             kind = "no content" if content is None else f"content of the type {type(content).__name__}"
             raise RecordError(f"{where} ({role}) has {kind}. Fix: write the content as text")
-        _refuse_half_characters(content or "", f"{key}[{place}].content", origin)
+        refuse_half_characters(content or "", f"{key}[{place}].content", origin)
         found.append(_without_nulls(message, is_padded))
         before = role
     if before in _SYSTEM:

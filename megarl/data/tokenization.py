@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from converters.files.reading import first_special
@@ -179,6 +180,7 @@ class PromptEncoder:
         stop_tokens: Sequence[int] = (),
         date: datetime.date | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        named_tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
     ) -> None:
         """Args:
             tokenizer: from ``get_tokenizer``.
@@ -189,6 +191,7 @@ class PromptEncoder:
                 sequence is always one.
             date: date of a chat template's clock; None for the time of the call.
             tools: given to the chat template for a record without tools of its own.
+            named_tools: likewise, by the environment that a record names.
 
         Raises:
             DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.
@@ -202,7 +205,7 @@ class PromptEncoder:
         self._template = prompt_template or "{prompt}"
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.chat_template = ChatTemplate(tokenizer, template_kwargs, date)
-        self._tools = tuple(tools)
+        self._tools, self._named_tools = tuple(tools), named_tools
         leading = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
         self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, leading)
@@ -221,6 +224,7 @@ class PromptEncoder:
             self.chat_template.identity,
             sorted(self._conversations.stop_tokens),
             *([list(self._tools)] if self._tools else []),
+            *([dict(self._named_tools)] if self._named_tools else []),
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -316,7 +320,8 @@ class PromptEncoder:
         Raises:
             DataError: it cannot be applied; names the record.
         """
-        tools = record.tools or self._tools
+        name = record.fields.get("env_name") or record.fields.get("task_name")
+        tools = record.tools or self._named_tools.get(name, self._tools)
         return self.chat_template.render(
             self._prompt_messages(record), tools, record.origin, for_generation=True
         )
@@ -332,8 +337,9 @@ class PromptEncoder:
         return [{"role": "user", "content": self._template.replace("{prompt}", record.prompt)}]
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-        own = [{"role": "system", "content": record.system}] if record.system else self._system
-        system = [] if record.has_system else own
+        system = self._system if record.system is None else [{"role": "system", "content": record.system}]
+        if record.has_system or record.system == "":
+            system = []
         return [*system, *(dict(turn) for turn in turns)]
 
 

@@ -1,6 +1,5 @@
 """Columns that are not read although prompts and answers make no sense without them: choices, pictures,
-labels,
-values of templates."""
+labels, earlier turns, values of templates."""
 
 from __future__ import annotations
 
@@ -48,6 +47,11 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
         return (
             "'label' marks the good answers, but all answers would be learned. Fix: keep the "
             "records whose label is true, without that column, or name prompt_key and answer_key"
+        )
+    if row.get("history"):
+        return (
+            "'history' holds earlier turns of the conversation, which are not read. Fix: write the whole "
+            "conversation as messages, or name prompt_key and answer_key to leave them out"
         )
     if row.get("chat_template_kwargs"):
         return (

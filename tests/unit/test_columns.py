@@ -4,6 +4,7 @@ rows as plain messages."""
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import logging
 from pathlib import Path
@@ -380,6 +381,91 @@ def test_a_system_message_beside_some_conversations_is_read(tmp_path: Path) -> N
     found, source = load(write(tmp_path / "found", rows))
     assert source["system_key"] == "system"
     assert tokens_of(found) == tokens_of(load(write(tmp_path / "plain", plain), messages_key="m")[0])
+
+
+def prompts(path: Path, rows: Rows, **keys: Any) -> list[str]:
+    """The text of each prompt, where a run has a system message of its own."""
+    tokenizer = tokenizer_of("qwen2.5")
+    config: Any = {
+        "max_input_seq_length": 4000,
+        "cache_dir": str(path / "cache"),
+        "system_prompt": "Of the run.",
+    }
+    source: Any = {"path": str(write(path, rows)), **keys}
+    found = load_dataset(source, Reading(config, tokenizer, False))
+    return [tokenizer.decode(each.prompt_ids) for each in found.examples]
+
+
+def test_a_system_message_of_the_run_is_put_before_prompts_without_one(tmp_path: Path) -> None:
+    rows = [{"prompt": turns("Hi", system="Its own."), "answer": "4"}, {"prompt": turns("Hi"), "answer": "4"}]
+    own, without = prompts(tmp_path / "prompts", rows, prompt_key="prompt", answer_key="answer")
+    assert own.count("system") == 1 and "Its own." in own
+    assert without.count("system") == 1 and "Of the run." in without
+    fields = [{"q": "Hi", "a": "4", "s": system} for system in ("Its own.", "", None)]
+    keys = {"prompt_key": "q", "answer_key": "a", "system_key": "s"}
+    own, empty, null = prompts(tmp_path / "fields", fields, **keys)
+    assert "Its own." in own and "Of the run." not in own
+    # qwen2.5's template writes a system message of its own where there is none
+    assert "Of the run." not in empty and "Of the run." in null
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_refused(tmp_path: Path) -> None:
+    rows = [{"messages": turns("2+2?", "4"), "answer": "4"}]
+    with pytest.raises(
+        RecordError, match=r"'messages' ends with a turn of 'assistant', which would be closed"
+    ):
+        load(write(tmp_path, rows), Kind.REFERENCES, prompt_key="messages", answer_key="answer")
+
+
+@pytest.mark.parametrize("kind", [Kind.ANSWERS, Kind.REFERENCES])
+def test_messages_with_dates_are_read(tmp_path: Path, kind: Kind) -> None:
+    dated = [{**message, "timestamp": datetime.datetime(2024, 1, 1)} for message in turns("Hi", "Hello")]
+    rows = [{"m": dated[: 1 if kind is Kind.REFERENCES else 2], "a": "x"}]
+    keys = {"prompt_key": "m", "answer_key": "a"} if kind is Kind.REFERENCES else {"messages_key": "m"}
+    found, _ = load(write(tmp_path, rows, "parquet"), kind, **keys)
+    assert len(found.examples) == 1
+
+
+HALF = "half of a character: \ud83d"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        ("qwen2.5", called("weather", {"city": HALF}, "a", "20")[0]),
+        ("qwen3", {"role": "assistant", "content": "Yes.", "reasoning_content": HALF}),
+    ],
+)
+def test_half_a_character_anywhere_names_its_record(tmp_path: Path, template: str, turn: Any) -> None:
+    with pytest.raises(RecordError, match=r"rows.jsonl line 1: .* half of a surrogate pair"):
+        load(write(tmp_path, [{"m": [*turns("Hi"), turn]}]), template=template, messages_key="m")
+
+
+def test_calls_as_text_are_read_as_objects(tmp_path: Path) -> None:
+    [turn, said] = called("weather", {"city": "Rome"}, "a", "20")
+    found = []
+    for place, calls in enumerate(
+        (turn["tool_calls"], json.dumps(turn["tool_calls"]), [json.dumps(turn["tool_calls"][0])])
+    ):
+        rows = [{"m": [*turns("Warm?"), {**turn, "tool_calls": calls}, said, WARM]}]
+        found.append(tokens_of(load(write(tmp_path / str(place), rows), messages_key="m")[0]))
+    assert found[0] == found[1] == found[2]
+    rows = [{"m": [*turns("Warm?"), {**turn, "tool_calls": ["look"]}, said, WARM]}]
+    with pytest.raises(RecordError, match=r"m\[1\]: 'look' is no function call"):
+        load(write(tmp_path / "odd", rows), template="chatml", messages_key="m")
+
+
+def test_the_earlier_turns_of_a_column_are_not_left_out_quietly(tmp_path: Path) -> None:
+    row = {"instruction": "And 3+3?", "output": "6", "history": [["1+1?", "2"]]}
+    with pytest.raises(DataError, match="'history' holds earlier turns"):
+        load(write(tmp_path, [row]))
+
+
+def test_empty_and_controlled_answers_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"q": "Hi", "a": ""}, {"q": "Hi", "a": "Yes.<|im_end|>"}, {"q": "Hi", "a": "Yes."}]
+    load(write(tmp_path, rows), prompt_key="q", answer_key="a")
+    assert "1 empty answers in 3 records" in caplog.text and "line 1): its answer" in caplog.text
+    assert "1 of 3 records have a control token" in caplog.text
 
 
 @pytest.mark.parametrize(

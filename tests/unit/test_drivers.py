@@ -640,7 +640,7 @@ def test_control_tokens_are_said(tmp_path: Path, model: str, caplog: pytest.LogC
     config["checkpointing"]["enabled"] = config["checkpointing"]["export_hf"] = False
     run(config, PolicyMaker())
     assert (
-        "1 of 4 prompts have a control token of the tokenizer in their text, which it encodes as such; the "
+        "1 of 4 records have a control token of the tokenizer in their text, which it encodes as such; the "
         f"first: index 1 ({path} line 2)"
     ) in caplog.text
     assert repr(get_tokenizer({"name": model}).eos_token) in caplog.text

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from converters.errors import ConversionError
 from megarl.cli import main
+from megarl.config.defaults import complete_run
 from megarl.errors import ConfigError, ModelError
 from megarl.run.model_check import check_model, check_model_on_disk
 from tests.models import VOCABULARY, make_tiny
@@ -83,6 +84,26 @@ def test_missing_weights_are_named(
     without_a_tensor(model)
     with pytest.raises(kind, match=r"missing: model\.norm\.weight"):
         check(policy(model, backend))
+
+
+def test_files_that_no_checkpoint_could_copy_are_found_before_training(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", "qwen2", tied=False)
+    (model / "README.md").symlink_to(tmp_path / "nowhere.md")
+    with pytest.raises(ConversionError, match=r"README\.md leads to"):
+        check_model(policy(model, MEGATRON))
+    assert check_model(policy(model, FSDP1)) == VOCABULARY
+
+
+def test_what_megarl_fills_in_knows_the_users_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of-me")
+    given = raw_grpo() | {"run_dir": "~/run"}
+    given["policy"] |= {"model_name": "~/model", "tokenizer": {"name": "~/model"}}
+    given["data"] |= {"train": [{"path": "~/a.jsonl"}, {"path": "b~.jsonl"}]}
+    found = complete_run(given)
+    assert found["run_dir"] == "/home/of-me/run"
+    assert found["checkpointing"]["checkpoint_dir"] == "/home/of-me/run/checkpoints"
+    assert found["policy"]["model_name"] == found["policy"]["tokenizer"]["name"] == "/home/of-me/model"
+    assert [source["path"] for source in found["data"]["train"]] == ["/home/of-me/a.jsonl", "b~.jsonl"]
 
 
 def test_what_megatron_has_no_setting_for_is_found_by_the_driver(tmp_path: Path) -> None:

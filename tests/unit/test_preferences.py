@@ -174,7 +174,7 @@ def test_empty_answers_are_counted_and_named(tmp_path: Path, caplog: pytest.LogC
     ]
     data = load(tmp_path, rows, prompt_key="p")
     assert shown(data, 0) == ["<user> two <bot>", "</s>", "five </s>"]
-    assert "2 empty answers in 3 pairs" in caplog.text
+    assert "2 empty answers in 3 records" in caplog.text
     assert "line 1): the chosen one" in caplog.text and "line 3): the rejected one" in caplog.text
 
 
