@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,7 @@ class BaseModel:
     def digest(self) -> str:
         """A digest of the sizes, first and last bytes of its weight files, in the order of their names."""
         if self._digest is None:
-            digest = hashlib.sha256()
-            # Hash only a part of each file, because reading every byte would take minutes at each start. A
-            # file begins with the names and shapes of its tensors.
-            for path in self._source.files():
-                with path.open("rb") as file:
-                    size = path.stat().st_size
-                    digest.update(f"{size}".encode())
-                    digest.update(file.read(_HASHED))
-                    file.seek(max(0, size - _HASHED))
-                    digest.update(file.read(_HASHED))
-            self._digest = digest.hexdigest()
+            self._digest = _digest_of(self._source.files())
         return self._digest
 
     def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
@@ -79,12 +69,28 @@ class BaseModel:
                     f"{directory} holds adapters with {name} = {stored.get(key)!r}, but {_KEY} "
                     f"gives {peft.get(key)!r}. Fix: set {_KEY}.{name} to the checkpoint's"
                 )
-        if record.get("weights") != self.digest:
+        # Earlier versions counted all files of that kind.
+        others = sorted(self._source.directory.glob("*.safetensors"))
+        if record.get("weights") not in (self.digest, _digest_of(others)):
             raise CheckpointError(
                 f"{directory} holds adapters of {record.get('model_name')}, but the weights in "
                 f"{self._source.directory} are not those of that model. Fix: set policy.model_name to the "
                 "model that they were trained on"
             )
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    # Hash only a part of each file, because reading every byte would take minutes at each start. A file
+    # begins with the names and shapes of its tensors.
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{size}".encode())
+            digest.update(file.read(_HASHED))
+            file.seek(max(0, size - _HASHED))
+            digest.update(file.read(_HASHED))
+    return digest.hexdigest()
 
 
 def refuse_adapters(directory: Path) -> None:

@@ -74,7 +74,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         name: name of the run's directory if the configuration does not set it.
     """
     # Copy, because the caller tries the same configuration again with other values.
-    run = _without_tildes(copy.deepcopy(dict(config)))
+    run = without_tildes(copy.deepcopy(dict(config)))
     run.setdefault("run_dir", str(Path("runs") / name))
     # Complete the models before the policy: a model inherits what was written for the policy, but its
     # defaults follow its own keys.
@@ -102,7 +102,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
-def _without_tildes(run: Config) -> Config:
+def without_tildes(run: Config) -> Config:
     """Return the configuration with the user's directory in place of ``~`` at the beginning of paths: no
     shell puts it into a file or behind ``key=``."""
     for key, place in places_of(run):

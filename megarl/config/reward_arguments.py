@@ -75,12 +75,16 @@ _NAMED = (
 )
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments for a call of a reward function.
 
     Attributes:
         positional, keywords: names of the parameters that get values, in order.
+        optional: names of those with a default, which a column of that name replaces.
         takes_rest: the function has ``**kwargs``, which get the values that no parameter names: columns of
             the record, and the other arguments of the library that the function was written for.
         is_of_several: the function takes lists of responses and returns a list of numbers.
@@ -90,15 +94,21 @@ class Arguments:
 
     positional: tuple[str, ...]
     keywords: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     takes_rest: bool = False
     is_of_several: bool = False
     takes_messages: bool = False
 
     @property
-    def wants_record(self) -> bool:
-        """True if the function reads more than the response and the reference answer."""
+    def reads_record(self) -> bool:
+        """True if the function may read any field of the record."""
         read = {SEVERAL.get(name) or SINGLE.get(name) for name in (*self.positional, *self.keywords)}
         return self.takes_rest or not read <= {RESPONSE, ANSWER}
+
+    @property
+    def wants_record(self) -> bool:
+        """True if the function reads more than the response and the reference answer."""
+        return self.reads_record or bool(self.optional)
 
 
 def arguments_of(function: Callable[..., Any]) -> Arguments:
@@ -116,11 +126,13 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
         for each in parameters
         if each.kind in _NAMED and (each.default is inspect.Parameter.empty or _is_known(each.name))
     ]
+    optional = [each.name for each in parameters if each.kind in _BY_NAME and each not in given]
     rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     several = any(name in SEVERAL for name in names)
     return Arguments(
         tuple(each.name for each in given if each.kind is inspect.Parameter.POSITIONAL_ONLY),
         tuple(each.name for each in given if each.kind is not inspect.Parameter.POSITIONAL_ONLY),
+        optional=tuple(optional),
         takes_rest=rest,
         is_of_several=several,
         takes_messages=several or bool(_OF_VERIFIERS & set(names)),
@@ -174,6 +186,7 @@ def values_for(
         for name in (*arguments.positional, *arguments.keywords)
     }
     positional = [named.pop(name) for name in arguments.positional]
+    named |= {name: _listed(columns[name], arguments) for name in arguments.optional if name in columns}
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}

@@ -558,7 +558,7 @@ class _Tokenization:
             _Offenders(),
         )
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
-        self._equal, self._silent = _Offenders(), _Offenders()
+        self._equal, self._silent, self._closed = _Offenders(), _Offenders(), _Offenders()
         self._bad, self._unreasoned, self._doubtful = _Offenders(), _Offenders(), _Offenders()
         self._skips = reading.skips_bad_records
         self._writes_prompts = True
@@ -791,6 +791,13 @@ class _Tokenization:
         hit = None if self._control is None else self._control.search("\n".join(texts))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
+        last = None if isinstance(record.prompt, str) else record.prompt[-1]["role"]
+        if (
+            last == "assistant"
+            and not self._reading.with_answers
+            and not self._encoder.chat_template.is_passthrough
+        ):
+            self._closed.add(where)
         role = None if text is None else self._encoder.unwritten_role(record, text)
         if role is not None:
             self._unwritten.add(f"{where}: a turn of {role!r}")
@@ -893,6 +900,14 @@ class _Tokenization:
                 (
                     f"{self._silent.count} empty answers in {self._seen} records, of which only the end "
                     f"token is learned: {self._silent}. Remove these records if this is not intended"
+                ),
+            ),
+            (
+                self._closed,
+                (
+                    f"{self._closed.count} of {self._seen} prompts end with a turn of the assistant, which "
+                    f"the chat template closes before a response begins: {self._closed}. End them with the "
+                    "user's turn; a conversation whose last turn is the answer is named by messages_key"
                 ),
             ),
             (

@@ -149,7 +149,11 @@ def _message(
 def _objects(calls: Any, where: str) -> list[Any]:
     """Return the calls of a message as objects; the list and each call may be JSON text."""
     calls = _parsed_calls(calls, where) if isinstance(calls, str) else calls
-    found = [_parsed_calls(call, where) if isinstance(call, str) else call for call in calls]
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list | None):
+        raise _no_call(calls, where)
+    found = [_parsed_calls(call, where) if isinstance(call, str) else call for call in calls or ()]
     for call in found:
         if not isinstance(call, Mapping):
             raise _no_call(call, where)

@@ -469,12 +469,6 @@ def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
-    if value[-1]["role"] == "assistant":
-        raise RecordError(
-            f"{origin}: {key!r} ends with a turn of 'assistant', which would be closed before the response "
-            "begins. Fix: end it with the user's turn; a conversation whose last turn is the answer is named "
-            "by messages_key"
-        )
     refuse_half_characters([message["content"] or "" for message in value], key, origin)
     return tuple(_without_nulls(message, is_padded) for message in value)
 

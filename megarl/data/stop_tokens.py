@@ -65,7 +65,8 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
     """
     own, config = (_content(model_name, name) for name in _FILES)
     # Older models have these settings in config.json, which transformers writes again without them.
-    own = own or {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    if not own and config.get("do_sample"):
+        own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     stops = list(stop_tokens_of(tokenizer, model_name))
     in_own = list(_ids_in(own, _FILES[0]))
     known = {*in_own, *_ids_in(config, _FILES[1])}

@@ -321,7 +321,8 @@ class PromptEncoder:
             DataError: it cannot be applied; names the record.
         """
         name = record.fields.get("env_name") or record.fields.get("task_name")
-        tools = record.tools or self._named_tools.get(name, self._tools)
+        named = self._named_tools.get(name) if isinstance(name, str) else None
+        tools = record.tools or named or self._tools
         return self.chat_template.render(
             self._prompt_messages(record), tools, record.origin, for_generation=True
         )

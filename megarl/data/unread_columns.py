@@ -48,7 +48,8 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
             "'label' marks the good answers, but all answers would be learned. Fix: keep the "
             "records whose label is true, without that column, or name prompt_key and answer_key"
         )
-    if row.get("history"):
+    history = _of_json(row.get("history"))
+    if isinstance(history, list) and history and all(isinstance(each, str) for each in prompts):
         return (
             "'history' holds earlier turns of the conversation, which are not read. Fix: write the whole "
             "conversation as messages, or name prompt_key and answer_key to leave them out"

@@ -413,7 +413,9 @@ def require_parameters_in_data(call: Call) -> None:
         if isinstance(source.get(key), str)
     }
     named = {name for function in functions for name in unknown_parameters(function)}
-    reads_all = any(arguments_of(function).wants_record for function in functions)
+    read = [arguments_of(function) for function in functions]
+    named.update(*(each.optional for each in read))
+    reads_all = any(each.reads_record for each in read)
     for key in ("data.train", "data.validation"):
         source = at(call.written, key)
         if not isinstance(source, Mapping) or "path" not in source:

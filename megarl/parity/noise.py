@@ -173,10 +173,13 @@ class _NoisySoftmax(torch.autograd.Function):
 
 
 def _noisy_softmax(spread: float, generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
-    """Give the softmax of transformers' eager attention an error in its backward pass."""
+    """Give the softmax of transformers' eager attention, and of its routers, an error in the backward
+    pass."""
     exact = torch.nn.functional.softmax
 
-    def noisy(scores: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def noisy(
+        scores: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Tensor:
         if dim not in (-1, scores.ndim - 1) or not scores.requires_grad:
             return exact(scores, dim=dim, dtype=dtype)
         return _NoisySoftmax.apply(scores.to(dtype), spread, generator)  # type: ignore[no-untyped-call]

@@ -14,9 +14,11 @@ _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>.*?(?:</\1>|\Z)", re
 _END_OF_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning)>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _STATED = re.compile(
-    r"\b(?:answer|result|option|choice)s?\b[*\s]*(?:\b(?:is|are)\b|:|=)[*:\s]*"
-    r"((?:(?!\b(?:answer|result|option|choice)s?\b)[^\n])+)",
+    r"\b(?:answer|result)s?\b[*\s]*(?:\b(?:is|are)\b|:|=)[*:\s]*((?:(?!\b(?:answer|result)s?\b)[^\n])+)",
     re.IGNORECASE,
+)
+_CHOSEN = re.compile(
+    r"\b(?:correct|right|best) (?:option|choice)\b[*\s]*(?:\bis\b|:|=)[*:\s]*([^\n]+)", re.IGNORECASE
 )
 _END_OF_SENTENCE = re.compile(
     r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where|not|rather)\b"
@@ -90,7 +92,7 @@ def _statement(text: str) -> str | None:
     tagged = _TAGGED.findall(text)
     if tagged:
         return str(tagged[-1]).strip() or None
-    stated = _STATED.findall(text)
+    stated = _STATED.findall(text) or _CHOSEN.findall(text)
     if not stated:
         return None
     last = str(stated[-1])

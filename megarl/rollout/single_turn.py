@@ -462,7 +462,7 @@ def _task(turn: Turn, row: int, length: int, *, with_record: bool) -> Task:
     record, response = turn.records[row], turn.responses[row]
     if not with_record:
         return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
-    # The data's own index or answer is what a function was written for.
-    fields = {"index": record.index, "answer": record.answer, **getattr(record, "fields", {})}
+    # The data's own index is what a function was written for; the answer is always the reference.
+    fields = {"index": record.index, **getattr(record, "fields", {}), "answer": record.answer}
     prompt = turn.prompts[row] if turn.prompts else ""
     return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))

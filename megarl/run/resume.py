@@ -17,6 +17,7 @@ from megarl.algorithms.turns import Turns
 from megarl.checkpoint.background import CheckpointMemory, Write
 from megarl.checkpoint.manager import CONFIG_NAME
 from megarl.checkpoint.storage import is_file, read_again, said_of_space
+from megarl.config.defaults import without_tildes
 from megarl.config.resume_changes import check_changes
 from megarl.config.sections import RunConfig
 from megarl.errors import (
@@ -133,6 +134,8 @@ def report_changes(start: ResumePoint, config: RunConfig) -> None:
             f"{path} cannot be read: {error}. Fix: resume from another one"
         ) from error
     name = f"{start.checkpoint.parent.name}/{start.checkpoint.name}"
+    # Earlier versions kept the ~ at the beginning of paths.
+    before = without_tildes(before) if isinstance(before, dict) else before
     # Redact both configurations: the stored one has its secrets hidden, and each secret would appear to have
     # changed.
     for key, (old, new) in check_changes(

@@ -409,12 +409,12 @@ def test_a_system_message_of_the_run_is_put_before_prompts_without_one(tmp_path:
     assert "Of the run." not in empty and "Of the run." in null
 
 
-def test_a_prompt_that_ends_with_the_assistant_is_refused(tmp_path: Path) -> None:
+def test_prompts_that_end_with_the_assistant_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"messages": turns("2+2?", "4"), "answer": "4"}]
-    with pytest.raises(
-        RecordError, match=r"'messages' ends with a turn of 'assistant', which would be closed"
-    ):
-        load(write(tmp_path, rows), Kind.REFERENCES, prompt_key="messages", answer_key="answer")
+    load(write(tmp_path, rows), Kind.REFERENCES, prompt_key="messages", answer_key="answer")
+    assert "1 of 1 prompts end with a turn of the assistant, which the chat template closes" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Kind.ANSWERS, Kind.REFERENCES])
@@ -450,6 +450,9 @@ def test_calls_as_text_are_read_as_objects(tmp_path: Path) -> None:
         rows = [{"m": [*turns("Warm?"), {**turn, "tool_calls": calls}, said, WARM]}]
         found.append(tokens_of(load(write(tmp_path / str(place), rows), messages_key="m")[0]))
     assert found[0] == found[1] == found[2]
+    for calls in ("null", None, []):
+        rows = [{"m": [*turns("Hi"), {**WARM, "tool_calls": calls}]}]
+        assert load(write(tmp_path / "none", rows), messages_key="m")[0].examples[0].prompt_ids
     rows = [{"m": [*turns("Warm?"), {**turn, "tool_calls": ["look"]}, said, WARM]}]
     with pytest.raises(RecordError, match=r"m\[1\]: 'look' is no function call"):
         load(write(tmp_path / "odd", rows), template="chatml", messages_key="m")

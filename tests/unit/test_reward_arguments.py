@@ -212,6 +212,12 @@ def test_lists_and_numbers_of_the_data_come_before_what_is_made(tmp_path: Path) 
     assert scored(name, TASK._replace(record={**RECORD, "extra_info": {"index": 7}})) == 7 + 1 + 3
 
 
+def test_a_default_counts_where_the_record_lacks_the_column(tmp_path: Path) -> None:
+    name = path_of(tmp_path, "def reward(response, level=0, tolerance=2):\n    return level + tolerance")
+    check_reward(name, columns=())
+    assert scored(name) == 5 + 2 and scored(name, TASK._replace(record={})) == 2
+
+
 def test_verl_s_function_of_the_cases(tmp_path: Path) -> None:
     name = f"{ROWS / 'verl_signature.py'}:compute_score"
     check_reward(name, columns=())

@@ -291,14 +291,14 @@ def test_a_function_of_lists_may_leave_a_response_to_another(tmp_path: Path, mad
     assert made[1].step(turn(["ab", "abcd"])).masked == [False, True]
 
 
-def test_the_data_s_own_index_and_answer_are_passed_on(tmp_path: Path, made: list[Any]) -> None:
+def test_the_data_s_own_index_is_passed_on_and_the_reference(tmp_path: Path, made: list[Any]) -> None:
     (tmp_path / "own.py").write_text(
         "def reward(response, record):\n    return record['index'] + record['answer']"
     )
     made.append(SingleTurn(section(reward=f"{tmp_path / 'own.py'}:reward")))
     asked = turn(["abc"])
-    asked.records[0].fields = {"index": 100, "answer": 5}
-    assert made[0].step(asked).rewards == [105]
+    asked.records[0].fields, asked.records[0].answer = {"index": 100, "answer": 5}, 7
+    assert made[0].step(asked).rewards == [107]
 
 
 def test_each_record_meets_the_environment_that_it_names(users: str, made: list[Any]) -> None:

@@ -118,7 +118,11 @@ def test_other_texts_are_no_calls(form: str | None) -> None:
 
 
 def test_values_without_quotes_are_texts_where_the_tool_takes_texts() -> None:
-    parameters = {"zip_code": {"type": "string"}, "days": {"type": "integer"}}
+    parameters = {
+        "zip_code": {"anyOf": [{"type": ["string", "null"]}, {"type": "integer"}]},
+        "days": {"type": "integer"},
+        "any": True,
+    }
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": parameters}}}
     written = "".join(
         f"<parameter={name}>\n{value}\n</parameter>\n"

@@ -148,8 +148,18 @@ def _parameters_of_text(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[st
     for tool in tools:
         function = tool.get("function", {})
         for parameter, kind in function.get("parameters", {}).get("properties", {}).items():
-            if kind.get("type") == "string":
+            if _takes_text(kind):
                 yield function["name"], parameter
+
+
+def _takes_text(kind: Any) -> bool:
+    """Return whether the schema of a parameter allows a text."""
+    if not isinstance(kind, Mapping):
+        return False
+    types = kind.get("type")
+    return "string" in (types if isinstance(types, list) else [types]) or any(
+        map(_takes_text, kind.get("anyOf", ()))
+    )
 
 
 def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:
