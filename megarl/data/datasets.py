@@ -22,6 +22,7 @@ import numpy as np
 
 from megarl import env
 from megarl.config.data_sources import DEFAULT_CACHE_GIB, FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
+from megarl.config.nested import at
 from megarl.data.columns import Kind, complete_source
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
@@ -457,7 +458,7 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
     ]
     if reading.skips_bad_records:
         # Include the judge and the environment that it asks, because they decide which records are skipped.
-        limits += ["skip", reading.judge, source.get("env_name")]
+        limits += ["skip", reading.judge, at(source, "env_name")]
     # Include the user's id: another user's table is not trusted, and must not occupy the name of this user's.
     return _digest(
         [

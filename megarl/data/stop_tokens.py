@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.nested import at
 from megarl.data.chat_template import ChatTemplate
 from megarl.errors import ModelError
 
@@ -65,7 +66,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
     """
     own, config = (_content(model_name, name) for name in _FILES)
     # Older models have these settings in config.json, which transformers writes again without them.
-    if not own and config.get("do_sample"):
+    if not own and at(config, "do_sample"):
         own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     stops = list(stop_tokens_of(tokenizer, model_name))
     in_own = list(_ids_in(own, _FILES[0]))

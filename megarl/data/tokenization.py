@@ -105,8 +105,11 @@ def as_published(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     ``chat_template: null`` is for prompts that were rendered beforehand. Whoever serves the model renders
     them by its own template, so that is the one to write.
     """
+    own = getattr(tokenizer, _SET_ASIDE, None)
+    if not own:
+        return tokenizer
     published = copy.copy(tokenizer)
-    published.chat_template = getattr(tokenizer, _SET_ASIDE, None) or tokenizer.chat_template
+    published.chat_template = own
     return published
 
 

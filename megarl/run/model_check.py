@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.check import check_headers
-from converters.checkpoint.artifacts import artifacts
 from converters.checkpoint.source import HuggingFaceSource, locate_source
 from converters.errors import ConversionError
 from converters.families.hf_config import make_hf_config, read_hf_config
@@ -63,6 +62,9 @@ def check_model(policy: PolicyConfig) -> int:
     directory = locate_source(policy["model_name"])
     source = HuggingFaceSource(directory)
     if at(policy, "megatron_cfg.enabled"):
+        # This module needs torch, without which a dry run of other backends is faster.
+        from converters.checkpoint.artifacts import artifacts
+
         # Every checkpoint has copies of these files: refuse now what could not be copied then.
         artifacts(directory)
     size = _check(

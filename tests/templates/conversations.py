@@ -129,6 +129,4 @@ REFUSED: dict[str, frozenset[str]] = {
 def record_of(messages: list[Message], tools: tuple[Message, ...] = ()) -> Record:
     """Return a conversation as the reader of a data file makes it."""
     last = messages[-1]
-    return Record(
-        tuple(messages[:-1]), last["content"] or "", "row 1", last, tools, messages[0]["role"] == "system"
-    )
+    return Record(tuple(messages[:-1]), last["content"] or "", "row 1", last, tools)

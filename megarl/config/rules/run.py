@@ -39,6 +39,7 @@ from megarl.config.losses import (
     ClippedPGLossConfig,
 )
 from megarl.config.losses import SECTION as LOSS
+from megarl.config.nested import at
 from megarl.config.rules.backends import MEGATRON, backend_of
 from megarl.config.rules.parallel import axis_sizes, layout_of, sequence_parallel_key, training_shape
 from megarl.config.rules.view import NotApplicableError, Rule, View
@@ -422,7 +423,7 @@ def reward_is_known(view: View) -> Iterator[Violation]:
             continue
         # Among several environments, a source without a name has records that name theirs.
         names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
-        columns = [set(_extra_keys(source)) for source in sources if source.get("env_name") in names]
+        columns = [set(_extra_keys(source)) for source in sources if at(source, "env_name") in names]
         columns = columns or [{extra for source in sources for extra in _extra_keys(source)}]
         yield from faults_of_rewards(section, key, set.intersection(*columns))
 
