@@ -224,9 +224,14 @@ def token_logprobs(
     model: torch.nn.Module, data: Mapping[str, Any], sampling: SamplingSettings = MODEL_ITSELF
 ) -> Tensor:
     """Return log-probabilities [B, S] float32, 0 in column 0 and in padding; for a model that scores, its
-    values."""
+    values.
+
+    A token that is certain, as after training that diverges, has the largest negative number, so that exactly
+    0 stands for padding alone.
+    """
     with torch.no_grad():
         values = read_by_loss(model, data, sampling)
+    values = values.where(values != 0, -torch.finfo(values.dtype).tiny)
     if not hasattr(model, "score"):
         values = torch.nn.functional.pad(values, (1, 0))
     inside = torch.arange(values.shape[1])[None] < data["input_lengths"][:, None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.parity.batches import first_step, token_batch, with_signals
 from megarl.parity.case import Case
 from megarl.parity.errors import BOUND, relative_error
+from megarl.parity.lines import parse
 from megarl.parity.losses import make_loss
 from megarl.parity.models import ModelShelf
 from megarl.parity.reference import ROUNDING, Expected, load_model, token_logprobs
@@ -125,6 +126,18 @@ def test_a_batch_without_valid_tokens_gives_zeros(tmp_path: Path) -> None:
     expected = trained(ModelShelf(tmp_path).complete(CASE), replace(CASE, masked="all"))
     assert expected.losses[0] == [0.0] and expected.norms[0] == [0.0]
     assert expected.norms[1][0] > 0
+
+
+def test_a_certain_token_is_told_from_padding(tmp_path: Path) -> None:
+    case = parse("seed=3 vocab=5 mbs=2 micro=2 length=9")
+    model, tokens = load_model(ModelShelf(tmp_path).complete(case)), token_batch(case)
+    token = int(tokens["input_ids"][0, 1])
+    favour = torch.eye(5)[token] * 1e6
+    model.lm_head.register_forward_hook(lambda _, given, logits: logits + favour)  # type: ignore[operator, union-attr]
+    found, columns = token_logprobs(model, tokens), torch.arange(9)[None]
+    scored = (columns < tokens["input_lengths"][:, None]) & (columns > 0)
+    assert torch.equal(found != 0, scored)
+    assert bool((found[scored & (tokens["input_ids"] == token)] > -1e-30).all())
 
 
 def test_ratios_are_clipped_and_not_clipped(tmp_path: Path) -> None:
