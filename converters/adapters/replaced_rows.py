@@ -75,9 +75,7 @@ class Replacements:
                     if is_among(module, frozenset({target}))
                 )
                 self._add(stored, f"{module}.weight", next(listed, None))
-            # PEFT saves the output layer of a tied model under its own name, which the base checkpoint does
-            # not have.
-            elif self._is_saved(name) and (name in tensors or (tied and name == _HEAD)):
+            elif self._is_of_saved(name, tied) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
         self.problems += [
             f"missing: {name}, which modules_to_save lists"
@@ -93,6 +91,12 @@ class Replacements:
         parts = name.split(".")[:-1]
         modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
+
+    def _is_of_saved(self, name: str, tied: bool) -> bool:
+        """Return whether a tensor is of a saved module. PEFT saves the output layer of a tied model under its
+        own name, which the base checkpoint does not have; with ensure_weight_tying also if only the embedding
+        is listed."""
+        return self._is_saved(name) or (tied and name == _HEAD and self._is_saved(self._embedding))
 
     def _add(self, stored: str, name: str, tokens: tuple[int, ...] | None) -> None:
         self.names.add(stored)

@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [97, 3], "lm_head": [5]}},
     ),
+    "a saved tied embedding": (
+        "llama_tied",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "tokens of a tied embedding": (
         "llama_tied",
         {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
