@@ -30,8 +30,8 @@ Prompt = str | Sequence[ChatMessage]
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Length of the beginning, in characters, from which a text is found to be too long."""
 
-# Attribute of a tokenizer with the chat template and the padding token that it came with.
-_OWN = "came_with"
+# Attribute of a tokenizer whose own chat template is not to be used.
+_SET_ASIDE = "own_chat_template"
 
 # A text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
 _ALL_KEPT = "a  b\n\tc"
@@ -83,12 +83,12 @@ def get_tokenizer(
             f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
             "tokenizer_config.json"
         )
-    setattr(tokenizer, _OWN, (tokenizer.chat_template, tokenizer.pad_token))
     # Any token may be the padding, because lengths and masks exclude it.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")
     if template is None:
+        setattr(tokenizer, _SET_ASIDE, tokenizer.chat_template)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     elif template != "default":
         _refuse_plain_text(template)
@@ -100,17 +100,16 @@ def get_tokenizer(
 
 
 def as_published(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer as a trained model has it: with the padding and the chat template that it came with.
+    """Return a tokenizer as a trained model has it.
 
-    A template of the run's own stays. One that only joins messages does not: ``chat_template: null`` is for
-    prompts that were rendered beforehand, and whoever serves the model renders them by its own template.
+    ``chat_template: null`` is for prompts that were rendered beforehand. Whoever serves the model renders
+    them by its own template, so that is the one to write.
     """
-    if not hasattr(tokenizer, _OWN):
+    own = getattr(tokenizer, _SET_ASIDE, None)
+    if not own:
         return tokenizer
     published = copy.copy(tokenizer)
-    template, published.pad_token = getattr(tokenizer, _OWN)
-    if published.chat_template == PASSTHROUGH_TEMPLATE:
-        published.chat_template = template
+    published.chat_template = own
     return published
 
 

@@ -22,7 +22,6 @@ from megarl.data.tokenization import (
     get_tokenizer,
 )
 from megarl.errors import DataError, ModelError
-from megarl.models.engine.saving import replace_tokenizer
 from megarl.rollout.mathematics import fault_of_reference
 from tests.templates import tokenizer_of
 
@@ -101,19 +100,6 @@ def test_an_export_keeps_the_template_of_the_model(tmp_path: Path, setting: dict
     exported = get_tokenizer({"name": str(tmp_path / "export")})
     assert words(PromptEncoder(exported).encode("two")) == "<user> two <bot>"
     assert tokenizer.chat_template == at_work
-
-
-def test_a_checkpoint_has_the_tokenizer_of_its_run(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path / "model", chat=True)
-    policy: Any = {"model_name": model, "tokenizer": {"name": model}, "trust_remote_code": False}
-    written = tmp_path / "checkpoint"
-    for same in (None, "default"):
-        replace_tokenizer(policy | {"tokenizer": {"name": model, "chat_template": same}}, written)
-        assert not written.exists()
-    replace_tokenizer(
-        policy | {"tokenizer": {"name": model, "chat_template": "Q {{ messages[0]['content'] }} A"}}, written
-    )
-    assert words(PromptEncoder(get_tokenizer({"name": str(written)})).encode("two plus")) == "Q two plus A"
 
 
 def test_a_tokenizer_without_a_template_joins_messages(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from converters.checkpoint.writer import write_hf
-from megarl.config.policy import PolicyConfig
 from megarl.data.stop_tokens import generation_config_of
-from megarl.data.tokenization import as_published, get_tokenizer
+from megarl.data.tokenization import as_published
 from megarl.errors import (
     CheckpointError,
     NonFiniteError,
@@ -25,19 +23,6 @@ from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.nonfinite import on_all_ranks
 from megarl.models.engine.worker_state import WorkerState
 from megarl.weight_sync.manifest import drain
-
-
-def replace_tokenizer(policy: PolicyConfig, directory: Path) -> None:
-    """Write the tokenizer of a run over that of its model, and the stop tokens, if the run has another one or
-    another chat template."""
-    section, name = policy["tokenizer"], policy["model_name"]
-    if section["name"] == name and section.get("chat_template") in (None, "default"):
-        return
-    tokenizer = get_tokenizer(section, policy["trust_remote_code"])
-    as_published(tokenizer).save_pretrained(directory)
-    settings = generation_config_of(tokenizer, name)
-    if settings is not None:
-        (directory / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 class SavingWorker(WorkerState):

@@ -19,7 +19,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from converters.check import check_source
-from converters.checkpoint.artifacts import HF_DIRECTORY
 from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
@@ -45,7 +44,6 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
-from megarl.models.engine.saving import replace_tokenizer
 from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
 from megarl.models.engine.shared_base import bytes_of
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
@@ -537,16 +535,14 @@ class MegatronBackend:
             weights,
             said,
             self._staging.of(weights),
-            self._add_files,
+            self._say_adapters,
         )
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(
                 self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer)
             )
 
-    def _add_files(self, directory: Path) -> None:
-        """Add to a checkpoint, on the first rank, what is not among the model's own files."""
-        replace_tokenizer(self.policy, directory / HF_DIRECTORY)
+    def _say_adapters(self, directory: Path) -> None:
         if self.adapters is not None:
             self.base.write(directory, self.adapters.as_peft())
             self.adapters.write_run_config(directory)
