@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import layerwise
 
 from converters.checkpoint.source import open_source
-from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
+from megarl.models.generation.vllm.weight_engines import Connection, SharedMemoryEngine
 from megarl.weight_sync.manifest import Manifest
 from megarl.weight_sync.session import WeightReceiver
 from megarl.weight_sync.slices import Slice
@@ -55,7 +55,7 @@ def main(rank: int, ranks: int, divided: str, directory: Path) -> None:
     engine.parallel_config = SimpleNamespace(world_size=ranks)
     manifest = Manifest.of(iter(weights[0].items()))
     engine._receiver = WeightReceiver(manifest, engine.device)
-    engine.learn(manifest)
+    engine.learn(manifest, Connection([]))
     slices = {name: Slice(*where) for name, where in engine.slices_read()[1].items()}
     refits = []
     for step, names in ((0, []), (1, list(slices)), (0, list(slices))):

@@ -182,7 +182,7 @@ WHOLE = {
 def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_weights(engine: Any) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from megarl.models.generation.vllm.weight_engines import SharedMemoryEngine
+    from megarl.models.generation.vllm.weight_engines import Connection, SharedMemoryEngine
     from megarl.weight_sync.manifest import Manifest
     from megarl.weight_sync.session import WeightReceiver
     from megarl.weight_sync.slices import Slice
@@ -199,7 +199,7 @@ def test_looking_on_leaves_the_model_as_it_was_and_slices_fill_it_like_whole_wei
         WeightReceiver(manifest, made.device),
         SimpleNamespace(world_size=2),
     )
-    made.learn(manifest)
+    made.learn(manifest, Connection([]))
     before, values = (
         places(made.model),
         {name: tensor.clone() for name, tensor in made.model.state_dict().items()},
