@@ -34,13 +34,20 @@ for node in $(seq 0 $((nodes - 1))); do
     SLURM_NODEID=$node SLURMD_NODENAME=$(echo $FAKE_HOSTS | cut -d ' ' -f $((node + 1))) "$@" &
     tasks="$tasks $!"
 done
-trap 'kill -TERM $tasks' TERM
+told=""
+trap 'told=1; kill -TERM $tasks' TERM
 if [ "${FAKE_SRUN:-}" = loses ]; then
     until [ -e "$MEGARL_ATTEMPT_DIR/driver_started" ]; do sleep 0.05; done
     kill -KILL $tasks; echo "srun: error: Node failure on n1" >&2; exit 137
 fi
 code=0
-for task in $tasks; do wait $task || code=$?; done
+for task in $tasks; do
+    found=0
+    wait $task || found=$?
+    # A signal ends the wait, but not the task.
+    [ -z "$told" ] || { told=""; wait $task; again=$?; [ $again = 127 ] || found=$again; }
+    [ $found = 0 ] || code=$found
+done
 [ "${FAKE_SRUN:-}" != waits ] || { trap 'kill $!; exit 143' TERM; sleep 600 & wait $!; }
 exit $code
 """

@@ -636,7 +636,7 @@ def test_a_conversion_is_ended_and_goes_on_later(job: Job) -> None:
 @slow
 def test_a_conversion_that_ends_after_the_signal_is_not_repeated(job: Job) -> None:
     converter = job.directory / "bin" / "python"
-    converter.write_text(f"#!/bin/sh\n{DRIVER} {UNTIL_STOPPED} exit 0\n")
+    converter.write_text(f"#!/bin/sh\ntrap 'exit 0' TERM\n{DRIVER} {UNTIL_STOPPED} sleep 1\n")
     assert job.signalled(signal.SIGUSR1, None, "convert.sbatch") == 0, job.log
     assert not job.requeues()
 
