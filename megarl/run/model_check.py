@@ -59,14 +59,19 @@ def check_model(policy: PolicyConfig) -> int:
         ModelError: its config cannot be read, or does not fit the weights.
         ConfigError: the model cannot be divided as configured.
     """
-    directory = locate_source(policy["model_name"])
-    source = HuggingFaceSource(directory)
+    size = _check_stored(policy)
     if at(policy, "megatron_cfg.enabled"):
-        # This module needs torch, without which a dry run of other backends is faster.
+        # This module needs torch, without which a dry run is faster.
         from converters.checkpoint.artifacts import artifacts
 
         # Every checkpoint has copies of these files: refuse now what could not be copied then.
-        artifacts(directory)
+        artifacts(locate_source(policy["model_name"]))
+    return size
+
+
+def _check_stored(policy: PolicyConfig) -> int:
+    directory = locate_source(policy["model_name"])
+    source = HuggingFaceSource(directory)
     size = _check(
         policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source
     )
@@ -107,7 +112,7 @@ def check_model_on_disk(policy: PolicyConfig) -> None:
     name = policy["model_name"]
     directory = Path(name).expanduser()
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
-        check_model(policy)
+        _check_stored(policy)
     elif (published := published_config(name)) is not None:
         _check(policy, read_plain(published), lambda: make_hf_config(published), None)
     elif read_model_facts(name) is not None and (file := config_file(name)) is not None:
