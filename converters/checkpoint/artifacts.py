@@ -200,6 +200,12 @@ def refuse_changed_config(directory: Path, planned: str, source: Path) -> None:
         )
 
 
+def _dtypes(section: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Return the section's keys of the dtype with a new value; older releases of transformers write
+    torch_dtype instead of dtype."""
+    return {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section}
+
+
 def write_config(
     directory: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
@@ -211,18 +217,13 @@ def write_config(
     """
     path = directory / "config.json"
     config = read_config(directory)
-    # The text model of a multimodal one has a section, whose dtype is what loads the text model alone. Older
-    # releases of transformers write torch_dtype instead of dtype: correct whichever key is there.
+    changes = {**changes, **(_dtypes(config, dtype) or {"dtype": dtype_name(dtype)})}
     text = config.get("text_config")
-    sections = [config, text] if isinstance(text, dict) else [config]
-    keys = [(section, key) for section in sections for key in ("dtype", "torch_dtype") if key in section]
-    stale = [(section, key) for section, key in keys if section[key] != dtype_name(dtype)]
+    if isinstance(text, dict):
+        # The text model of a multimodal one may be loaded alone, and then by its own section.
+        changes["text_config"] = text | _dtypes(text, dtype)
     changes = {key: value for key, value in changes.items() if key not in config or config[key] != value}
-    if stale or not any(section is config for section, _ in keys) or changes:
-        for section, key in stale:
-            section[key] = dtype_name(dtype)
-        if not any(section is config for section, _ in keys):
-            config["dtype"] = dtype_name(dtype)
+    if changes:
         config |= changes
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

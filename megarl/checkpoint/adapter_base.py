@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,11 @@ class BaseModel:
 
     def __init__(self, source: HuggingFaceSource) -> None:
         self._source = source
-        self._digest: str | None = None
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A digest of the sizes, first and last bytes of its weight files, in the order of their names."""
-        if self._digest is None:
-            self._digest = _digest_of(self._source.files())
-        return self._digest
+        return _digest_of(self._source.files())
 
     def write(self, directory: Path, peft: Mapping[str, Any]) -> None:
         """Record in a checkpoint of adapters which model they change, and how."""
@@ -69,12 +67,12 @@ class BaseModel:
                     f"{directory} holds adapters with {name} = {stored.get(key)!r}, but {_KEY} "
                     f"gives {peft.get(key)!r}. Fix: set {_KEY}.{name} to the checkpoint's"
                 )
+        weights, place = record.get("weights"), self._source.directory
         # Earlier versions counted all files of that kind.
-        others = sorted(self._source.directory.glob("*.safetensors"))
-        if record.get("weights") not in (self.digest, _digest_of(others)):
+        if weights != self.digest and weights != _digest_of(sorted(place.glob("*.safetensors"))):
             raise CheckpointError(
                 f"{directory} holds adapters of {record.get('model_name')}, but the weights in "
-                f"{self._source.directory} are not those of that model. Fix: set policy.model_name to the "
+                f"{place} are not those of that model. Fix: set policy.model_name to the "
                 "model that they were trained on"
             )
 

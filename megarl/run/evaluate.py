@@ -334,7 +334,7 @@ def _require_writable(path: Path, key: str) -> None:
         ConfigError: it cannot.
     """
     fault = ("it is a directory", "give a file") if path.is_dir() else fault_of_directory(path.parent)
-    if fault is not None:
+    if fault:
         raise ConfigError([Violation(key, str(path), *fault)])
 
 

@@ -59,18 +59,18 @@ def check_model(policy: PolicyConfig) -> int:
         ModelError: its config cannot be read, or does not fit the weights.
         ConfigError: the model cannot be divided as configured.
     """
-    size = _check_stored(policy)
+    directory = locate_source(policy["model_name"])
+    size = _check_stored(policy, directory)
     if at(policy, "megatron_cfg.enabled"):
         # This module needs torch, without which a dry run is faster.
         from converters.checkpoint.artifacts import artifacts
 
         # Every checkpoint has copies of these files: refuse now what could not be copied then.
-        artifacts(locate_source(policy["model_name"]))
+        artifacts(directory)
     return size
 
 
-def _check_stored(policy: PolicyConfig) -> int:
-    directory = locate_source(policy["model_name"])
+def _check_stored(policy: PolicyConfig, directory: Path) -> int:
     source = HuggingFaceSource(directory)
     size = _check(
         policy, _plain_file(directory / "config.json"), lambda: _read_config(policy, directory), source
@@ -112,7 +112,7 @@ def check_model_on_disk(policy: PolicyConfig) -> None:
     name = policy["model_name"]
     directory = Path(name).expanduser()
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
-        _check_stored(policy)
+        _check_stored(policy, directory)
     elif (published := published_config(name)) is not None:
         _check(policy, read_plain(published), lambda: make_hf_config(published), None)
     elif read_model_facts(name) is not None and (file := config_file(name)) is not None:
