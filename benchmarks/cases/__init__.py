@@ -79,6 +79,11 @@ CASES = {
         "valid tokens a second of packed and dynamic against padded micro-batches",
         "benchmarks.cases.train_packed",
     ),
+    "train.adapters": Case(
+        "a training step of low-rank adapters against a step of all weights of the same model",
+        "benchmarks.cases.train_adapters",
+        takes=("device",),
+    ),
     "grpo.step": Case(
         "a GRPO step by phase against TRL's GRPOTrainer, or a loop by hand", "benchmarks.cases.grpo_step"
     ),

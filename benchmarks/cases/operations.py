@@ -282,7 +282,7 @@ def counts_of(
         ``_syncs`` that two further micro-batches add, and ``_syncs_a_call``, those of a call with one
         micro-batch.
     """
-    found = pool.run(1, _counted, _config(model, sequences, megatron), sequences, compiled)[0]
+    found = pool.run(1, _counted, _config(model, sequences, megatron_cfg=megatron), sequences, compiled)[0]
     metrics = {}
     for name in ("train", "logprob"):
         one, three = found[name, 1], found[name, 3]
@@ -292,12 +292,17 @@ def counts_of(
     return metrics
 
 
-def _config(model: Path, sequences: int, megatron: Mapping[str, Any]) -> dict[str, Any]:
+def batched_products(pool: WorkerPool, model: Path, **changes: Any) -> dict[str, int]:
+    """Return the batched matrix products (``bmm``) of a micro-batch, in ``train`` (forward and backward)
+    and in ``logprob``. ``changes`` has keys of the policy."""
+    found = pool.run(1, _counted, _config(model, 2, **changes), 2, False)[0]
+    return {name: found[name, 1].operations["bmm"] for name in ("train", "logprob")}
+
+
+def _config(model: Path, sequences: int, **changes: Any) -> dict[str, Any]:
     packing = {"enabled": True, "train_mb_tokens": TOKENS, "logprob_mb_tokens": TOKENS}
-    changes = {"train_global_batch_size": sequences, "max_total_sequence_length": TOKENS}
-    return tiny.policy_config(
-        model, micro_batch=1, **changes, sequence_packing=packing, megatron_cfg=dict(megatron)
-    )
+    sizes = {"train_global_batch_size": sequences, "max_total_sequence_length": TOKENS}
+    return tiny.policy_config(model, micro_batch=1, **sizes, sequence_packing=packing, **changes)
 
 
 class _Stop(Exception):

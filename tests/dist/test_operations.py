@@ -10,6 +10,7 @@ import torch
 from benchmarks import tiny
 from benchmarks.cases.operations import (
     TOKENS,
+    batched_products,
     counting,
     counts_of,
     mixture_counts,
@@ -40,6 +41,17 @@ def test_grouped_experts_have_as_many_operations_whatever_their_number(
     require_as_many(mixtures)
     loop = [kinds["loop"]["train_operations"] for kinds in mixtures.values()]
     assert loop[0] < loop[1]
+
+
+@newest_megatron
+def test_adapters_add_no_products_token_by_token(pool: WorkerPool, tmp_path: Path) -> None:
+    """With a frozen weight, torch can choose a batched product, which reads the weight once a token."""
+    model = tiny.save_model(tmp_path / "model", TOKENS)
+    peft = {"enabled": True, "dim": 2, "alpha": 4, "target_modules": []}
+    assert batched_products(pool, model) == batched_products(pool, model, peft=peft)
+    # Log-probabilities in float32 have an output layer of ours.
+    changes = {"precision": "bfloat16", "megatron_cfg": {"float32_logits": True}}
+    assert batched_products(pool, model, **changes) == batched_products(pool, model, peft=peft, **changes)
 
 
 def test_what_is_counted() -> None:

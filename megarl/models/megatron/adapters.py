@@ -25,6 +25,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,9 @@ class Adapter(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return what is added to the layer's output [s, B, out], given the layer's input [s, B, in]; both
         have the layer's own sharding over the ranks."""
-        return self.added(inputs, [self], lambda values, weights: F.linear(values, weights[0]))
+        return self.added(
+            inputs, [self], lambda values, weights: _product_of_rows(F.linear, values, weights[0])
+        )
 
     def added(
         self,
@@ -233,11 +236,9 @@ class Adapter(nn.Module):
     def inner(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the scaled product of the input and A, which is whole on every rank of a column-parallel
         layer."""
-        hidden = (
-            F.linear(drop(inputs, self._settings.dropout, self), self._down_of([self])[0])
-            * self._settings.scaling
-        )
-        return self._between(hidden)
+        dropped = drop(inputs, self._settings.dropout, self)
+        hidden = _product_of_rows(F.linear, dropped, self._down_of([self])[0])
+        return self._between(hidden * self._settings.scaling)
 
     def up(self) -> torch.Tensor:
         """Return this rank's B, [rows of the layer, R]."""
@@ -466,6 +467,7 @@ class Adapters:
         for chunk in chunks:
             # Freeze everything first: only the adapters, which are added afterwards, have gradients.
             chunk.requires_grad_(False)
+            _multiply_by_rows(chunk)
             found = 0
             # The names are listed once, before the loop adds those of the adapters.
             for local, name in global_names(chunk, self._experts).items():
@@ -657,6 +659,27 @@ def _vocabulary(architecture: Architecture) -> list[str]:
     return (
         [] if architecture.tied_embeddings else [rule.parts[0].name.removesuffix(".weight") for rule in rules]
     )
+
+
+def _multiply_by_rows(chunk: nn.Module) -> None:
+    """Make the linear layers of a chunk multiply their inputs as matrices of rows.
+
+    Megatron-Core's product with a frozen weight passes torch an input of three dimensions. Where the first
+    two cannot be viewed as one (the chosen rows of an output layer, a transposed batch of one row), torch
+    multiplies token by token, and reads the weight once a token, in the backward pass too. It does not do so
+    with a weight that is trained.
+    """
+    for layer in chunk.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer._forward_impl = partial(_product_of_rows, layer._forward_impl)
+
+
+def _product_of_rows(
+    product: Callable[..., torch.Tensor], input: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    output = product(input.flatten(0, -2), *arguments, **options)
+    # Sequence parallelism gathers the rows along the first dimension, which is also the slower one of a row.
+    return output.view(-1, *input.shape[1:-1], output.shape[-1])
 
 
 class _Exported(Mapping[str, torch.Tensor]):
