@@ -125,6 +125,15 @@ make_venv() {
     run_step "[1/$STEPS] making $venv with $python ($(python_version "$python"))" "$venv/$MARKER" "$python" -m venv "$venv"
 }
 
+# The checkout whose megarl an environment runs. Another one would make it run its own, under jobs that have begun.
+refuse_environment_of_another() {
+    local venv=$1 other
+    other=$(cat -- "$venv/.checkout" 2>/dev/null) || other=$ROOT
+    [[ "$other" == "$ROOT" || ! -d "$other" ]] ||
+        fail "$venv runs the megarl of $other, not of $ROOT. Set MEGARL_VENV to another directory (or, if .venv is a link, remove the link)," \
+            "or remove $venv/.checkout to make it run this one."
+}
+
 install_packages() {
     local venv=$1 level=$2 constraints=$3 extras=plot log=$1/install.log torch
     [[ "$level" == run ]] || extras="test"
@@ -155,7 +164,9 @@ prepare_environment() {
             flock --nonblock 9 || { say "waiting for another script that prepares $venv" && flock 9; }
         fi
         is_ready "$venv" "$level" "$constraints" && exit
+        refuse_environment_of_another "$venv"
         make_venv "$venv" "${python:-$(choose_python)}"
+        printf '%s' "$ROOT" >"$venv/.checkout"
         install_packages "$venv" "$level" "$constraints"
         fingerprint "$venv" "$constraints" >"$venv/.ready-run"
         [[ "$level" == run ]] || cp -- "$venv/.ready-run" "$venv/.ready-test"

@@ -8,8 +8,8 @@ the process environment:
     FAKE_CALLS         file to which pip and pytest append one line of JSON for each call
     FAKE_PIP_FAILS     pip writes a message and ends with status 1 when this word is among its arguments
     FAKE_PYTEST_FAILS  pytest writes a message and ends with status 1 when this word is among its arguments
-    FAKE_PIP_GATE      directory with two named pipes: pip writes to ``started`` and then waits until
-                       something comes through ``release``
+    FAKE_PIP_GATE      directory with two named pipes: ``pip install`` writes to ``started`` and then waits
+                       until something comes through ``release``
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ record("pip")
 if "index" in sys.argv:
     print(os.environ.get("FAKE_INDEX", ""))
 gate = os.environ.get("FAKE_PIP_GATE")
-if gate:
+if gate and "install" in sys.argv:
     pathlib.Path(gate, "started").write_text("now")
     pathlib.Path(gate, "release").read_text()
 if os.environ.get("FAKE_PIP_FAILS") in sys.argv:

@@ -246,6 +246,22 @@ def test_a_directory_of_somebody_else_is_left_alone(clone: Clone, tmp_path: Path
     assert clone.calls() == []
 
 
+def test_an_environment_of_another_checkout_is_left_alone(clone: Clone, tmp_path: Path) -> None:
+    """Jobs that run in it would import other code from then on."""
+    clone.prepare()
+    first, clone.root = clone.root, tmp_path / "second"
+    shutil.copytree(first, clone.root, ignore=shutil.ignore_patterns(".venv*"))
+    before = clone.installed()
+    (clone.root / ".venv").symlink_to(first / ".venv")
+    refused = clone.prepare()
+    assert refused.returncode == 1
+    assert f"runs the megarl of {first}, not of {clone.root}" in refused.stderr
+    assert clone.installed() == before
+    (clone.root / ".venv" / ".checkout").unlink()
+    assert clone.prepare().returncode == 0
+    assert len(clone.installed()) == 2 * len(before)
+
+
 @slow
 def test_the_place_of_the_environment_can_be_chosen(clone: Clone, tmp_path: Path) -> None:
     assert clone.prepare(MEGARL_VENV="../chosen/here").returncode == 0
