@@ -299,7 +299,7 @@ def convert(
     target: Path,
     options: RunOptions,
     fingerprint: Mapping[str, str],
-    is_ours: Callable[[Path], bool],
+    others_in: Callable[[Path], list[str]],
     tensors: int,
 ) -> ConversionResult:
     """Run a conversion. A conversion that was killed is resumed.
@@ -308,7 +308,7 @@ def convert(
         begin: returns the conversion for a staging directory.
         target: directory to write.
         options: workers, memory limit and so on.
-        fingerprint, is_ours: see ``Staging``.
+        fingerprint, others_in: see ``Staging``.
         tensors: number of tensors that the conversion writes, for the result.
 
     Raises:
@@ -316,7 +316,7 @@ def convert(
     """
     workers, progress = workers_within(options.workers, options.max_memory), options.progress
     with Staging(
-        target, fingerprint, overwrite=options.overwrite, is_ours=is_ours, part=options.part
+        target, fingerprint, overwrite=options.overwrite, others_in=others_in, part=options.part
     ) as staging:
         conversion = begin(staging)
         # Divide the work by file rather than by piece: two processes must not write into one file.

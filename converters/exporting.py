@@ -147,13 +147,15 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def is_hf_directory(directory: Path) -> bool:
-    """Return whether a directory holds a Hugging Face model that may be overwritten."""
+def _others_than_model(directory: Path) -> list[str]:
+    """Return what in a directory is not a Hugging Face model that may be overwritten."""
     names = {path.name for path in directory.iterdir() if not path.is_dir()}
     others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
     holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
+    if "config.json" not in names or not holds_weights:
+        return [f"it holds no model, but {', '.join(sorted(names))}"]
     # Other directories may be the user's own, so a target that contains any is not replaced.
-    return "config.json" in names and holds_weights and not others
+    return sorted(path.name for path in others)
 
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -412,7 +414,7 @@ def export_model(
         target,
         options,
         fingerprint,
-        is_hf_directory,
+        _others_than_model,
         len(plan.written),
     )
 

@@ -32,7 +32,7 @@ from converters.checkpoint.manifest import ConversionManifest, TensorRecord, dty
 from converters.checkpoint.narrowing import Narrowing, kept_dtype
 from converters.checkpoint.quantized import DequantizedSource, drop_quantization
 from converters.checkpoint.source import HuggingFaceSource
-from converters.checkpoint.staging import Staging, check_apart
+from converters.checkpoint.staging import Staging, check_apart, others_than_converted
 from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
@@ -47,7 +47,6 @@ from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
 from converters.torch_dist.items import read_item
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked, stored_place
-from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredItem, StoredTensor, finish_checkpoint, write_common
 
 # The sizes of files follow from the model alone: the written bytes must not depend on the number of workers.
@@ -284,7 +283,7 @@ def import_model(
     artifacts(directory)  # This refuses files that could not be copied at the end.
     refuse_changed_config(directory, plan.config_hash, directory)
     begin = functools.partial(_Import, plan, common_state)
-    return convert(begin, target, options, plan.fingerprint, is_checkpoint, len(plan.tensors))
+    return convert(begin, target, options, plan.fingerprint, others_than_converted, len(plan.tensors))
 
 
 class _Import(Conversion):

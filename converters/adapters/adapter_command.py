@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from converters.adapters.to_megatron import plan_adapter, write_megatron_adapter
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
 from converters.checkpoint.manifest import WEIGHTS, fingerprints
 from converters.checkpoint.source import ADAPTER_CONFIG
-from converters.checkpoint.staging import Staging, check_apart, follow_umask
+from converters.checkpoint.staging import Staging, check_apart, follow_umask, others_than
 from converters.checkpoint.work import Answer
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
@@ -28,6 +29,7 @@ from converters.torch_dist.location import find_checkpoint
 # peft (0.21, for transformers 5) treats these as factors of stacks of experts, wherever in a mixture of
 # experts they stand.
 _OF_EXPERTS = re.compile(r".*\.(gate_proj|up_proj|down_proj)\.lora_[AB]\.weight")
+_others = functools.partial(others_than, re.compile(f"{ADAPTER_CONFIG}|{WEIGHTS_FILE}"), ADAPTER_CONFIG)
 
 
 def open_megatron_adapter(
@@ -83,9 +85,7 @@ def write_peft_adapter(adapter: MegatronAdapter, target: Path, *, overwrite: boo
         )
     check_apart(adapter.directory, target)
     plan = fingerprints({WEIGHTS: identity_of(adapter.files())})
-    with Staging(
-        target, plan, overwrite=overwrite, is_ours=lambda directory: (directory / ADAPTER_CONFIG).is_file()
-    ) as staging:
+    with Staging(target, plan, overwrite=overwrite, others_in=_others) as staging:
         tensors = {name: adapter.read(name) for name in sorted(adapter.keys())}
         save_file(tensors, staging.directory / WEIGHTS_FILE, metadata={"format": "pt"})
         if kept:

@@ -38,14 +38,13 @@ from converters.checkpoint.manifest import (
     fingerprints,
 )
 from converters.checkpoint.source import ADAPTER_CONFIG
-from converters.checkpoint.staging import Staging, check_apart
+from converters.checkpoint.staging import Staging, check_apart, others_than_converted
 from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.mapping.layouts import runs_of
 from converters.mapping.rule import Rule
 from converters.model_config.architecture import Architecture
 from converters.torch_dist.keys import StoredPlace, extra_state_keys, is_stacked
-from converters.torch_dist.location import is_checkpoint
 from converters.torch_dist.writer import ItemFile, StoredTensor, finish_checkpoint
 
 _FIX = "merge it instead (import --lora), or train only adapters of linear layers, all of one rank and scale"
@@ -141,7 +140,8 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
         RULES: fingerprint_of_rules(plan.rules),
         FORM_NOTE: plan.form,
     }
-    with Staging(target, fingerprints(facts), overwrite=overwrite, is_ours=is_checkpoint) as staging:
+    planned = fingerprints(facts)
+    with Staging(target, planned, overwrite=overwrite, others_in=others_than_converted) as staging:
         hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
         # torch.distributed.checkpoint names its files __RANK_NUMBER.distcp. This is the only file here.
         file = ItemFile(staging.directory / "__0_0.distcp")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -22,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from converters.checkpoint.manifest import changed
+from converters.checkpoint.artifacts import HF_DIRECTORY, TEMPLATES_DIRECTORY
+from converters.checkpoint.manifest import MANIFEST_FILE, changed
 from converters.errors import ChangedSourceError, ConversionError
 from converters.files.atomic import fsync_directory, fsync_file, fsync_tree, rename_surely, whole_file
 
@@ -45,7 +48,7 @@ class Staging:
             other work is deleted with its files (``converters.checkpoint.manifest``).
         overwrite: whether to replace an existing target at the end.
         part: number of this part, counted from 1, and the number of parts; None for all of the work.
-        is_ours: returns whether an existing directory is of the kind that may be replaced.
+        others_in: returns what in an existing directory is not of the kind that may be replaced.
 
     Raises:
         ConversionError: the target exists, cannot be created, or another process is working on it.
@@ -61,11 +64,11 @@ class Staging:
         plan: Mapping[str, str],
         *,
         overwrite: bool = False,
-        is_ours: Callable[[Path], bool],
+        others_in: Callable[[Path], list[str]],
         part: tuple[int, int] | None = None,
     ) -> None:
         self.target, self._part = target, part
-        check_target(target, overwrite, is_ours)
+        check_target(target, overwrite, others_in)
         self.directory = _partial(target)
         # Locks are stored next to the directory, which is renamed or removed while they are held.
         self._lock_path = target.parent / f".{target.name}{'' if part is None else f'.part-{part[0]}'}.lock"
@@ -77,7 +80,7 @@ class Staging:
             try:
                 with self._no_other_part_begins_or_ends():
                     # Check again: another run may have created the target while this run waited for the lock.
-                    check_target(target, overwrite, is_ours)
+                    check_target(target, overwrite, others_in)
                     self.directory.mkdir(exist_ok=True)
                     self.started_anew_because_of: list[str] = []
                     self._records = self._take_up(dict(plan))
@@ -357,13 +360,13 @@ def check_apart(source: Path, target: Path, *, may_be_inside: bool = False) -> N
             raise ConversionError(f"{target} and {source} overlap", "write to a directory outside the source")
 
 
-def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool]) -> None:
+def check_target(target: Path, overwrite: bool, others_in: Callable[[Path], list[str]]) -> None:
     """Refuse a target that may not be created or replaced. An empty directory is accepted.
 
     Args:
         target: the final directory.
         overwrite: whether an existing directory of the right kind may be replaced.
-        is_ours: returns whether an existing, non-empty directory is of that kind.
+        others_in: returns what in an existing, non-empty directory is not of that kind; nothing allows it.
 
     Raises:
         ConversionError: the target may not be written.
@@ -375,10 +378,39 @@ def check_target(target: Path, overwrite: bool, is_ours: Callable[[Path], bool])
         raise ConversionError(
             f"{target} exists", "choose another directory, or overwrite it (--overwrite, overwrite=True)"
         )
-    if not (is_directory and is_ours(target)):
+    found = others_in(target) if is_directory else ["it is no directory"]
+    if found:
         raise ConversionError(
-            f"{target} is not a checkpoint directory and will not be overwritten", "choose another directory"
+            f"{target} is not only what this command writes and will not be overwritten",
+            "choose another directory, or remove this one yourself",
+            found,
         )
+
+
+def others_than(known: re.Pattern[str], needed: str, directory: Path) -> list[str]:
+    """Return what in a directory its command has not written, for ``check_target``.
+
+    Args:
+        known: pattern of the paths in the directory that the command writes.
+        needed: name of a file that only this command writes.
+        directory: an existing directory.
+    """
+    if not (directory / needed).is_file():
+        names = sorted(path.name for path in directory.iterdir())
+        return [f"it has no {needed}, but {', '.join(names)}"]
+    return sorted(
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if not known.fullmatch(path.relative_to(directory).as_posix()) and not path.is_dir()
+    )
+
+
+_CONVERTED = re.compile(
+    rf"\.metadata|metadata\.json|common\.pt|__[^/]*\.distcp|{re.escape(MANIFEST_FILE)}"
+    rf"|{HF_DIRECTORY}/({TEMPLATES_DIRECTORY}/)?[^/]+"
+)
+# A checkpoint of a run has no manifest of a conversion.
+others_than_converted = functools.partial(others_than, _CONVERTED, MANIFEST_FILE)
 
 
 def follow_umask(directory: Path, written: Path) -> None:

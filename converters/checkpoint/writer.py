@@ -66,7 +66,7 @@ def write_hf(
         ConversionError: the target exists, or a name is repeated.
     """
     target = Path(out_dir).expanduser().absolute()
-    check_target(target, overwrite=False, is_ours=lambda _: False)
+    check_target(target, overwrite=False, others_in=lambda _: [])
     if max_shard_bytes <= 0:
         raise ConversionError(
             f"max_shard_bytes = {max_shard_bytes}: must be above 0", "leave it out, or give a number of bytes"

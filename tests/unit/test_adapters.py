@@ -454,6 +454,16 @@ def test_targets_and_sources(converted: Path, tmp_path: Path, capsys: pytest.Cap
     assert "megarl convert adapter" in refused("import", peft, tmp_path / "out")
     run("adapter", mcore, tmp_path / "again")
     run("adapter", mcore, tmp_path / "again", "--overwrite")
+    # transformers' trainer keeps its checkpoints in the directory of the adapter.
+    (tmp_path / "again" / "checkpoint-500").mkdir()
+    (tmp_path / "again" / "checkpoint-500" / "optimizer.pt").touch()
+    assert "checkpoint-500/optimizer.pt" in refused("adapter", mcore, tmp_path / "again", "--overwrite")
+    run("adapter", peft, tmp_path / "mcore", "--hf-config", hf)
+    run("adapter", peft, tmp_path / "mcore", "--hf-config", hf, "--overwrite")
+    (tmp_path / "mcore" / "iter_0000500").mkdir()
+    (tmp_path / "mcore" / "iter_0000500" / ".metadata").touch()
+    again = ("adapter", peft, tmp_path / "mcore", "--hf-config", hf, "--overwrite")
+    assert "iter_0000500/.metadata" in refused(*again)
     save_tiny(tmp_path / "other", "llama", hidden_size=36)
     assert "do not fit the model" in refused(
         "adapter", mcore, tmp_path / "out", "--hf-config", tmp_path / "other"

@@ -265,6 +265,16 @@ def test_places_that_are_refused(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "mcore", tmp_path / "before")
     bring_in(tmp_path / "hf", tmp_path / "mcore", overwrite=True)
     assert contents(tmp_path / "mcore") == contents(tmp_path / "before")
+    (tmp_path / "mcore" / "huggingface" / "notes").mkdir()
+    (tmp_path / "mcore" / "huggingface" / "notes" / "results.csv").write_text("x")
+    with pytest.raises(ConversionError, match=r"(?s)will not be overwritten.*huggingface/notes/results\.csv"):
+        bring_in(tmp_path / "hf", tmp_path / "mcore", overwrite=True)
+    # The weights of a training run's checkpoint have no manifest of a conversion.
+    (tmp_path / "before" / "conversion.json").unlink()
+    before = contents(tmp_path / "before")
+    with pytest.raises(ConversionError, match=r"(?s)not be overwritten.*no conversion.json, but \.meta"):
+        bring_in(tmp_path / "hf", tmp_path / "before", overwrite=True)
+    assert contents(tmp_path / "before") == before
     with pytest.raises(ConversionError, match=r"max-memory = 1 MiB: .* are needed"):
         bring_in(tmp_path / "hf", tmp_path / "other", max_memory=2**20)
     with pytest.raises(ConversionError, match="workers = 0"):
