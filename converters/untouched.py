@@ -1,12 +1,9 @@
-"""Parts of a model's directory that training leaves unchanged: a vision tower, prediction layers, and the
-files of the image processor."""
+"""Weights of a model's directory that training leaves unchanged: a vision tower, and prediction layers."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,21 +17,20 @@ from converters.model_config.prediction_layers import beginnings, copies
 
 _VISION, _PREDICTION = "vision tower", "prediction layer"
 _PREFIXES = {"model.visual.": _VISION, "mtp.": _PREDICTION}
-_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 class Untouched:
     """Tensors of a checkpoint that training leaves unchanged.
 
     Args:
-        source: the checkpoint; its tensors are read on demand.
+        source: the checkpoint; its tensors are read on demand, and ``directory`` is its own.
         architecture: the checkpoint's architecture, needed for prediction layers that are numbered after the
             ordinary layers. Copies of embedding and output layer in prediction layers are excluded, because
             training changes their originals.
     """
 
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
-        self._directory = source.directory
+        self.directory = source.directory
         self._prefixes = _prefixes(architecture)
         repeated = set() if architecture is None else {name for name, _ in copies(architecture)}
         self._names = [
@@ -53,15 +49,9 @@ class Untouched:
         """Yield names and tensors as they are stored, bit for bit."""
         # Open the plain source: these tensors are returned as they are stored, neither dequantised nor
         # adapted.
-        source = HuggingFaceSource(self._directory)
+        source = HuggingFaceSource(self.directory)
         for name in self._names:
             yield name, source.read(name)
-
-    def copy_files(self, directory: Path) -> None:
-        """Copy the files of the image processor."""
-        for path in (self._directory / name for name in _FILES):
-            if path.is_file():
-                shutil.copyfile(path, directory / path.name)
 
 
 def _prefixes(architecture: Architecture | None) -> dict[str, str]:

@@ -29,6 +29,11 @@ _SPEAKING = re.compile(
     r"|merges\.txt|chat_template[^/]*|"
     rf"[^/]*\.(model|jinja|tiktoken)|{TEMPLATES_DIRECTORY}/.*"
 )
+# The code of a tokenizer that transformers does not have is beside it.
+_TOKENIZER = re.compile(
+    r"(tokenizer_config|special_tokens_map|added_tokens|tekken)\.json|(tokenizer|vocab)[^/]*(?<!\.py)"
+    r"|merges\.txt|chat_template[^/]*|tokenization[^/]*\.py|[^/]*\.(model|jinja|tiktoken)"
+)
 _WEIGHTS = {
     ".safetensors",
     ".bin",
@@ -107,6 +112,42 @@ def copy_artifacts(source: Path, target: Path) -> None:
         place.parent.mkdir(exist_ok=True)
         # ``copyfile`` follows links, so that a copy never points into the hub's cache.
         shutil.copyfile(path, place)
+
+
+def replace_tokenizer(directory: Path, source: Path | None = None) -> None:
+    """Remove the files of a directory's tokenizer, of which others would read any that stays, and copy those
+    of ``source`` byte for byte."""
+    for path in _tokenizer_files(directory):
+        path.unlink()
+    if source is None:
+        return
+    for path in (*_tokenizer_files(source), *source.glob("*.py")):
+        place = directory / path.relative_to(source)
+        if not place.exists():
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, place)
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    paths = [path for path in directory.iterdir() if _TOKENIZER.fullmatch(path.name) and path.is_file()]
+    return [*paths, *(directory / TEMPLATES_DIRECTORY).glob("*.jinja")]
+
+
+def change_tokenizer(directory: Path, changes: Mapping[str, str], template: str | None) -> None:
+    """Set keys of ``tokenizer_config.json``, and the chat template unless it is None, where the directory has
+    it: older releases of transformers read it in this file alone."""
+    path, content = directory / "tokenizer_config.json", dict(changes)
+    config = read_json_object(path) if path.exists() else {}
+    if template is not None:
+        others = [*directory.glob("chat_template.*"), *(directory / TEMPLATES_DIRECTORY).glob("*.jinja")]
+        for other in others:
+            other.unlink()
+        if others:
+            (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if "chat_template" in config or not others:
+            content["chat_template"] = template
+    if content:
+        path.write_text(json.dumps(config | content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def file_hashes(directory: Path) -> dict[str, str]:

@@ -414,7 +414,8 @@ others_than_converted = functools.partial(others_than, _CONVERTED, MANIFEST_FILE
 
 
 def follow_umask(directory: Path, written: Path) -> None:
-    """Give the files of a directory the mode that the umask gives, since safetensors makes its files private.
+    """Give the files of a directory the mode that the umask gives, since safetensors, and some tokenizers,
+    make their files private.
 
     Args:
         directory: directory of the files.
@@ -423,7 +424,7 @@ def follow_umask(directory: Path, written: Path) -> None:
     # Take the mode from an existing file: the umask can only be read by setting it, which other threads would
     # notice.
     mode = stat.S_IMODE(written.stat().st_mode)
-    for path in filter(Path.is_file, directory.iterdir()):
+    for path in filter(Path.is_file, directory.rglob("*")):
         path.chmod(mode)
 
 

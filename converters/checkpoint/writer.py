@@ -3,14 +3,11 @@ and holds at most one shard in memory."""
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -19,31 +16,19 @@ from torch import Tensor
 from converters.checkpoint.narrowing import main_dtype
 from converters.checkpoint.staging import check_target, follow_umask, put_in_place
 from converters.errors import ConversionError
-from converters.families import FAMILIES
 from converters.files.atomic import fsync_tree, rename_surely
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-class Saveable(Protocol):
-    """A tokenizer or processor of transformers."""
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> object:
-        """Write the object's files into a directory."""
-        ...
-
-
 def write_hf(
     stream: Iterable[tuple[str, Tensor]],
     out_dir: str | Path,
-    hf_config: Any,
-    tokenizer: Saveable | None = None,
-    generation_config: Mapping[str, Any] | None = None,
+    beside: Callable[[Path, torch.dtype], None],
     *,
     max_shard_bytes: float = _DEFAULT_SHARD_BYTES,
-    beside: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write ``out_dir`` so that ``AutoModelForCausalLM.from_pretrained`` loads it.
+    """Write the weights of a model and, by ``beside``, the files next to them.
 
     Everything is first written into a sibling directory, flushed to disk, and then renamed. Until that rename
     ``out_dir`` is untouched; on any error the sibling is removed.
@@ -51,13 +36,10 @@ def write_hf(
     Args:
         stream: names and tensors; consumed one by one and copied, so that the producer may reuse its buffers.
         out_dir: directory to create, together with missing parents.
-        hf_config: transformers config of the model. The written copy has the dtype of most bytes, and the
-            model class.
-        tokenizer: tokenizer whose files are written too.
-        generation_config: contents of ``generation_config.json``.
+        beside: function that writes ``config.json`` and all other files into the directory it is given, with
+            the dtype of most bytes.
         max_shard_bytes: size limit of a safetensors file, in bytes of tensor data. A single larger tensor
             gets its own file.
-        beside: function that writes further files into the directory it is given.
 
     Returns:
         ``out_dir`` as a path.
@@ -80,14 +62,7 @@ def write_hf(
         for name, tensor in stream:
             shards.add(name, tensor)
         shards.finish()
-        _write_config(partial, hf_config, main_dtype(shards.sizes))
-        if generation_config is not None:
-            text = json.dumps(generation_config, indent=2) + "\n"
-            (partial / "generation_config.json").write_text(text, encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        if beside is not None:
-            beside(partial)
+        beside(partial, main_dtype(shards.sizes))
         # config.json was created by an ordinary open, so that it has the mode that the umask gives.
         follow_umask(partial, partial / "config.json")
         fsync_tree(partial)
@@ -157,16 +132,3 @@ class _ShardWriter:
 
     def _part_path(self, number: int) -> Path:
         return self._directory / f"part-{number}.safetensors"
-
-
-def _write_config(directory: Path, hf_config: Any, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(hf_config)
-    config.dtype = dtype
-    # Of a multimodal model this is the text model's, which is also loaded alone.
-    config.get_text_config().dtype = dtype
-    family = FAMILIES.get(getattr(config, "model_type", ""))
-    # Serving engines choose the class by ``architectures``, which a config lacks unless it was loaded from a
-    # checkpoint.
-    if not getattr(config, "architectures", None) and family is not None:
-        config.architectures = [family.architecture_class]
-    config.save_pretrained(directory)

@@ -6,7 +6,7 @@ import copy
 import datetime
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ Prompt = str | Sequence[ChatMessage]
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Length of the beginning, in characters, from which a text is found to be too long."""
 
-# Attribute of a tokenizer whose own chat template is not to be used.
-_SET_ASIDE = "own_chat_template"
+# Attribute of a tokenizer, with what ``get_tokenizer`` changed in it.
+_CHANGES = "changes_of_a_run"
 
 # A text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
 _ALL_KEPT = "a  b\n\tc"
@@ -70,7 +70,7 @@ def get_tokenizer(
         raise ModelError(
             f"policy.tokenizer.name = {name!r}: its tokenizer cannot be loaded: {error}. Fix: {fix}"
         ) from error
-    tokenizer = _as_its_file_says(tokenizer, name)
+    tokenizer, loaded = _as_its_file_says(tokenizer, name), tokenizer
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
         # For a directory without tokenizer files, transformers makes a tokenizer that knows no token.
         raise ModelError(
@@ -83,12 +83,18 @@ def get_tokenizer(
             f"tokenizer {name!r} has no eos_token, generation could not stop. Fix: set eos_token in its "
             "tokenizer_config.json"
         )
-    # Any token may be the padding, because lengths and masks exclude it.
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     template = tokenizer_config.get("chat_template", "default")
+    changes = _Changes(
+        template=None if template in (None, "default") else template,
+        own_template=tokenizer.chat_template,
+        is_padded=tokenizer.pad_token_id is None,
+        is_plain=tokenizer is not loaded,
+    )
+    setattr(tokenizer, _CHANGES, changes)
+    # Any token may be the padding, because lengths and masks exclude it.
+    if changes.is_padded:
+        tokenizer.pad_token = tokenizer.eos_token
     if template is None:
-        setattr(tokenizer, _SET_ASIDE, tokenizer.chat_template)
         tokenizer.chat_template = PASSTHROUGH_TEMPLATE
     elif template != "default":
         _refuse_plain_text(template)
@@ -99,17 +105,82 @@ def get_tokenizer(
     return tokenizer
 
 
-def as_published(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer as a trained model has it.
+@dataclass(frozen=True)
+class _Changes:
+    """Changes of ``get_tokenizer`` to a tokenizer.
+
+    Attributes:
+        template: chat template of the run; None for none of its own.
+        own_template: chat template that the tokenizer came with.
+        is_padded: the tokenizer came without a padding token.
+        is_plain: its own class drops spaces, so that it is of the class of ``tokenizer.json`` alone.
+    """
+
+    template: str | None
+    own_template: Any
+    is_padded: bool
+    is_plain: bool
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, *, scores: bool = False) -> None:
+    """Write the tokenizer of a run, as a trained model has it, over that of a model's directory.
+
+    Its files are copied, since those that transformers 5 writes are not read by earlier releases, and the
+    run's chat template is written into them.
+
+    Args:
+        tokenizer: from ``get_tokenizer``; another one is saved as it is.
+        directory: directory with the files of the model that was trained.
+        scores: see ``as_published``.
+    """
+    from converters.checkpoint.artifacts import change_tokenizer, replace_tokenizer
+
+    changes: _Changes | None = getattr(tokenizer, _CHANGES, None)
+    source = None if changes is None else _directory_of(tokenizer.name_or_path)
+    replace_tokenizer(directory, source)
+    if changes is None or source is None:
+        as_published(tokenizer, scores=scores).save_pretrained(directory)
+        return
+    keys = {"pad_token": str(tokenizer.pad_token)} if scores and changes.is_padded else {}
+    if changes.is_plain:
+        keys["tokenizer_class"] = "PreTrainedTokenizerFast"
+    change_tokenizer(directory, keys, changes.template)
+
+
+def _directory_of(name: str) -> Path | None:
+    """Return the directory of a tokenizer's files, or None if this host does not have it."""
+    from transformers.utils import cached_file
+
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        found = cached_file(name, "tokenizer_config.json", local_files_only=True)
+    # The path of a directory on the driver's disk is no id of the hub.
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found).parent
+
+
+def as_published(tokenizer: PreTrainedTokenizerBase, *, scores: bool = False) -> PreTrainedTokenizerBase:
+    """Return a tokenizer as a trained model has it, with the run's chat template or its own.
 
     ``chat_template: null`` is for prompts that were rendered beforehand. Whoever serves the model renders
     them by its own template, so that is the one to write.
+
+    Args:
+        tokenizer: from ``get_tokenizer``; another one is returned as it is.
+        scores: whether the model scores. Who uses it pads batches by the token of the training; a language
+            model that came without a padding token has none.
     """
-    own = getattr(tokenizer, _SET_ASIDE, None)
-    if not own:
+    changes: _Changes | None = getattr(tokenizer, _CHANGES, None)
+    if changes is None:
         return tokenizer
-    published = copy.copy(tokenizer)
-    published.chat_template = own
+    # The run goes on with its own, and a shallow copy would share the special tokens.
+    published = copy.deepcopy(tokenizer)
+    published.chat_template = changes.template or changes.own_template
+    if changes.is_padded and not scores:
+        published.pad_token = None
     return published
 
 

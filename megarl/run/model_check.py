@@ -61,12 +61,11 @@ def check_model(policy: PolicyConfig) -> int:
     """
     directory = locate_source(policy["model_name"])
     size = _check_stored(policy, directory)
-    if at(policy, "megatron_cfg.enabled"):
-        # This module needs torch, without which a dry run is faster.
-        from converters.checkpoint.artifacts import artifacts
+    # This module needs torch, without which a dry run is faster.
+    from converters.checkpoint.artifacts import artifacts
 
-        # Every checkpoint has copies of these files: refuse now what could not be copied then.
-        artifacts(directory)
+    # Every export has copies of these files: refuse now what could not be copied then.
+    artifacts(directory)
     return size
 
 

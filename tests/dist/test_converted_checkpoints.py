@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoTokenizer
 
 from converters.checkpoint.source import open_source
 from converters.exporting import export_model, plan_export
 from converters.importing import import_model, plan_import
 from converters.opening import open_any, open_megatron
 from converters.verify import verify
+from megarl.data.tokenization import get_tokenizer
 from megarl.parity.pool import WorkerPool
 from tests.dist import jobs, mixtures, reference
 from tests.dist.batches import make_batch
 from tests.models import make_tiny, policy_config
 from tests.tiers import newest_megatron, sampled
+from tests.unit.test_tokenization import save_tokenizer
 
 pytestmark = newest_megatron
 MIXTURES = (
@@ -111,3 +114,34 @@ def test_megatron_core_loads_and_saves_what_is_converted(
     export_model(plan_export(open_megatron(tmp_path / "saved")), tmp_path / "exported")
     assert verify(open_any(wanted), open_any(tmp_path / "exported")) == []
     assert (tmp_path / "exported" / "config.json").read_bytes() == (other / "config.json").read_bytes()
+
+
+def save_and_export(config: Mapping[str, Any], tokenizer: Any, directory: str) -> None:
+    worker = jobs.build(config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False)
+    worker.save_checkpoint(f"{directory}/policy/weights", tokenizer_path=f"{directory}/policy/tokenizer")
+    worker.export_hf(f"{directory}/hf")
+    worker.backend.close()
+
+
+def test_a_checkpoint_s_export_has_the_files_of_the_run_s_own(pool: WorkerPool, tmp_path: Path) -> None:
+    """The tokenizer of the run among them, and not that of its model."""
+    model = make_tiny(tmp_path / "model", "llama", tied=False)
+    save_tokenizer(model, chat=True)
+    (model / "tokenizer.model").write_text("sentencepiece")
+    template = "Q {{ messages[0]['content'] }} A"
+    tokenizer = get_tokenizer(
+        {"name": save_tokenizer(tmp_path / "other", bos=True), "chat_template": template}
+    )
+    pool.run(2, save_and_export, policy_config(model, tp=2), tokenizer, str(tmp_path / "run"))
+    checkpoint = tmp_path / "run" / "policy" / "weights"
+    export_model(plan_export(open_megatron(checkpoint)), tmp_path / "exported")
+    exported, own = (
+        {path.name: path.read_bytes() for path in directory.iterdir()}
+        for directory in (tmp_path / "exported", tmp_path / "run" / "hf")
+    )
+    for files in (exported, own):
+        files.pop("model.safetensors")
+    exported.pop("conversion.json")
+    assert exported == own and "tokenizer.model" not in own
+    found = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert found.chat_template == template and found("two")["input_ids"] == [2, 6]

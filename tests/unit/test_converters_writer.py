@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import stat
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.checkpoint.writer import write_hf
@@ -21,8 +22,10 @@ from converters.errors import ConversionError
 from converters.families.read import read_architecture
 from converters.mapping.rules import all_rules
 from converters.mapping.shards import load_shard, to_hf
+from megarl.models.engine.adapters import write_peft
+from megarl.models.engine.saving import write_model_files
 from tests.tiers import newest_megatron, sampled
-from tests.unit.converters_tiny import ALONE, save_tiny, tiny_config
+from tests.unit.converters_tiny import ALONE, save_tiny
 
 pytestmark = newest_megatron
 
@@ -38,6 +41,10 @@ def converted(source: HuggingFaceSource, tp_size: int) -> Iterator[tuple[str, Te
         )
 
 
+def copied_files(model: Path, directory: Path, dtype: torch.dtype) -> None:
+    write_model_files(model, directory, dtype, None, small_tokenizer(), scores=False)
+
+
 def small_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -45,7 +52,11 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
     tokenizer = Tokenizer(WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="two")
+
+
+def no_files(directory: Path, dtype: torch.dtype) -> None:
+    (directory / "config.json").write_text("{}")
 
 
 @sampled(5)
@@ -57,9 +68,7 @@ def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: flo
     out = write_hf(
         converted(source, 2),
         tmp_path / "deep" / "copy",
-        model.config,
-        small_tokenizer(),
-        {"temperature": 0.3, "do_sample": False},
+        functools.partial(copied_files, tmp_path / "original"),
         max_shard_bytes=max_shard_bytes,
     )
     assert out == tmp_path / "deep" / "copy"
@@ -72,7 +81,6 @@ def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: flo
         # loaded ones lie where the file has them; dot products of some processors round by where a vector
         # begins
         assert torch.equal(copy.deepcopy(loaded).eval()(ids).logits, model(ids).logits)
-    assert loaded.generation_config.temperature == 0.3
     assert PreTrainedTokenizerFast.from_pretrained(out).encode("two one") == [2, 1]
     written = open_source(out)
     assert written.names() == source.names()
@@ -82,7 +90,7 @@ def test_transformers_loads_it_with_equal_logits(name: str, max_shard_bytes: flo
 
 def test_shards_keep_the_limit_and_the_index_counts_bytes(tmp_path: Path) -> None:
     tensors = {f"t{number}": torch.full((number + 1, 5), number, dtype=torch.bfloat16) for number in range(7)}
-    out = write_hf(iter(tensors.items()), tmp_path / "out", tiny_config("llama"), max_shard_bytes=100)
+    out = write_hf(iter(tensors.items()), tmp_path / "out", no_files, max_shard_bytes=100)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(10 * (number + 1) for number in range(7))
     files = sorted(path.name for path in out.glob("*.safetensors"))
@@ -107,58 +115,59 @@ def test_the_stream_may_reuse_its_buffer_and_yield_views(tmp_path: Path) -> None
             yield f"t{number}", buffer.fill_(number)
         yield "transposed", torch.arange(12.0).reshape(3, 4).t()
 
-    source = open_source(write_hf(stream(), tmp_path / "out", tiny_config("llama")))
+    source = open_source(write_hf(stream(), tmp_path / "out", no_files))
     assert [source.read(f"t{number}").unique().tolist() for number in range(3)] == [[0.0], [1.0], [2.0]]
     assert torch.equal(source.read("transposed"), torch.arange(12.0).reshape(3, 4).t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_config_records_dtype_and_class_without_touching_the_callers(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    config = tiny_config("qwen3")
-    before = config.to_dict()
-    out = write_hf(
+def test_the_config_is_written_with_the_dtype_of_most_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    given: list[torch.dtype] = []
+
+    def noted(directory: Path, main: torch.dtype) -> None:
+        given.append(main)
+        no_files(directory, main)
+
+    write_hf(
         [("a", torch.zeros(9, 9, dtype=dtype)), ("norm", torch.zeros(3, dtype=torch.float64))],
         tmp_path / "out",
-        config,
+        noted,
     )
-    assert config.to_dict() == before
-    written = AutoConfig.from_pretrained(out)
-    assert written.dtype == dtype
-    assert written.architectures == ["Qwen3ForCausalLM"]
-    assert read_architecture(written) == read_architecture(config)
+    assert given == [dtype]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_files_are_as_open_as_the_umask_allows(tmp_path: Path, umask: int, mode: int) -> None:
     """safetensors alone would keep its files from everybody else."""
+
+    def with_adapter(directory: Path, dtype: torch.dtype) -> None:
+        no_files(directory, dtype)
+        write_peft(directory / "adapter", {"r": 1}, {"a": torch.ones(1)})
+        (directory / "tokenizer.json").touch(0o600)
+
     before = os.umask(umask)
     try:
-        config = tiny_config("llama")
         write_hf(
             [("a", torch.ones(3)), ("b", torch.ones(3))],
             tmp_path / "m",
-            config,
-            small_tokenizer(),
-            {"eos_token_id": 1},
+            with_adapter,
             max_shard_bytes=12,
         )
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
-    assert set(modes.values()) == {mode} and len(modes) >= 6 and "model-00001-of-00002.safetensors" in modes
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").rglob("*.*")}
+    assert set(modes.values()) == {mode} and len(modes) == 7 and "model-00001-of-00002.safetensors" in modes
 
 
 def test_an_existing_target_is_refused(tmp_path: Path) -> None:
-    config, target = tiny_config("llama"), tmp_path / "out"
-    write_hf([("a", torch.zeros(2))], target, config)
+    target = tmp_path / "out"
+    write_hf([("a", torch.zeros(2))], target, no_files)
     with pytest.raises(ConversionError, match=r"exists\. Fix: choose another directory, or overwrite it"):
-        write_hf([("b", torch.ones(2))], target, config)
+        write_hf([("b", torch.ones(2))], target, no_files)
     assert open_source(target).names() == ["a"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     (tmp_path / "empty").mkdir()
-    write_hf([("a", torch.zeros(2))], tmp_path / "empty", tiny_config("llama"))
+    write_hf([("a", torch.zeros(2))], tmp_path / "empty", no_files)
 
 
 def test_a_failing_stream_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -168,7 +177,7 @@ def test_a_failing_stream_leaves_nothing_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_hf(stream(), tmp_path / "out", tiny_config("llama"), max_shard_bytes=8)
+        write_hf(stream(), tmp_path / "out", no_files, max_shard_bytes=8)
     assert os.listdir(tmp_path) == []
 
 
@@ -177,12 +186,12 @@ def test_streams_and_limits_of_no_use_are_refused(tmp_path: Path) -> None:
         write_hf(
             [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.zeros(2))],
             tmp_path / "out",
-            tiny_config("llama"),
+            no_files,
         )
     with pytest.raises(ConversionError, match="the stream of tensors is empty"):
-        write_hf([], tmp_path / "out", tiny_config("llama"))
+        write_hf([], tmp_path / "out", no_files)
     with pytest.raises(ConversionError, match="max_shard_bytes = 0"):
-        write_hf([("a", torch.zeros(2))], tmp_path / "out", tiny_config("llama"), max_shard_bytes=0)
+        write_hf([("a", torch.zeros(2))], tmp_path / "out", no_files, max_shard_bytes=0)
     assert os.listdir(tmp_path) == []
 
 
@@ -195,5 +204,5 @@ def test_only_one_shard_is_held_in_memory(tmp_path: Path) -> None:
             seen.append(len(list(tmp_path.glob(".out.partial-*/*.safetensors"))))
             yield f"t{number}", torch.zeros(4)
 
-    write_hf(stream(), tmp_path / "out", tiny_config("llama"), max_shard_bytes=32)
+    write_hf(stream(), tmp_path / "out", no_files, max_shard_bytes=32)
     assert seen == [0, 0, 0, 1, 1, 2]

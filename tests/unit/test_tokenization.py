@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.data.datasets import Reading, load_dataset
 from megarl.data.records import Record
@@ -93,10 +93,12 @@ def test_chat_templates(tmp_path: Path, setting: dict[str, Any], expected: str) 
 
 
 @pytest.mark.parametrize("setting", [{}, {"chat_template": None}])
-def test_an_export_keeps_the_template_of_the_model(tmp_path: Path, setting: dict[str, Any]) -> None:
-    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "own", chat=True), **setting})
+def test_a_saved_tokenizer_keeps_the_template_of_the_model(tmp_path: Path, setting: dict[str, Any]) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path / "own", chat=True, pad=False), **setting})
     at_work = tokenizer.chat_template
     as_published(pickle.loads(pickle.dumps(tokenizer))).save_pretrained(tmp_path / "export")
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").pad_token is None
+    assert tokenizer.pad_token == "</s>"
     exported = get_tokenizer({"name": str(tmp_path / "export")})
     assert words(PromptEncoder(exported).encode("two")) == "<user> two <bot>"
     assert tokenizer.chat_template == at_work

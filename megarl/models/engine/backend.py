@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 Optimizer = TypeVar("Optimizer")
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
+WriteModelFiles = Callable[[Path, torch.dtype], None]
+"""Writes config, tokenizer and so on, for weights of a dtype, into a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,10 @@ class Backend(Protocol):
         """Move parameters, gradients or optimizer state between the device and host memory; do nothing on a
         CPU. Local."""
 
-    def save(self, weights: Path, optimizer: Path | None) -> None:
+    def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
         """Write the weights into one directory, and optimizer state, schedule and random-number states into
-        another."""
+        another. ``write_model_files`` writes the files of the model next to weights that are read by
+        them."""
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
         """Raise, before a load has changed anything, if the directories do not hold a checkpoint of this

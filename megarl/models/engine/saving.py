@@ -1,18 +1,22 @@
-"""The files of a worker: checkpoints, and exports in Hugging Face format."""
+"""The files of a worker: checkpoints, exports in Hugging Face format, and what both have next to weights."""
 
 from __future__ import annotations
 
 import itertools
-import shutil
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from converters.checkpoint.artifacts import copy_artifacts, read_config, write_config
+from converters.checkpoint.staging import follow_umask
 from converters.checkpoint.writer import write_hf
+from converters.families import FAMILIES
 from megarl.data.stop_tokens import generation_config_of
-from megarl.data.tokenization import as_published
+from megarl.data.tokenization import as_published, write_tokenizer
 from megarl.errors import (
     CheckpointError,
     NonFiniteError,
@@ -21,8 +25,47 @@ from megarl.errors import (
 from megarl.models.engine.adapters import ADAPTER_DIRECTORY, write_peft
 from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.nonfinite import on_all_ranks
+from megarl.models.engine.scoring import said_of_scoring
 from megarl.models.engine.worker_state import WorkerState
 from megarl.weight_sync.manifest import drain
+
+
+def write_model_files(
+    model: Path, directory: Path, dtype: torch.dtype, hf_config: Any, tokenizer: Any, *, scores: bool
+) -> None:
+    """Write the files of the model that is trained, changed only where the training made another model.
+
+    They keep their form: transformers 4 would read a config that transformers 5 has written without its
+    ``rope_theta``, and compute something else.
+
+    Args:
+        model: directory of the model, of which all files but the weights are copied.
+        directory: directory to write into.
+        dtype: dtype of the weights.
+        hf_config: config of the trained model; read for one that scores.
+        tokenizer: tokenizer of the run; None keeps the model's.
+        scores: whether the trained model scores.
+    """
+    copy_artifacts(model, directory)
+    published = read_config(directory)
+    changes = said_of_scoring(hf_config) if scores else {}
+    family = FAMILIES.get(published.get("model_type", ""))
+    # Serving engines choose the class by this entry.
+    if not published.get("architectures") and family is not None:
+        changes = {"architectures": [family.architecture_class], **changes}
+    write_config(directory, dtype, changes)
+    generation_config = directory / "generation_config.json"
+    if scores:
+        # A model that scores generates nothing.
+        generation_config.unlink(missing_ok=True)
+    if tokenizer is None:
+        return
+    write_tokenizer(tokenizer, directory, scores=scores)
+    settings = None if scores else generation_config_of(tokenizer, str(model))
+    if settings is not None:
+        generation_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Some tokenizers make their files private, and config.json was created by an ordinary open.
+    follow_umask(directory, directory / "config.json")
 
 
 class SavingWorker(WorkerState):
@@ -54,11 +97,12 @@ class SavingWorker(WorkerState):
         self._require_finite_weights(
             f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
         )
-        self.backend.save(Path(weights_path), Path(optimizer_path) if optimizer_path else None)
+        optimizer = Path(optimizer_path) if optimizer_path else None
+        self.backend.save(Path(weights_path), optimizer, self.write_model_files)
         with on_first_rank() as first:
             if first and tokenizer_path:
                 try:
-                    as_published(self.tokenizer).save_pretrained(tokenizer_path)
+                    as_published(self.tokenizer, scores=self.scores).save_pretrained(tokenizer_path)
                 except OSError as error:
                     raise CheckpointError(
                         f"the tokenizer cannot be written to {tokenizer_path}: {error}"
@@ -104,8 +148,8 @@ class SavingWorker(WorkerState):
             raise failure or CheckpointError(f"{elsewhere}Fix: give a path that all hosts see")
 
     def export_hf(self, path: str) -> None:
-        """Write the present weights as a Hugging Face checkpoint (safetensors, config, tokenizer), whose
-        directory appears only when complete.
+        """Write the present weights as a Hugging Face checkpoint (safetensors, and the files of
+        ``write_model_files``), whose directory appears only when complete.
 
         Adapters are merged into the weights, and also written alone, in PEFT's format, to the checkpoint's
         subdirectory ``adapter``. A vision tower and a layer for multi-token prediction are copied from the
@@ -127,35 +171,29 @@ class SavingWorker(WorkerState):
                     weights = itertools.chain(
                         ((name, tensor.cpu()) for name, tensor in stream), untouched.tensors()
                     )
-                    # A model that scores generates nothing, so that it gets no generation config.
-                    generates = self.tokenizer is not None and not self.scores
-                    settings = (
-                        generation_config_of(self.tokenizer, self.cfg["model_name"]) if generates else None
-                    )
-                    tokenizer = None if self.tokenizer is None else as_published(self.tokenizer)
-                    write_hf(weights, Path(path), self.hf_config, tokenizer, settings, beside=beside)
+                    write_hf(weights, Path(path), beside)
             finally:
                 # The other ranks consume the stream for its collectives, even if rank 0 failed.
                 drain(stream)
 
-    def _writer_beside(self) -> Callable[[Path], None]:
-        """Return a function that adds to an export's directory, after weights, config and tokenizer, the
-        adapters, which are gathered on the first rank, and the files of parts of the model that are not
-        trained."""
+    def _writer_beside(self) -> Callable[[Path, torch.dtype], None]:
+        """Return a function that adds to an export's directory, after weights of a dtype, the files of the
+        model, and the adapters, which are gathered on the first rank."""
         found = self.backend.export_adapters()
         config, factors = ({}, ()) if found is None else found
         gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
 
-        def write(directory: Path) -> None:
-            self.backend.untouched.copy_files(directory)
-            # A config that names code beside it is of no use without; one of a hub id names its repository.
-            names_code = getattr(self.hf_config, "auto_map", None)
-            for code in Path(self.cfg["model_name"]).expanduser().glob("*.py") if names_code else ():
-                shutil.copyfile(code, directory / code.name)
+        def write(directory: Path, dtype: torch.dtype) -> None:
+            self.write_model_files(directory, dtype)
             if found is not None:
                 write_peft(directory / ADAPTER_DIRECTORY, config, gathered)
 
         return write
+
+    def write_model_files(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write the files of the model but its weights, with the tokenizer of the run. Local."""
+        model = self.backend.untouched.directory
+        write_model_files(model, directory, dtype, self.hf_config, self.tokenizer, scores=self.scores)
 
     @property
     def hf_config(self) -> Any:

@@ -26,7 +26,7 @@ from megarl.config.nested import at
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.distributed.device import DeviceRuntime
-from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
+from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.low_precision_adam import SUM
@@ -283,7 +283,7 @@ class HuggingFaceBackend(ABC):
                 )
         self.runtime.synchronize()
 
-    def save(self, weights: Path, optimizer: Path | None) -> None:
+    def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         peft = self._as_peft()
         add = None if peft is None else functools.partial(self._base.write, peft=peft)

@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from converters.check import check_source
+from converters.checkpoint.artifacts import HF_DIRECTORY
 from converters.checkpoint.source import HuggingFaceSource
 from converters.families.hf_config import read_hf_config
 from converters.families.read import read_architecture
@@ -35,7 +36,7 @@ from megarl.config.layout import pipeline_chunks
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
 from megarl.models.engine.adapters import AdapterSettings
-from megarl.models.engine.backend import Part, Place, StepOutcome, require_optimizer
+from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
 from megarl.models.engine.heads import Head, HeadOutput
 from megarl.models.engine.logprobs import VocabularyShard
@@ -44,7 +45,7 @@ from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
-from megarl.models.engine.scoring import said_of_scoring, scoring_config, scoring_source
+from megarl.models.engine.scoring import scoring_config, scoring_source
 from megarl.models.engine.shared_base import bytes_of
 from megarl.models.megatron import checkpoint, cuda_redirect, hf_state, parallel
 from megarl.models.megatron.adapters import Adapters
@@ -252,7 +253,6 @@ class MegatronBackend:
         with_optimizer: bool = True,
     ) -> None:
         self.policy = policy
-        self._model_directory = source.directory
         self._staging = StagingBuffers()
         self.runtime = runtime
         self.hf_config = read_hf_config(source.directory, trust_remote_code=policy["trust_remote_code"])
@@ -282,7 +282,7 @@ class MegatronBackend:
     def _say_what_is_not_trained(self) -> None:
         if str(self.untouched):
             logger.warning(
-                "%s: not trained, and exported as it was: %s", self._model_directory, self.untouched
+                "%s: not trained, and exported as it was: %s", self.untouched.directory, self.untouched
             )
 
     def _build(
@@ -520,23 +520,17 @@ class MegatronBackend:
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         self._mover.loose.keep_host_copy(tensor, memory)
 
-    def save(self, weights: Path, optimizer: Path | None) -> None:
+    def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
         # Check this first, so that a missing optimizer is refused before the weights are written.
         trained = require_optimizer(self.optimizer) if optimizer is not None else None
         self.sync_parameters()
-        dtype, said = (
-            dtype_of(self.policy["precision"], "policy.precision"),
-            said_of_scoring(self.hf_config) if scores(self.policy) else {},
-        )
-        checkpoint.save_weights(
-            self.chunks,
-            self._model_directory,
-            dtype,
-            weights,
-            said,
-            self._staging.of(weights),
-            self._say_adapters,
-        )
+        dtype = dtype_of(self.policy["precision"], "policy.precision")
+
+        def add(directory: Path) -> None:
+            write_model_files(directory / HF_DIRECTORY, dtype)
+            self._say_adapters(directory)
+
+        checkpoint.save_weights(self.chunks, weights, self._staging.of(weights), add)
         if optimizer is not None and trained is not None:
             checkpoint.save_optimizer(
                 self.chunks, trained, self.scheduler, self.runtime, optimizer, self._staging.of(optimizer)

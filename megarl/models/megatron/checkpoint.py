@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
@@ -35,7 +34,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from converters.checkpoint.artifacts import HF_DIRECTORY, copy_artifacts, write_config
 from converters.model_config.heads import OUTPUT_LAYER
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
@@ -130,25 +128,19 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
 
 def save_weights(
     chunks: Sequence[DistributedDataParallel],
-    model: Path,
-    dtype: torch.dtype,
     directory: Path,
-    said: Mapping[str, Any],
-    buffer: StagingBuffer | None = None,
-    add: Callable[[Path], None] = lambda directory: None,
+    buffer: StagingBuffer | None,
+    add: Callable[[Path], None],
 ) -> None:
     """Write the weights to ``directory``, or stage them. A collective over all ranks.
 
-    The config, tokenizer and other files of the Hugging Face directory ``model`` are copied with them, so
-    that the checkpoint can be exported by itself (``megarl convert export``). The copied config gets
-    ``dtype`` and the entries of ``said``. ``add`` writes further files, on rank 0.
+    ``add`` writes further files, on rank 0: those of the model, by which the checkpoint can be exported by
+    itself (``megarl convert export``).
     """
     with appears_whole(directory) as partial, cuda_literals():
         save_sharded(_sharded(chunks), partial, StateStream(), buffer)
-        with failing_together(f"copying config and tokenizer from {model} to {directory}"):
+        with failing_together(f"writing config and tokenizer to {directory}"):
             if dist.get_rank() == 0:
-                copy_artifacts(model, partial / HF_DIRECTORY)
-                write_config(partial / HF_DIRECTORY, dtype, said)
                 add(partial)
 
 
