@@ -142,6 +142,9 @@ def change_tokenizer(directory: Path, changes: Mapping[str, str], template: str 
         others = [*directory.glob("chat_template.*"), *(directory / TEMPLATES_DIRECTORY).glob("*.jinja")]
         for other in others:
             other.unlink()
+        # Mistral's own tokenizer, which vLLM prefers, has no chat template.
+        if (directory / "tokenizer.json").exists():
+            (directory / "tekken.json").unlink(missing_ok=True)
         if others:
             (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
         if "chat_template" in config or not others:

@@ -63,7 +63,11 @@ def get_tokenizer(
     name = tokenizer_config["name"]
     _refuse_special_files(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # Where mistral_common is installed, as with vLLM, transformers would read tekken.json by its class,
+        # which has neither chat templates nor other methods of a tokenizer.
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, mistral_format=False
+        )
     # The libraries raise these for files that are missing, damaged or of an unknown kind.
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"

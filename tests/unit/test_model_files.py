@@ -52,6 +52,7 @@ def published(directory: Path, *, pad: bool = True, key: bool = True) -> Path:
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1], "temperature": 0.6}))
     (directory / "tokenizer.model").write_text("sentencepiece")
+    (directory / "tekken.json").write_text("{}")
     (directory / "tokenization_own.py").write_text("# code")
     (directory / "modeling_own.py").write_text("# code")
     (directory / "LICENSE").write_text("terms")
@@ -101,6 +102,7 @@ def test_a_chat_template_of_the_run_is_written_where_the_model_has_one(tmp_path:
     model = published(tmp_path / "model", key=key)
     files = written(model, tmp_path / "out", get_tokenizer({"name": str(model), "chat_template": OTHER}))
     config = json.loads(files["tokenizer_config.json"])
+    assert "tokenizer.model" in files and "tekken.json" not in files
     assert config.get("chat_template") == (OTHER if key else None)
     assert files.get("chat_template.jinja") == (None if key else OTHER)
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -115,7 +117,7 @@ def test_another_tokenizer_replaces_all_files_of_the_model_s(tmp_path: Path, rea
         # The directory is on the driver's disk alone.
         (tmp_path / "other").rename(tmp_path / "moved")
     files = written(model, tmp_path / "out", tokenizer)
-    assert "tokenizer.model" not in files and "tokenization_own.py" not in files
+    assert not {"tokenizer.model", "tekken.json"} & set(files) and "tokenization_own.py" not in files
     assert {"modeling_own.py", "LICENSE", "config.json"} <= set(files)
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert found.chat_template == OTHER and found("two")["input_ids"] == [2, 6]

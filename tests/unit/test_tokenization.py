@@ -104,6 +104,19 @@ def test_a_saved_tokenizer_keeps_the_template_of_the_model(tmp_path: Path, setti
     assert tokenizer.chat_template == at_work
 
 
+def test_mistral_s_own_tokenizer_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes it for a directory with tekken.json where vLLM is installed."""
+    name, load = save_tokenizer(tmp_path, chat=True), AutoTokenizer.from_pretrained
+    (tmp_path / "tekken.json").write_text("{}")
+
+    def beside_vllm(name: str, mistral_format: bool | None = None, **options: Any) -> Any:
+        is_taken = mistral_format is not False and (Path(name) / "tekken.json").exists()
+        return object() if is_taken else load(name, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", beside_vllm)
+    assert words(PromptEncoder(get_tokenizer({"name": name})).encode("two")) == "<user> two <bot>"
+
+
 def test_a_tokenizer_without_a_template_joins_messages(tmp_path: Path) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path)})
     assert tokenizer.chat_template == PASSTHROUGH_TEMPLATE

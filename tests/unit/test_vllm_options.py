@@ -49,6 +49,12 @@ def test_a_key_changes_its_argument_alone(key: str) -> None:
     assert options() != {**options(), **expected}
 
 
+def test_the_tokenizer_is_the_policy_s_unless_the_user_says_otherwise() -> None:
+    assert options()["tokenizer_mode"] == "hf"
+    own = {"policy.generation.vllm_kwargs": {"tokenizer_mode": "mistral"}}
+    assert options(own)["tokenizer_mode"] == "mistral"
+
+
 def test_a_node_of_an_engine_over_several_knows_the_others() -> None:
     """With vLLM's own executor, which alone starts over nodes, and that by name."""
     changes = {"policy.generation.vllm_cfg.tensor_parallel_size": 4}

@@ -80,6 +80,8 @@ def engine_options(
     options: dict[str, Any] = {
         "model": config["model_name"],
         "tokenizer": tokenizer or config["model_name"],
+        # By itself vLLM takes Mistral's own for a directory with tekken.json, which is not the policy's.
+        "tokenizer_mode": "hf",
         "tensor_parallel_size": settings["tensor_parallel_size"],
         "pipeline_parallel_size": settings["pipeline_parallel_size"],
         "enable_expert_parallel": settings["expert_parallel_size"] > 1,
