@@ -26,6 +26,7 @@ from converters.checkpoint.artifacts import read_config
 from converters.checkpoint.boxes import Box, shape_of
 from converters.checkpoint.source import HuggingFaceSource, open_source
 from converters.errors import ConversionError
+from converters.families.read import remedy_for_quantized
 from converters.model_config.sizes import is_off
 
 Read = Callable[[Box], Tensor]
@@ -149,7 +150,7 @@ _INERT = frozenset(
 )
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-_FIX = "fetch the checkpoint again; or dequantise it with the library that wrote it"
+_FIX = f"fetch the checkpoint again; or {remedy_for_quantized({})}"
 
 
 def open_dequantized(model_name: str | Path, revision: str | None = None) -> HuggingFaceSource:
@@ -306,7 +307,7 @@ def _method_of(config: Any) -> str:
     if method not in (FP8, MXFP4):
         raise ConversionError(
             f"{KEY} = {config!r}: only quant_method {FP8!r} (with weight_block_size) and {MXFP4!r} are known",
-            "dequantise the model with the library that wrote it",
+            remedy_for_quantized(config),
         )
     problems = (
         []
@@ -318,7 +319,7 @@ def _method_of(config: Any) -> str:
     if problems:
         raise ConversionError(
             f"{KEY} has settings that are not supported",
-            "dequantise the model with the library that wrote it",
+            remedy_for_quantized({}),
             problems,
         )
     return str(method)
@@ -333,6 +334,6 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     ):
         raise ConversionError(
             f"{KEY}.weight_block_size = {block!r}: two positive whole numbers are needed, as [128, 128]",
-            "dequantise the model with the library that wrote it",
+            remedy_for_quantized({}),
         )
     return block[0], block[1]

@@ -378,13 +378,27 @@ def _refused_keys(
             "(use_sliding_window)"
         )
     if config.get("quantization_config"):
-        problems.append(
-            "quantization_config: the weights are quantised; megarl convert import dequantises them"
-        )
+        fix = remedy_for_quantized(config["quantization_config"])
+        problems.append(f"quantization_config: the weights are quantised; {fix}")
     reasons = ((key, refusal_of_key(key, config_class)) for key in _foreign_keys(config, family, ignored))
     return problems + [
         f"{key} = {shown(config[key])}: {reason}" for key, reason in reasons if reason is not None
     ]
+
+
+def remedy_for_quantized(config: Any) -> str:
+    """Return what to do with a model that has this ``quantization_config``."""
+    given = config if isinstance(config, Mapping) else {}
+    method = given.get("quant_method")
+    if method == "mxfp4" or (method == "fp8" and given.get("weight_block_size")):
+        return "megarl convert import MODEL TMP, then export TMP OUT, dequantises them: give OUT"
+    # transformers has dequantize() for this method, and for neither GPTQ nor AWQ.
+    if method == "bitsandbytes":
+        return (
+            "dequantise them with transformers: AutoModelForCausalLM.from_pretrained(MODEL).dequantize()"
+            ".save_pretrained(OUT), copy the tokenizer there, and give OUT"
+        )
+    return "give the model that was quantised, which its card names"
 
 
 def _foreign_keys(config: Mapping[str, Any], family: Family, ignored: frozenset[str]) -> list[str]:

@@ -23,6 +23,7 @@ from converters.checkpoint.quantized import BlockScaled, DequantizedSource, Micr
 from converters.checkpoint.source import open_source
 from converters.command import main
 from converters.errors import ConversionError
+from converters.families.read import read_architecture
 from tests.tiers import sampled, slow
 from tests.unit.converters_tiny import save_tiny, stored_tensors
 
@@ -314,6 +315,33 @@ def test_configs_that_are_refused(
     save_fp8(tmp_path / "hf", tmp_path / "plain", **config)
     for action in ("inspect", "plan"):
         assert main([action, str(tmp_path / "hf")]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"bits": 4, "group_size": 128, "quant_method": "gptq"}, "give the model that was quantised"),
+        ({"bits": 4, "quant_method": "awq", "version": "gemm"}, "give the model that was quantised"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, ".dequantize().save_pretrained(OUT)"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "give the model that was quantised"),
+        (FP8_CONFIG, "megarl convert import MODEL TMP, then export TMP OUT"),
+    ],
+    ids=lambda value: value["quant_method"] if isinstance(value, dict) else "",
+)
+def test_a_refusal_says_what_works(
+    config: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of training names the command that dequantises only where that does."""
+    save_tiny(tmp_path / "hf", "llama")
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    described |= {"quantization_config": config}
+    with pytest.raises(ConversionError) as refused:
+        read_architecture(described)
+    assert said in str(refused.value)
+    if config is not FP8_CONFIG:
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(described))
+        assert main(["import", str(tmp_path / "hf"), str(tmp_path / "mcore")]) == 2
         assert said in capsys.readouterr().err
 
 
