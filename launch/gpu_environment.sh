@@ -185,7 +185,9 @@ mkdir -p -- "$(dirname -- "$VENV")"
     if command -v flock >/dev/null; then
         flock --nonblock 9 || { say "waiting for another script that prepares $VENV" && flock 9; }
     fi
+    refuse_environment_of_another "$VENV"
     MEGARL_PYTHON=$PYTHON make_venv "$VENV" "$PYTHON"
+    printf '%s' "$ROOT" >"$VENV/.checkout"
     step=1
     rm -f -- "$VENV"/.ready-*
     install_all
