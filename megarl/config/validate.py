@@ -126,7 +126,8 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
         known = [violation.value for violation in model_violations]
         model_violations += [violation for violation in more if violation.value not in known]
-    broken = [*found, *model_violations, *check(completed, facts, faulty, facts_of_models)]
+    broken = [*found, *model_violations]
+    broken += check(completed, facts, faulty, facts_of_models, is_refused=bool(broken))
     # A memory plan requires a configuration that breaks no rule.
     return broken or list(state_fits(cast(RunConfig, completed)))
 

@@ -85,16 +85,22 @@ def check(
     facts: ModelFacts | None = None,
     faulty: Collection[str] = (),
     facts_of_models: Mapping[str, ModelFacts | None] | None = None,
+    *,
+    is_refused: bool = False,
 ) -> list[Violation]:
-    """Return all violations of the rules between keys.
+    """Return all violations of the rules between keys. A rule that fails is skipped if there are other
+    violations.
 
     Args:
         config: plain containers with defaults filled in. A rule that needs an absent key does not apply.
         facts: sizes of the model, for the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
         facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
+        is_refused: the configuration has violations that are known already.
     """
+    failures: list[Exception] = []
     of_run = View(config, faulty, facts)
+    of_run.failures = failures
     found = _broken((NOT_YET_RULES, RULES), of_run)
     # Violations that a section inherits from the policy are reported only for the policy.
     known = [(violation.key, violation.value, violation.bound) for violation in found]
@@ -108,10 +114,14 @@ def check(
         )
         found += apply_rules([partial(length_is_at_least_the_policy_s, path=path)], of_run)
         view = model_view(config, path, section, faulty, of_model)
+        view.failures = failures
         rules = (*RANGE_RULES, *MODEL_RULES, *(TRAINED_MODEL_RULES if section.is_trained else ()))
         for violation in _broken((NOT_YET_RULES, rules), view):
             if (violation.key, violation.value, violation.bound) not in known:
                 found.append(renamed(violation, path))
+    if failures and not (found or faulty or is_refused):
+        # The configuration is not to blame.
+        raise failures[0]
     return found
 
 

@@ -26,6 +26,9 @@ class View:
         faulty: paths of values of the wrong type. These count as absent, with everything below them, and so
             does a list with a faulty item.
         facts: sizes of the model, if known.
+
+    Attributes:
+        failures: collects the exceptions of rules that fail; None if they propagate.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class View:
         self._config = config
         self._faulty = frozenset(faulty)
         self._facts = facts
+        self.failures: list[Exception] | None = None
 
     def __getitem__(self, path: str) -> Any:
         """Return the value at ``path``; the rule does not apply if there is none."""
@@ -116,3 +120,9 @@ def apply_rules(rules: Iterable[Rule], view: View) -> Iterator[Violation]:
             yield from list(rule(view))
         except NotApplicableError:
             continue
+        except Exception as error:
+            # A rule may read a value that another rule refuses, such as a size of 0, or a section with a
+            # wrong value in it.
+            if view.failures is None:
+                raise
+            view.failures.append(error)

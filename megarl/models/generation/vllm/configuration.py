@@ -407,8 +407,13 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
-    """Yield a violation for each argument in ``vllm_kwargs`` that megarl sets itself."""
+    """Yield a violation for each argument in ``vllm_kwargs`` that megarl sets itself, and for a number of
+    responses that is none."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
+    rows = given.get("max_num_seqs", 1)
+    if type(rows) is not int or rows < 1:
+        bound = "it must be a whole number, at least 1"
+        yield Violation(f"{key}.max_num_seqs", rows, bound, "write a number of responses, or remove the line")
     for name in given:
         if name in FIXED_ARGUMENTS:
             yield Violation(f"{key}.{name}", given[name], FIXED_ARGUMENTS[name], "remove it")
