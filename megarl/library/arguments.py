@@ -60,6 +60,7 @@ class Call:
         functions: the caller's names of these functions, by the same names.
         sources: source code of the functions, for people to read.
         faults: all faults found so far.
+        made: files of data that the call has created.
     """
 
     written: dict[str, Any]
@@ -68,6 +69,7 @@ class Call:
     functions: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     faults: list[Violation] = field(default_factory=list)
+    made: list[Path] = field(default_factory=list)
 
     def put(self, key: str, value: Any, argument: str) -> None:
         """Write an argument's value into the configuration. A value that YAML cannot represent is recorded as
@@ -284,7 +286,7 @@ def add_data(
         if data is None:
             continue
         try:
-            source = source_of(argument, data, directory)
+            source = source_of(argument, data, directory, call.made)
             # A named set has its own fields, and a source as in a configuration may.
             if argument == "data" or source.get("name") not in NAMED_SETS:
                 source = {**keys, **source}
@@ -304,7 +306,7 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
         # If the reward function uses only the response, the rows need no reference answers.
         if not is_written or not call.given or any(_takes_answer(path) for path in call.given):
             raise
-        write_empty_answers(source)
+        write_empty_answers(source, call.made)
         try:
             require_columns(argument, source, kind)
         except ConfigError:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from megarl.library.process import STOPPED, error_of, run_command, show
 from megarl.library.run import Run, new_directory
 from megarl.watch.configured import CONFIG_FILE
 
-_CALL, _REWARDS, _DATA = "call.yaml", "rewards.py", "data"
+_CALL, _REWARDS, _DATA, _DRAFT = "call.yaml", "rewards.py", "data", ".call.yaml.tmp.yaml"
 
 
 def train(
@@ -209,12 +209,14 @@ def _prepared(
     overrides: Mapping[str, Any],
 ) -> Iterator[tuple[Call, Path]]:
     """Write the configuration of a call into the directory of its run, and yield both. A call that is refused
-    leaves no files."""
+    leaves the directory as it was."""
     call = begin(algorithm, backend)
     name = "-".join(filter(None, [call.written["recipe"], _name_of_model(model)]))
-    is_new = run_dir is None or not Path(run_dir).exists()
     directory = new_directory(name) if run_dir is None else Path(run_dir)
-    before = set(directory.rglob("*"))
+    made = [place for place in (directory / _DATA, directory, *directory.parents) if not place.exists()]
+    made += [directory] if run_dir is None else []
+    earlier = {path: path.read_bytes() for path in _files_of_call(directory) if path.is_file()}
+    accepted = _identity(directory / CONFIG_FILE)
     is_ready = False
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -230,22 +232,38 @@ def _prepared(
         )
         is_ready = True
         yield call, directory
-    finally:
+    except BaseException:
         # The command writes its configuration into this directory as soon as it has accepted everything.
-        if not is_ready or not (directory / CONFIG_FILE).exists():
-            _remove_new(directory, before, whole=is_new)
+        if not is_ready or _identity(directory / CONFIG_FILE) == accepted:
+            _restore([*call.made, *_files_of_call(directory)], earlier, made)
+        raise
 
 
-def _remove_new(directory: Path, before: set[Path], *, whole: bool) -> None:
-    """Remove everything that was not in a directory before, and with ``whole`` the directory too."""
-    # Reverse the order, so that a directory follows its content.
-    made = sorted((path for path in directory.rglob("*") if path not in before), reverse=True)
-    for path in [*made, *([directory] if whole else [])]:
+def _files_of_call(directory: Path) -> list[Path]:
+    return [directory / name for name in (_CALL, _REWARDS, _DRAFT)]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when a file is replaced; None if there is none."""
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def _restore(files: Sequence[Path], earlier: Mapping[Path, bytes], places: Sequence[Path]) -> None:
+    """Undo what a call wrote: bring back the earlier contents of its files, and remove the other ones and
+    the directories that it created. Whatever else is there belongs to other programs."""
+    for path in files:
         with contextlib.suppress(OSError):
-            if path.is_dir():
-                path.rmdir()
-            else:
+            if path not in earlier:
                 path.unlink()
+            elif path.read_bytes() != earlier[path]:
+                path.write_bytes(earlier[path])
+    for place in places:
+        # A directory that contains somebody else's files stays.
+        with contextlib.suppress(OSError):
+            place.rmdir()
 
 
 def _write(
@@ -267,7 +285,7 @@ def _write(
     from megarl.config.load import load_config_with_inheritance
     from megarl.data.columns import Kind
 
-    path = directory / f".{_CALL}.tmp.yaml"
+    path = directory / _DRAFT
     call.written["run_dir"] = str(directory)
     _dump(call.written, path)
     inherited = load_config_with_inheritance(path)

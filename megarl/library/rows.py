@@ -20,13 +20,14 @@ _TABLES = {"to_parquet": ".parquet", "write_parquet": ".parquet"}
 _ROWS_LOOKED_AT = 1000
 
 
-def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
+def source_of(argument: str, data: Any, directory: Path, made: list[Path]) -> dict[str, Any]:
     """Return the data source of a configuration for a caller's data.
 
     Args:
         argument: name of the argument, for errors.
         data: a path, the name or hub id of a set, a source as in a configuration, a table, or rows.
         directory: directory that rows and tables are written into.
+        made: gets the file, unless an earlier call has written the same.
 
     Raises:
         ConfigError: the data are none of these.
@@ -61,10 +62,17 @@ def source_of(argument: str, data: Any, directory: Path) -> dict[str, Any]:
         # Name the file by its content, so that a later call with other rows replaces no file that a
         # checkpoint refers to.
         path = directory / f"{argument}-{digest}{_TABLES[method] if method else '.jsonl'}"
-        temporary.replace(path)
+        _keep(temporary, path, made)
     finally:
         temporary.unlink(missing_ok=True)
     return {"path": str(path)}
+
+
+def _keep(temporary: Path, path: Path, made: list[Path]) -> None:
+    """Give a file its name, which is that of its content, unless there is one already: a run may read it."""
+    if not path.exists():
+        temporary.replace(path)
+        made.append(path)
 
 
 def _write_table(argument: str, table: Any, method: str, path: Path) -> None:
@@ -100,15 +108,23 @@ def require_columns(argument: str, source: dict[str, Any], kind: Any) -> None:
         raise _refused(argument, ", ".join(columns_of(source)), what, fix) from error
 
 
-def write_empty_answers(source: dict[str, Any]) -> None:
+def write_empty_answers(source: dict[str, Any], made: list[Path]) -> None:
     """Replace a file that ``source_of`` wrote by a new one whose rows have empty reference answers."""
     from megarl.data.rows import rows_of
 
     path = Path(source["path"])
     answered = path.with_name(f"{path.stem}-without-answers.jsonl")
+    temporary = path.with_name(f".{answered.name}.tmp")
     rows = rows_of(source)  # type: ignore[arg-type]
-    _write_rows(path.name, ({**row, "answer": ""} for _, row in rows if isinstance(row, Mapping)), answered)
-    path.unlink()
+    try:
+        _write_rows(
+            path.name, ({**row, "answer": ""} for _, row in rows if isinstance(row, Mapping)), temporary
+        )
+        _keep(temporary, answered, made)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if path in made:
+        path.unlink()
     source["path"] = str(answered)
 
 

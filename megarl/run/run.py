@@ -197,15 +197,19 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
 
 @contextlib.contextmanager
 def _left_as_it_was(run_dir: Path) -> Iterator[None]:
-    """Remove the directories that this launch has created if it is refused before it has written a
-    configuration there."""
+    """Remove the lock's file and the directories that this launch has created if it is refused before it has
+    written a configuration there."""
     made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
+    lock = run_dir / LOCK_NAME
+    had_lock = lock.exists()
     try:
         yield
     except BaseException:
-        if made and not (run_dir / CONFIG_FILE).exists():
+        if not had_lock and not (run_dir / CONFIG_FILE).exists():
             with contextlib.suppress(OSError):
-                (run_dir / LOCK_NAME).unlink()
+                # Another launch that holds the lock by now has written its process into it.
+                if not lock.stat().st_size:
+                    lock.unlink()
             # A directory that contains somebody else's files stays.
             with contextlib.suppress(OSError):
                 for place in made:

@@ -304,6 +304,46 @@ def test_a_refused_call_leaves_an_earlier_one_of_its_run_as_it_was(called: Call)
     assert {path: path.read_bytes() for path in Path("mine").rglob("*") if path.is_file()} == before
 
 
+def _refuse_beside_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command of a call refuse, as it does where a live run holds the lock, while that run writes."""
+
+    def run(words: list[str], given: dict[str, bytes], *, shows: bool) -> tuple[int, str]:
+        directory = Path(words[1]).parent
+        (directory / "run.lock").write_text('{"pid": 1}')
+        (directory / "checkpoints/step_1").mkdir(parents=True)
+        (directory / "checkpoints/step_1/weights").write_text("weights")
+        return 2, "megarl: in use"
+
+    monkeypatch.setattr(calls, "run_command", run)
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_refused_call_removes_no_file_of_other_programs(
+    called: Call, monkeypatch: pytest.MonkeyPatch, is_run: bool
+) -> None:
+    directory, others = Path("theirs"), {"notes.txt": b"notes", "data/data-0.jsonl": b"{}"}
+    if is_run:
+        others |= {"config.yaml": b"kept: true", "call.yaml": b"call: 1", "rewards.py": b"# rewards"}
+    for name, content in others.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    _refuse_beside_another_run(monkeypatch)
+    with pytest.raises(ConfigError, match="in use"):
+        megarl.train("grpo", "model", ROWS, right, run_dir=directory, max_num_steps=3)
+    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    theirs = {"run.lock": b'{"pid": 1}', "checkpoints/step_1/weights": b"weights"}
+    assert {name: path.read_bytes() for name, path in found.items()} == others | theirs
+
+
+def test_a_refused_call_leaves_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "run_command", lambda *words, **named: (2, "megarl: refused"))
+    before = sorted(Path().rglob("*"))
+    for run_dir in ("new/below", None):
+        with pytest.raises(ConfigError):
+            megarl.train("grpo", "model", ROWS, right, run_dir=run_dir, max_num_steps=3)
+    assert [path for path in sorted(Path().rglob("*")) if path not in before] == [Path("runs")]
+
+
 def test_a_closure_scores_in_the_processes_of_the_pool_and_the_newest_of_a_name_counts() -> None:
     import cloudpickle
 
