@@ -13,11 +13,13 @@ command -v sbatch >/dev/null || {
     printf 'megarl: there is no sbatch on PATH. Fix: run this on a login node of the cluster\n' >&2
     exit 2
 }
-count=$1 previous="" after=()
+count=$1 previous="" before="" after=()
 shift
 for ((left = count - 1; left >= 0; left--)); do
-    previous=$(MEGARL_CHAIN_LEFT=$left sbatch --parsable "${after[@]}" "$@")
+    # The jobs before tell a run with resume=never which checkpoints are its own.
+    previous=$(MEGARL_CHAIN_LEFT=$left MEGARL_CHAIN_BEFORE=$before sbatch --parsable "${after[@]}" "$@")
     previous=${previous%%;*}
+    before+="$previous "
     after=(--dependency="afterok:$previous" --kill-on-invalid-dep=yes)
     printf 'job %s: %d of %d\n' "$previous" $((count - left)) "$count"
 done

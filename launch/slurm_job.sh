@@ -3,6 +3,9 @@
 # shellcheck shell=bash
 
 SLURM_JOB_ID="${SLURM_JOB_ID:-}"
+# This job in the words of Slurm's commands: the number of one task of an array is also that of the array, and would requeue all of its tasks.
+JOB_NAME="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}"
+JOB_NAME="${JOB_NAME:-$SLURM_JOB_ID}"
 RESTARTS="${SLURM_RESTART_COUNT:-0}"
 NODES="${SLURM_JOB_NUM_NODES:-1}"
 NODES_PER_HOST="${MEGARL_NODES_PER_HOST:-1}"
@@ -47,7 +50,7 @@ seconds_left() {
         printf '%d\n' $((SLURM_JOB_END_TIME - $(date +%s)))
         return
     fi
-    left=$(squeue -h -j "$SLURM_JOB_ID" -o %L 2>/dev/null) || return 0
+    left=$(squeue -h -j "$JOB_NAME" -o %L 2>/dev/null) || return 0
     [[ "$left" =~ ^(([0-9]+)-)?(([0-9]+):)?([0-9]+):([0-9]+)$ ]] || return 0
     days=${BASH_REMATCH[2]:-0} hours=${BASH_REMATCH[4]:-0} minutes=${BASH_REMATCH[5]} seconds=${BASH_REMATCH[6]}
     printf '%d\n' $((((10#$days * 24 + 10#$hours) * 60 + 10#$minutes) * 60 + 10#$seconds))
@@ -55,7 +58,7 @@ seconds_left() {
 
 # What Slurm says of this job under the name KEY=.
 job_property() {
-    scontrol show job "$SLURM_JOB_ID" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
+    scontrol show job "$JOB_NAME" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
 }
 
 is_preempted() { [[ "$(job_property PreemptTime)" == [0-9]* ]]; }
@@ -176,8 +179,8 @@ go_on_later() {
         say "$1: the next job of the chain goes on"
         exit 0
     fi
-    say "$1: requeueing job $SLURM_JOB_ID (attempt $((RESTARTS + 1)) follows)"
-    scontrol requeue "$SLURM_JOB_ID" || fail 75 "scontrol requeue failed. Fix: submit the job again; it goes on from its last checkpoint"
+    say "$1: requeueing job $JOB_NAME (attempt $((RESTARTS + 1)) follows)"
+    scontrol requeue "$JOB_NAME" || fail 75 "scontrol requeue failed. Fix: submit the job again; it goes on from its last checkpoint"
     exit 75
 }
 

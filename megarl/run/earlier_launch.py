@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megarl import env
+from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.storage import read_again
+from megarl.config.nested import put
 from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, StorageError, Violation
+from megarl.observe.launches import read_launches
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 """The resolved configuration of the newest launch, in the run's directory."""
 
@@ -58,6 +64,30 @@ def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     # An empty file does not count: a launch that fails in its first step leaves one.
     has_rows = metrics.is_file() and metrics.stat().st_size > 0
     return has_rows or any(Path(config["checkpointing"]["checkpoint_dir"]).glob("step_*"))
+
+
+def with_own_run_resumed(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Return the configuration, with ``checkpointing.resume`` changed from never to auto if an earlier launch
+    of this Slurm job, or of a job before it in its chain, began the run that is in the directory: all
+    launches of a job have the same command line."""
+    settings = config["checkpointing"]
+    jobs = (env.text("MEGARL_CHAIN_BEFORE") or "").split()
+    if env.integer("SLURM_RESTART_COUNT", 0) > 0:
+        jobs.append(env.text("SLURM_JOB_ID") or "no job")
+    if not jobs or not settings["enabled"] or settings["resume"] != "never":
+        return config
+    # What was trained before the newest beginning belongs to another run, as does what another job began.
+    begun = next((each for each in reversed(read_launches(run_dir)) if each.first_step == 0), None)
+    if begun is None or begun.job_id not in jobs:
+        return config
+    path = CheckpointManager(settings).get_latest_checkpoint_path()
+    if path is None or Path(path).stat().st_mtime < begun.start:
+        return config
+    logger.warning(
+        "checkpointing.resume = never holds for the first launch of a job: this one continues from %s",
+        path,
+    )
+    return put(config, "checkpointing.resume", "auto")
 
 
 def keep_template_date(config: RunConfig, kept: Iterable[Path]) -> None:

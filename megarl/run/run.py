@@ -49,7 +49,13 @@ from megarl.observe.sample_files import SampleFiles
 from megarl.observe.sinks import open_sinks
 from megarl.observe.timing import PhaseTimer
 from megarl.redaction import redacted
-from megarl.run.earlier_launch import CONFIG_FILE, keep_template_date, kept_configs, require_same_recipe
+from megarl.run.earlier_launch import (
+    CONFIG_FILE,
+    keep_template_date,
+    kept_configs,
+    require_same_recipe,
+    with_own_run_resumed,
+)
 from megarl.run.inputs import Inputs, read_inputs, require_a_step_of_records
 from megarl.run.loop import Reporting, Schedule, run_loop, total_steps
 from megarl.run.preflight import require_this_machine
@@ -137,6 +143,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
+        config = with_own_run_resumed(config, run_dir)
         # Do this before inputs are read: a template with a clock gets today's date if none is stored.
         keep_template_date(config, kept_configs(config, run_dir))
         stack.enter_context(recorded_start(run_dir))

@@ -86,7 +86,10 @@ esac
 """
 
 # Numbers jobs from 1, and notes what is left of the chain.
-SBATCH = 'echo "chain:${MEGARL_CHAIN_LEFT:-none}" >>"$FAKE_CALLS"; grep -c ^sbatch "$FAKE_CALLS"\n'
+SBATCH = (
+    'echo "chain:${MEGARL_CHAIN_LEFT:-none} before:$MEGARL_CHAIN_BEFORE" >>"$FAKE_CALLS"; '
+    'grep -c ^sbatch "$FAKE_CALLS"\n'
+)
 
 PROGRAMS = {
     "sbatch": SBATCH,

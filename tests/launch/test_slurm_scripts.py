@@ -291,6 +291,15 @@ def test_srun_that_waits_for_a_node_that_is_gone_is_ended_after_the_driver(job: 
     assert "a worker or a node was lost: requeueing" in job.log
 
 
+def test_a_task_of_an_array_requeues_itself_alone(job: Job) -> None:
+    """The number of one of the tasks is that of the array: by it Slurm would requeue all of them."""
+    task = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+    assert job.run(DRIVER + SAVES + "exit 4", **task) == 75
+    assert job.requeues() == [["requeue", "4711_3"]]
+    shown = [words for words in job.calls("scontrol") if words[:2] == ["show", "job"]]
+    assert all(words[2:] == ["4711_3"] for words in shown)
+
+
 @slow
 def test_there_is_a_last_requeue(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 75", SLURM_RESTART_COUNT="3", MEGARL_MAX_REQUEUES="3") == 1
@@ -742,7 +751,8 @@ def test_a_chain_waits_for_the_job_before_and_knows_what_is_left(job: Job) -> No
         ["--parsable", *asked],
         *(["--parsable", *options, *asked] for options in after),
     ]
-    assert re.findall(r"chain:(\d)", (job.directory / "calls").read_text()) == ["2", "1", "0"]
+    told = re.findall(r"chain:(\d) before:(.*)", (job.directory / "calls").read_text())
+    assert told == [("2", ""), ("1", "1 "), ("0", "1 2 ")]
 
 
 def test_a_chain_where_slurm_is_not_installed(job: Job) -> None:

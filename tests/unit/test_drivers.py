@@ -399,6 +399,46 @@ def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data
         run(config, PolicyMaker())
 
 
+@pytest.mark.parametrize(
+    ("began", "later", "continues"),
+    [
+        ("7", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+        ("7", {"SLURM_JOB_ID": "8", "MEGARL_CHAIN_BEFORE": "6 7 "}, True),
+        ("7", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}, False),
+        ("7", {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+        ("7", {"SLURM_JOB_ID": "9", "MEGARL_CHAIN_BEFORE": "8 "}, False),
+        ("", {"SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_later_launch_of_a_job_that_never_resumes_continues_its_own_run(
+    tmp_path: Path,
+    model: str,
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    began: str,
+    later: dict[str, str],
+    continues: bool,
+) -> None:
+    """The command line of a requeued or chained job is that of its first launch."""
+    for name in ("SLURM_RESTART_COUNT", "MEGARL_CHAIN_BEFORE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    if began:
+        monkeypatch.setenv("SLURM_JOB_ID", began)
+    config = make_config("sft", tmp_path, model, data)
+    config["checkpointing"]["resume"] = "never"
+    run(config, PolicyMaker())
+    for name, value in later.items():
+        monkeypatch.setenv(name, value)
+    if continues:
+        rows_before = (tmp_path / "metrics.jsonl").read_bytes()
+        assert run(config, PolicyMaker()) == 0
+        assert read_launches(tmp_path)[-1].first_step == STEPS
+        assert (tmp_path / "metrics.jsonl").read_bytes() == rows_before
+    else:
+        with pytest.raises(CheckpointError, match="resume = 'never'"):
+            run(config, PolicyMaker())
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
     tmp_path: Path, model: str, data: str
 ) -> None:
