@@ -144,6 +144,11 @@ class MetricsFile:
         os.ftruncate(self._descriptor, last_newline + 1)
 
 
+def metrics_files(directory: Path) -> list[Path]:
+    """Return the metrics files of a run, without those that a launch set aside when it started over."""
+    return sorted(path for path in directory.glob("metrics*.jsonl") if ".before-" not in path.name)
+
+
 def encoded(row: Mapping[str, Any]) -> bytes:
     """Encode a row as a line of the file."""
     # Set allow_nan=False, because Python would write NaN, which other readers of JSON refuse.

@@ -19,7 +19,7 @@ from megarl.observe.drawing import (
     run_labels,
     stacked_panels,
 )
-from megarl.observe.metrics_file import FILE_NAME, read_metrics, stream_metrics
+from megarl.observe.metrics_file import FILE_NAME, metrics_files, read_metrics, stream_metrics
 from megarl.observe.panels import PANELS, draw_panel
 from megarl.observe.series import collect_series, mean_over_runs
 from megarl.observe.step_line import ACCURACY_NAMES, REWARD_NAMES
@@ -51,7 +51,7 @@ def plot_run(run_dir: str | Path) -> list[Path]:
         MegarlError: matplotlib is not installed.
     """
     directory = Path(run_dir)
-    files = sorted(directory.glob("metrics*.jsonl"))
+    files = metrics_files(directory)
     if not files:
         children = sorted({path.parent for path in directory.glob(f"*/{FILE_NAME}")})
         if not children:

@@ -19,7 +19,7 @@ from megarl.config.places import read_in_time
 from megarl.errors import ConfigError, DataError, StorageError
 from megarl.observe.launches import FILE_NAME as LAUNCHES_NAME
 from megarl.observe.launches import FINISHED, Launch, read_launches
-from megarl.observe.metrics_file import FILE_NAME, stream_metrics
+from megarl.observe.metrics_file import FILE_NAME, metrics_files, stream_metrics
 from megarl.observe.series import Log, Series, collect_log
 from megarl.observe.timing import STEP_SECONDS, beside_training
 from megarl.watch.configured import Configured, read_configured
@@ -223,7 +223,7 @@ def read_log(run_dir: Path) -> Log:
     Raises:
         DataError: a metrics file cannot be read, or is damaged.
     """
-    return collect_log(row for path in sorted(run_dir.glob("metrics*.jsonl")) for row in stream_metrics(path))
+    return collect_log(row for path in metrics_files(run_dir) for row in stream_metrics(path))
 
 
 def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: int | None) -> tuple[str, str]:

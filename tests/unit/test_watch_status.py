@@ -353,3 +353,11 @@ def test_a_locale_without_blocks_and_bars_gets_the_numbers(tmp_path: Path) -> No
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert answer.returncode == 0, answer.stderr
     assert "step 30 of 40 ????" in answer.stdout and "/?-?" in answer.stdout
+
+
+def test_metrics_of_before_the_run_started_over_are_not_its_own(tmp_path: Path) -> None:
+    """``resume=never`` sets the rows of the earlier run aside in the same directory."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing/step_s": 1.0, "train/loss": 0.5}\n')
+    (tmp_path / "metrics.before-1.jsonl").write_text('{"step": 9, "timing/step_s": 1.0, "train/loss": 8.0}\n')
+    state = read_run_state(tmp_path)
+    assert state.step == 1 and state.series["train/loss"].values == (0.5,)
