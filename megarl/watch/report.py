@@ -19,6 +19,7 @@ from megarl.observe.metrics_file import FILE_NAME
 from megarl.observe.panels import draw_all, run_colours
 from megarl.observe.plots import plot_run
 from megarl.observe.step_line import format_number
+from megarl.redaction import redacted_text
 from megarl.watch.configured import CONFIG_FILE
 from megarl.watch.run_state import RunState, read_run_state, require_run
 from megarl.watch.sample_page import STYLE as SAMPLES_STYLE
@@ -97,9 +98,20 @@ def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
 
 def _run_dirs(directories: Sequence[str]) -> list[Path]:
     found = [path for directory in directories for path in _expand(Path(directory))]
-    run_dirs = list({path.resolve(): path for path in found}.values())
-    for run_dir in run_dirs:
-        require_run(run_dir)
+    run_dirs, refusals = list[Path](), list[DataError]()
+    for path in {path.resolve(): path for path in found}.values():
+        try:
+            require_run(path)
+            run_dirs.append(path)
+        except DataError as error:
+            if not path.exists():
+                raise
+            refusals.append(error)
+    if refusals and not run_dirs:
+        raise refusals[0]
+    # As of runs/*, which also has the files of Slurm jobs and earlier pages.
+    for error in refusals:
+        sys.stderr.write(redacted_text(f"megarl: warning: left out: {error}\n"))
     return run_dirs
 
 

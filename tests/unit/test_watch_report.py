@@ -386,3 +386,16 @@ def test_validations_of_a_long_run_stay_small_too(tmp_path: Path) -> None:
     many = Series(tuple(range(1, 20_001)), (0.5, 0.6) * 10_000)
     drawn = draw_all({"run": {"validation/accuracy": many}})["Reward"]
     assert len(drawn) < 60_000 and "validation accuracy" in drawn
+
+
+def test_what_is_no_run_among_several_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in ``megarl plot runs/*``, beside the files of Slurm jobs."""
+    run_dir = make_run(tmp_path / "runs/a")
+    (tmp_path / "runs/slurm/17").mkdir(parents=True)
+    (tmp_path / "runs/comparison.html").write_text("")
+    others = [str(tmp_path / "runs/slurm"), str(tmp_path / "runs/comparison.html")]
+    assert main(["plot", str(run_dir), *others]) == 0
+    told = capsys.readouterr().err
+    assert told.count("left out: ") == 2 and all(other in told for other in others)
+    assert main(["plot", str(run_dir), str(tmp_path / "none")]) == 2
+    assert main(["plot", *others]) == 2
