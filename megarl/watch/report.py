@@ -110,8 +110,8 @@ def _run_dirs(directories: Sequence[str]) -> list[Path]:
     if refusals and not run_dirs:
         raise refusals[0]
     # As of runs/*, which also has the files of Slurm jobs and earlier pages.
-    for error in refusals:
-        sys.stderr.write(redacted_text(f"megarl: warning: left out: {error}\n"))
+    for refusal in refusals:
+        sys.stderr.write(redacted_text(f"megarl: warning: left out: {refusal}\n"))
     return run_dirs
 
 
