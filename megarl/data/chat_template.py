@@ -39,7 +39,7 @@ of its messages and tools."""
 
 # Name of the function through which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
-_WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
+_RESULT_MARKS = "<tool_response>", "</tool_response>"
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 # Markers of letters and digits that no template writes by itself, trims or escapes.
@@ -204,8 +204,10 @@ class ChatTemplate:
         if message["role"] == "tool" and "<tool_response>" in self.text:
             # Remove the marks that data in Hermes' form have, because the template would write them a second
             # time.
-            wrapped = _WRAPPED_RESULT.fullmatch(str(message.get("content")))
-            return message if wrapped is None else {**message, "content": wrapped[1]}
+            content, (opening, closing) = str(message.get("content")).strip(), _RESULT_MARKS
+            if not (content.startswith(opening) and content.endswith(closing)):
+                return message
+            return {**message, "content": content[len(opening) : -len(closing)].strip()}
         calls = message.get("tool_calls")
         if not calls:
             return message

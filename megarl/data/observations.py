@@ -397,13 +397,14 @@ def _overlap(one: str, other: str) -> bool:
 
 _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
 _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
-_CALL = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
+# Atomic groups, and ``match`` rather than ``search``: a text without a call is read once.
+_CALL = re.compile(r"(?>.*?to=functions\.([\w.-]++))(?>.*?<\|message\|>)(.*?)(?=<\||\Z)", re.DOTALL)
 
 
 def _harmony_turn(text: str) -> ChatMessage:
     """Return a response of several channels as the template expects it: the final message, or the call, and
     the reasoning before it."""
-    final, call, analysis = _FINAL.findall(text), _CALL.search(text), _ANALYSIS.findall(text)
+    final, call, analysis = _FINAL.findall(text), _CALL.match(text), _ANALYSIS.findall(text)
     thinking = {"thinking": analysis[-1]} if analysis else {}
     if final or call is None:
         return {"role": "assistant", "content": final[-1] if final else "", **thinking}

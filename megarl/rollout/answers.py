@@ -13,27 +13,30 @@ _NUMBER = r"(?:[-+]\$?|\$[-+]?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 _MARKED_NUMBER = re.compile(rf"####[ \t]*\**({_NUMBER})(\S*)")
 _GOES_ON = re.compile(r"[.,]?[0-9]|[/^:]|[-*][0-9]")
 _ANY_NUMBER = re.compile(rf"(?<![0-9.]){_NUMBER}")
-_GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s+)?"
+_GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s++)?"
 # Units may stand between the number and its alternative.
 _ALTERNATIVE = re.compile(
-    rf"[*)}}]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*[(,;]*[ \t]*"
+    rf"[*)}}]*(?:[ \t]++[A-Za-z]+){{0,2}}?[ \t]*+(?:[(,;]+[ \t]*+)?"
     r"(?:(?:or|and|to|versus|vs\.?)[ "
-    rf"\t]+{_GUESS}(?:[*(]*{_NUMBER}|more\b|less\b|fewer\b|so\b)|(?:[,;/|&~\u00b1]|\+-)[ \t]*[*]*{_NUMBER})"
+    rf"\t]++{_GUESS}(?:[*(]*{_NUMBER}|more\b|less\b|fewer\b|so\b)|(?:[,;/|&~\u00b1]|\+-)[ \t]*+[*]*{_NUMBER})"
 )
-_OR_BEFORE = re.compile(rf"[0-9][*)}}$]*(?:[ \t]+[A-Za-z]+){{0,2}}?[ \t]*,?[ \t]+or[ \t]+{_GUESS}[*($]*\Z")
+_OR_BEFORE = re.compile(
+    rf"[0-9][*)}}$]*+(?:[ \t]++[A-Za-z]++){{0,2}}?(?:[ \t]*+,)?[ \t]++or[ \t]++{_GUESS}[*($]*\Z"
+)
 
-_WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*"
+_WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*+"
 # Restrict what may follow A and I, because both are also English words.
 _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
+# The letter is optional so that a text without one is passed over, and not read again from each box in it.
 _CHOICE = re.compile(
-    rf"(?:\\boxed\s*\{{|\b(?i:answer|choice|option)[*]*\s*(?:(?i:is)\b\s*:?|:)){_WRAPPING}(?:(?i:option"
-    rf"|choice)\s+)?{_LETTER}"
+    rf"(?:\\boxed\s*+\{{|\b(?i:answer|choice|option)[*]*+\s*+(?:(?i:is)\b\s*+:?|:)){_WRAPPING}(?:(?:(?i:option"
+    rf"|choice)\s++)?{_LETTER})?"
 )
 _CONNECTIVE = r"(?:\b(?:and|or|nor|vs)\b|\\text\s*\{\s*(?:and|or)\s*\}|[,;&/|+])"
 _BEFORE_SECOND = r"\b(?i:maybe|perhaps|possibly|else|also|even|the|correct|answer|is|option|choice)\b|[: \t]"
 _SECOND_LETTER = re.compile(
     r"[)\]}*$( "
-    rf"\t]*{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])"
+    rf"\t]*+{_CONNECTIVE}(?:{_CONNECTIVE}|{_BEFORE_SECOND})*+{_WRAPPING}(?:([B-HJ-Z])(?![A-Za-z0-9'])"
     rf"|{_LETTER})"
     r"|[)\]}*$]*[ \t]+\(?([B-HJ-Z])\)?[ \t.]*(?=\n|\Z)"
 )
@@ -162,6 +165,8 @@ def chosen_letter(response: str) -> str | None:
         return alone[1]
     chosen, hedged = None, -1
     for choice in _CHOICE.finditer(response):
+        if choice[1] is None:
+            continue
         second = _SECOND_LETTER.match(response, choice.end(1))
         # The letter that an earlier choice names as its alternative is not a choice either.
         chosen = None if second is not None or choice.start(1) == hedged else choice[1]

@@ -18,6 +18,7 @@ from megarl.rollout.environment import Turn
 from megarl.rollout.reward_pool import RewardPool
 from megarl.rollout.rewards import REWARDS, RewardSpec, Task, get_reward
 from megarl.rollout.single_turn import SingleTurn
+from megarl.time_limit import time_limit
 from tests.tables import read_table
 from tests.unit.config_samples import complete, raw_grpo
 
@@ -36,6 +37,28 @@ def test_gsm8k(response: str, answer: str, strict: float, flexible: float) -> No
 def test_multichoice(response: str, letter: str | None) -> None:
     for reference in ("A", "B", "(C)", "I"):
         assert answers.multichoice(response, reference) == float(reference.strip("()") == letter), reference
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated", "end"),
+    [
+        ("", "\\boxed{", ""),
+        ("", "\\boxed{ ", "\\boxed{B}"),
+        ("answer is ", " ", "x"),
+        ("Answer: B or ", " ", "x"),
+        ("#### 7", " ", "x"),
+        ("#### 7 or ", " ", "x"),
+        ("7", " ", "x 8"),
+        ("7 or maybe", " ", "x 8"),
+    ],
+)
+def test_the_time_to_score_grows_as_the_length(begin: str, repeated: str, end: str) -> None:
+    """A response of 200,000 characters takes milliseconds, and took minutes when time grew as the square."""
+    response = begin + repeated * (200_000 // len(repeated)) + end
+    with time_limit(20.0):
+        assert answers.multichoice(response, "B") == float("B" in begin + end)
+        for method in ("strict", "flexible"):
+            answers.gsm8k(response, "#### 7", method)
 
 
 @pytest.mark.parametrize(("response", "answer", "score"), TABLES["dapo"])

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.chat_template import PASSTHROUGH_TEMPLATE, ChatTemplate
-from megarl.data.observations import ObservationEncoder, _marks_of
+from megarl.data.observations import ObservationEncoder, _harmony_turn, _marks_of
 from megarl.errors import DataError
+from megarl.time_limit import time_limit
 from tests.templates import TEMPLATES, stop_ids, tokenizer_of
 from tests.templates.conversations import CONVERSATIONS, REFUSED, TOOLS, assistant, tool, user
 
@@ -182,6 +183,12 @@ def test_harmony_leaves_reasoning_out_once_it_has_answered() -> None:
         messages, for_generation=True
     )
     assert history.follow(encoder.tokens(final), [user("And now?")]) is None
+
+
+@pytest.mark.parametrize("text", ["to=functions." + "a" * 200_000, "to=functions.a" * 14_000])
+def test_the_time_to_read_a_harmony_turn_grows_as_its_length(text: str) -> None:
+    with time_limit(20.0):
+        assert _harmony_turn(text) == assistant("")
 
 
 @pytest.mark.parametrize("name", sorted(REWRITES - {"nemotron", "deepseek-r1", "gpt-oss"}))

@@ -42,6 +42,7 @@ from megarl.rollout.programs.verdict import same_output, same_returned
 from megarl.rollout.reward_pool import RewardPool, score_of
 from megarl.rollout.rewards import RewardSpec, Task, get_reward
 from megarl.rollout.single_turn import SingleTurn
+from megarl.time_limit import time_limit
 from tests.tables import read_table
 from tests.tiers import sampled
 
@@ -269,6 +270,12 @@ def test_the_last_block_that_ends_is_the_program() -> None:
 def test_the_last_block_that_is_marked_as_python_is_the_program(response: str, program: str | None) -> None:
     found = forms.program_in(response)
     assert (found if found is None else found.strip()) == program
+
+
+@pytest.mark.parametrize("repeated", ["a", " "])
+def test_the_time_to_find_a_program_grows_as_the_response(repeated: str) -> None:
+    with time_limit(20.0):
+        assert forms.program_in("```" + repeated * 200_000 + "```") is None
 
 
 @pytest.mark.parametrize("given", ["", "3", "x = 3\n4", "n = m", "y = x + 1, z = 2", "f(a = 3)", "a=1, 2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from megarl.rollout.tools.http import post
 from megarl.rollout.tools.parsers import BadCallError, parser_of
 from megarl.rollout.tools.search import DocumentIndex
 from megarl.rollout.tools.tool import Tool, Toolbox, tools_of
+from megarl.time_limit import time_limit
 from tests.templates import TEMPLATES, tokenizer_of
 from tests.templates.conversations import call
 from tests.unit.scripted import collector_of
@@ -115,6 +117,52 @@ def test_a_call_that_cannot_be_read_is_told(form: str, text: str) -> None:
 def test_other_texts_are_no_calls(form: str | None) -> None:
     for text in ("", "The answer is 4.", '{"value": 3}', "<think>call a tool</think>{ok}", "a <b> [c]"):
         assert parser_of(form)(text, [text]) == (text, [])
+
+
+_CALL = "<\uff5ctool\u2581call\u2581{}\uff5c>"
+_BEGIN, _END, _SEPARATOR = _CALL.format("begin"), _CALL.format("end"), "<\uff5ctool\u2581sep\uff5c>"
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "repeated", "end"),
+    [
+        ("gpt-oss", "to=functions.", "a", ""),
+        ("gpt-oss", "", "to=functions.a ", ""),
+        ("gpt-oss", "", "to=functions.a<|channel|>commentary ", ""),
+        ("gpt-oss", "to=functions.a <|channel|>", "a", "<|call|>"),
+        ("deepseek", f"{_BEGIN}function{_SEPARATOR}a\n```json\n", "\n", f"\n```{_END}"),
+        ("deepseek", f"{_BEGIN}function{_SEPARATOR}a\n```json\n{{}}\n```", " \n", f"a{_END}"),
+        ("qwen3_coder", "<tool_call>", "<function=", "</tool_call>"),
+        ("qwen3_coder", "<tool_call><function=a>", "<parameter=", "</function></tool_call>"),
+    ],
+)
+def test_the_time_to_read_calls_grows_as_their_length(form: str, begin: str, repeated: str, end: str) -> None:
+    """A text of 200,000 characters takes milliseconds, and took minutes when time grew as the square."""
+    text = begin + repeated * (200_000 // len(repeated)) + end
+    with time_limit(20.0), contextlib.suppress(BadCallError):
+        parser_of(form)(text, [text])
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "called"),
+    [
+        (
+            "I use to=functions.a <|end|>to=functions.b<|message|>{}<|call|>",
+            "I use to=functions.a <|end|>",
+            ["b"],
+        ),
+        ("to=functions. to=functions.a<|message|>{}", "to=functions.", ["a"]),
+        ("to=functions.a to=functions.b<|message|>{}<|call|> to=functions.c<|message|>{}", "", ["a", "c"]),
+        (
+            "to=functions.a<|channel|>x to=functions.b<|channel|>y<|message|>{}",
+            "to=functions.a<|channel|>x",
+            ["b"],
+        ),
+    ],
+)
+def test_the_first_recipient_before_a_message_is_called(said: str, content: str, called: list[str]) -> None:
+    found, calls = parser_of("gpt-oss")("", [said])
+    assert (found, [call["function"]["name"] for call in calls]) == (content, called)
 
 
 def test_values_without_quotes_are_texts_where_the_tool_takes_texts() -> None:

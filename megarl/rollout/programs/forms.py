@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.rollout.programs.files_of_tests import statements_of_file
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^`\n]*$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^`\n]*+$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
 _STATEMENTS = ("test_list", "challenge_test_list")

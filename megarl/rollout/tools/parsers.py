@@ -23,21 +23,22 @@ class BadCallError(ValueError):
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
-_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(.*)", re.DOTALL)
+# Of several marks before one ">", and of several recipients before one "<", the first decides. The atomic
+# groups try no other, so that a policy's text of any length takes time in proportion to its length.
+_TO_MARK = r"(?<![^>\n])(?>[^>\n]*?"
+_FUNCTION = re.compile(_TO_MARK + r"<function=)([^>\n]++)>(.*?)(</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(_TO_MARK + r"<parameter=)([^>\n]++)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
+_MISTRAL = re.compile(r"(\[TOOL_CALLS\])\s*(.*)", re.DOTALL)
 _CALLS, _BEGIN, _END, _SEPARATOR = (
     f"<\uff5ctool\u2581{name}\uff5c>"
     for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "sep")
 )
 """Special tokens of DeepSeek."""
 _DEEPSEEK = re.compile(rf"{_BEGIN}(.*?)({_END}|\Z)", re.DOTALL)
-_FENCED = re.compile(
-    rf"\A(?:function{_SEPARATOR})?([^\n<]+)(?:\n```json\n|{_SEPARATOR})(.*?)(?:\n```)?\s*\Z", re.DOTALL
-)
+_FENCED = re.compile(rf"(?:function{_SEPARATOR})?([^\n<]++)(?:\n```json\n|{_SEPARATOR})")
 _HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>\w+)?"
-    r"<\|message\|>(.*?)(?:<\|call\|>|\Z)",
+    r"(?:\A|<)(?>[^<]*?(to=functions\.)([\w.-]++))[^<]*+(?:<\|channel\|>\w++[^<]*+)?+"
+    r"(?:<\|constrain\|>\w++)?+<\|message\|>(.*?)(?=<\|call\|>|\Z)",
     re.DOTALL,
 )
 
@@ -74,7 +75,7 @@ def _mistral(text: str) -> Found:
     found = _MISTRAL.search(text)
     if found is None:
         return
-    body = found[1].replace("</s>", "").strip()
+    body = found[2].replace("</s>", "").strip()
     if "[ARGS]" in body:
         for part in filter(None, body.split("[TOOL_CALLS]")):
             name, _, arguments = part.partition("[ARGS]")
@@ -90,21 +91,22 @@ def _deepseek(text: str) -> Found:
         found = _FENCED.match(_closed(body, end))
         if found is None:
             raise BadCallError("the name of a function and its arguments are expected in a call")
-        yield found[1].strip(), found[2]
+        yield found[1].strip(), body[found.end() :].rstrip().removesuffix("\n```")
 
 
 def _gpt_oss(text: str) -> Found:
-    yield from _HARMONY.findall(text)
+    for _, name, arguments in _HARMONY.findall(text):
+        yield name, arguments
 
 
 # For each form, the function that finds calls, the pattern of calls in a text, and whether they are written
-# with special tokens.
+# with special tokens; the pattern's first group then begins where the calls begin.
 _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
     "hermes": (_hermes, _HERMES, False),
     "qwen3_coder": (_qwen3_coder, _HERMES, False),
-    "llama3": (_llama3, re.compile(r"\A\s*\{.*", re.DOTALL), True),
+    "llama3": (_llama3, re.compile(r"\A\s*(\{).*", re.DOTALL), True),
     "mistral": (_mistral, _MISTRAL, True),
-    "deepseek": (_deepseek, re.compile(f"{_CALLS}.*", re.DOTALL), True),
+    "deepseek": (_deepseek, re.compile(f"({_CALLS}).*", re.DOTALL), True),
     "gpt-oss": (_gpt_oss, _HARMONY, True),
 }
 assert tuple(_FORMS) == TOOL_PARSERS
@@ -139,7 +141,7 @@ def parser_of(
         # If calls are written with special tokens, the response, which lacks these, does not show where a
         # call begins. The content is then what precedes the calls in the full text.
         first = marks.search(text) if is_special else None
-        return (text[: first.start()] if first else marks.sub("", response)).strip(), calls
+        return (text[: first.start(1)] if first else marks.sub("", response)).strip(), calls
 
     return parse
 
