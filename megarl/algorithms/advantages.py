@@ -172,13 +172,14 @@ def estimated_advantages(
             groups.
         token_penalties: [B, S] float, subtracted from the rewards, 0 at tokens that do not count; None for
             none.
-        reward_weights: of the parts of the reward, ``reward/NAME``, by name.
+        reward_weights: of the parts of the reward, ``reward/NAME``, by name; ``env_reward_weight`` for the
+            others, which environments of one's own return.
         estimator: the estimator named in ``settings``, if it has been loaded already.
 
     Raises:
         BatchError: a custom estimator returned a wrong result.
     """
-    parts = _parts_by_name(samples)
+    parts, weights = _parts_by_name(samples), reward_weights or {}
     inputs = AdvantageInputs(
         settings,
         _groups(samples["prompt_ids"], samples["reward"], samples["sample_mask"]),
@@ -187,7 +188,7 @@ def estimated_advantages(
         samples["token_mask"] * sample_mask.unsqueeze(1),
         token_penalties,
         parts,
-        {name: (reward_weights or {}).get(name, 1.0) for name in parts},
+        {name: weights[name] if name in weights else settings["env_reward_weight"] for name in parts},
     )
     name = settings["adv_estimator"]["name"]
     estimate = estimator or estimator_of(name)

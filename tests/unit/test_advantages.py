@@ -233,6 +233,7 @@ def settings_of(name: str, minus_baseline: bool = False, **more: Any) -> dict[st
         "use_leave_one_out_baseline": True,
         "normalize_rewards": True,
         "std": "population",
+        "env_reward_weight": 1.0,
         **more,
     }
 
@@ -412,6 +413,21 @@ def test_gdpo_compares_the_rewards_of_named_environments_by_their_own_names() ->
     samples["reward/first"], samples["reward/second"] = samples["reward"], samples["reward"].flip(0)
     found = estimated_advantages(settings, samples, samples["sample_mask"], reward_weights=weights)
     assert torch.equal(found, expected) and found.any()
+
+
+@pytest.mark.parametrize("part", ["reward1", "game/reward1", "game"])
+def test_gdpo_weighs_the_rewards_of_environments_of_ones_own_beside_a_reward_model(part: str) -> None:
+    """The columns of an environment of NeMo-RL's interface, alone or by name, and of one with one reward."""
+
+    def made(environment: float, weights: dict[str, float]) -> list[float]:
+        given = Rewarded("gdpo", use_leave_one_out_baseline=False, env_reward_weight=environment)
+        values = torch.tensor([0.0, 1.0, 0.0, 3.0, 1.0, 2.0], dtype=torch.float64)
+        given.samples |= {f"reward/{part}": given.samples["reward"], "reward/reward_model": values}
+        given.algorithm.reward_weights = {"reward_model": 0.5, **weights}
+        return given.advantages()[0]
+
+    expected = made(7.0, {part.rpartition("/")[2]: 0.25})
+    assert made(0.25, {}) == expected != made(1.0, {})
 
 
 def test_whitening_is_over_all_tokens_given_and_not_of_a_share() -> None:
