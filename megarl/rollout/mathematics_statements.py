@@ -383,8 +383,11 @@ class _Piece:
 
 
 def _lists_agree(reference: str, response: str) -> bool:
-    """Compare lists in any order; a list of one value equals that value."""
+    """Compare lists in any order; a list of one value equals that value. Values without names have the order
+    of the names that a reference gives them: A = 3, B = 4 equals 3, 4."""
     first, second = (_elements(text) for text in (reference, response))
+    if len(first) == len(second) and _names_each(first) and "=" not in response:
+        return all(map(_elements_agree, first, second))
     if len(first) == len(second) and matches_all(first, second, _elements_agree):
         return True
     if _stream(reference) == _stream(response) and (_WORDS.search(reference) or len(first) == len(second)):
@@ -392,6 +395,12 @@ def _lists_agree(reference: str, response: str) -> bool:
     if _conditions_agree(first, second, reference + response):
         return True
     return _is_bare_tuple(first, second, response) or _is_bare_tuple(second, first, reference)
+
+
+def _names_each(elements: Sequence[str]) -> bool:
+    """Return whether each of several elements is a value of a name that no other has."""
+    names = {each.partition("=")[0].strip() for each in elements if _ASSIGNED.fullmatch(each)}
+    return len(names) == len(elements) > 1
 
 
 def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
