@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
 from megarl.data.messages import are_messages, as_messages, role_of
-from megarl.data.records import require_object, tools_of, value_of
+from megarl.data.records import ranked_pair, require_object, tools_of, value_of
 from megarl.data.rows import Row, rows_of, source_name
 from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
@@ -155,8 +155,13 @@ def _first_record(source: DataSource, kind: Kind, skips_bad_records: bool) -> tu
     for origin, row in rows_of(source):
         if not skips_bad_records:
             require_object(row, _WANTED[kind][-1], origin)
-        if isinstance(row, Mapping):
-            return origin, row
+        if not isinstance(row, Mapping):
+            continue
+        try:
+            return origin, ranked_pair(row, origin) if kind is Kind.PAIRS else row
+        except RecordError:
+            if not skips_bad_records:
+                raise
     raise DataError(
         f"{source_name(source)} holds 0 records, at least 1 is needed. Fix: point the data source at records"
     )

@@ -194,6 +194,8 @@ def _without_weights(prompt: str | Sequence[Any]) -> Any:
 def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     origin, row = stored
     require_object(row, "a prompt and two answers a row", origin)
+    # Keys of one's own may lead into the completions.
+    row = ranked_pair(row, origin) if source["chosen_key"] == "chosen" else row
     chosen, rejected = (
         _with_system(_answered_record(row, key, source, origin), row, source)
         for key in (source["chosen_key"], source["rejected_key"])
@@ -206,6 +208,30 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
             "Fix: give both the same prompt"
         )
     return chosen, rejected
+
+
+def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+    """Return a row of NeMo-RL's form, a context with two ranked completions, as a prompt with two answers;
+    any other row unchanged.
+
+    Raises:
+        RecordError: there are not two completions, or their ranks do not say which is better.
+    """
+    completions = row.get("completions")
+    if not {"context", "completions"} <= row.keys() or "chosen" in row or not isinstance(completions, list):
+        return row
+    ranks: list[Any] = [each.get("rank") if isinstance(each, Mapping) else None for each in completions]
+    are_numbers = all(isinstance(rank, int | float) for rank in ranks)
+    if len(ranks) != 2 or not are_numbers or ranks[0] == ranks[1]:
+        raise RecordError(
+            f"{origin}: 'completions' has the ranks {str(ranks)[:60]}, and a pair has two completions, the "
+            "better one with the lower rank. Fix: keep two of different ranks, or leave such records out "
+            "with data.on_bad_record=skip"
+        )
+    ordered = completions if ranks[0] < ranks[1] else completions[::-1]
+    chosen, rejected = (value_of(each, "completion", origin) for each in ordered)
+    rest = {key: value for key, value in row.items() if key not in ("context", "completions")}
+    return {**rest, "prompt": row["context"], "chosen": chosen, "rejected": rejected}
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:

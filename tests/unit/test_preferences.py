@@ -13,7 +13,9 @@ import torch
 
 from megarl.algorithms.loss_functions import DPOLossFn
 from megarl.data import datasets
+from megarl.data.columns import Kind, complete_source
 from megarl.data.datasets import Dataset, Reading, load_dataset
+from megarl.data.records import read_preferences
 from megarl.data.tokenization import get_tokenizer
 from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError
@@ -148,6 +150,26 @@ def test_broken_pairs_are_named(tmp_path: Path, row: Any, more: dict[str, str], 
     good = {"p": "two", "c": "1", "r": "five"} if more else {"c": [*TURNS, BOT], "r": [*TURNS, OTHER]}
     with pytest.raises(DataError, match=rf"pairs\.jsonl line 2.*{message}"):
         load(tmp_path, [good, row], TURN_TEMPLATE, **more)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [1, 1], [0, None], []])
+def test_completions_of_which_none_is_better_are_refused(tmp_path: Path, ranks: list[Any]) -> None:
+    def row(ranks: list[Any]) -> dict[str, Any]:
+        answers = [{"rank": rank, "completion": [{**BOT, "content": f"{rank}"}]} for rank in ranks]
+        return {"context": [USER], "completions": answers}
+
+    keys = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
+    for given in (keys, dict.fromkeys(keys)):
+        with pytest.raises(DataError, match=r"line 1: 'completions' has the ranks \[.*two completions"):
+            load(tmp_path, [row(ranks), row([0, 1])], **given)
+    file = tmp_path / "pairs.jsonl"
+    source: Any = {"path": str(file)}
+    complete_source(source, Kind.PAIRS, skips_bad_records=True)
+    assert {key: source[key] for key in keys} == keys
+    assert len(list(read_preferences(source, lambda error: None))) == 1
+    own = {"chosen_key": "completions[1].completion", "rejected_key": "completions[0].completion"}
+    *_, (chosen, _) = read_preferences({**source, **own, "prompt_key": "context"}, lambda error: None)
+    assert chosen.answer == "1"
 
 
 def test_equal_answers_are_counted_and_named(tmp_path: Path) -> None:
