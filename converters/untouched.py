@@ -48,7 +48,9 @@ class Untouched:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors as they are stored, bit for bit."""
         # Open the plain source: these tensors are returned as they are stored, neither dequantised nor
-        # adapted.
+        # adapted. The directory of a model without any may be gone by now.
+        if not self._names:
+            return
         source = HuggingFaceSource(self.directory)
         for name in self._names:
             yield name, source.read(name)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
@@ -116,8 +118,10 @@ def test_megatron_core_loads_and_saves_what_is_converted(
     assert (tmp_path / "exported" / "config.json").read_bytes() == (other / "config.json").read_bytes()
 
 
-def save_and_export(config: Mapping[str, Any], tokenizer: Any, directory: str) -> None:
-    worker = jobs.build(config, tokenizer=tokenizer, init_optimizer=False, init_reference_model=False)
+def save_and_export(config: Mapping[str, Any], tokenizer: Any, directory: str, gone: tuple[str, ...]) -> None:
+    worker = jobs.build(config, tokenizer=tokenizer, init_reference_model=False)
+    for path in gone if dist.get_rank() == 0 else ():
+        shutil.rmtree(path)
     worker.save_checkpoint(f"{directory}/policy/weights", tokenizer_path=f"{directory}/policy/tokenizer")
     worker.export_hf(f"{directory}/hf")
     worker.backend.close()
@@ -132,7 +136,9 @@ def test_a_checkpoint_s_export_has_the_files_of_the_run_s_own(pool: WorkerPool, 
     tokenizer = get_tokenizer(
         {"name": save_tokenizer(tmp_path / "other", bos=True), "chat_template": template}
     )
-    pool.run(2, save_and_export, policy_config(model, tp=2), tokenizer, str(tmp_path / "run"))
+    # A job may remove its copy of the model as soon as the workers have read it.
+    gone = (str(model), str(tmp_path / "other"))
+    pool.run(2, save_and_export, policy_config(model, tp=2), tokenizer, str(tmp_path / "run"), gone)
     checkpoint = tmp_path / "run" / "policy" / "weights"
     export_model(plan_export(open_megatron(checkpoint)), tmp_path / "exported")
     exported, own = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from converters.checkpoint.artifacts import copy_artifacts, read_config, write_config
-from converters.checkpoint.staging import follow_umask
 from converters.checkpoint.writer import write_hf
 from converters.families import FAMILIES
 from megarl.data.stop_tokens import generation_config_of
@@ -25,9 +27,12 @@ from megarl.errors import (
 from megarl.models.engine.adapters import ADAPTER_DIRECTORY, write_peft
 from megarl.models.engine.groups import on_first_rank
 from megarl.models.engine.nonfinite import on_all_ranks
+from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import said_of_scoring
 from megarl.models.engine.worker_state import WorkerState
 from megarl.weight_sync.manifest import drain
+
+logger = logging.getLogger(__name__)
 
 
 def write_model_files(
@@ -64,12 +69,35 @@ def write_model_files(
     settings = None if scores else generation_config_of(tokenizer, str(model))
     if settings is not None:
         generation_config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    # Some tokenizers make their files private, and config.json was created by an ordinary open.
-    follow_umask(directory, directory / "config.json")
 
 
 class SavingWorker(WorkerState):
     """Methods by which a worker writes and reads checkpoints and exports."""
+
+    @functools.cached_property
+    def _model_files(self) -> dict[Path, bytes]:
+        """Content of the files of the model but its weights, by path, with the tokenizer of the run."""
+        model, dtype = self.backend.untouched.directory, dtype_of(self.cfg["precision"], "policy.precision")
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            write_model_files(model, directory, dtype, self.hf_config, self.tokenizer, scores=self.scores)
+            files = [path for path in directory.rglob("*") if path.is_file()]
+            return {path.relative_to(directory): path.read_bytes() for path in files}
+
+    def _keep_model_files(self) -> None:
+        """Read the files of the model on rank 0, whose directory may be gone, or hold another, at a save."""
+        if dist.get_rank() == 0:
+            try:
+                self._model_files  # noqa: B018 - it is kept
+            # Code of a tokenizer raises anything. A run may need no save, and a save says it again.
+            except Exception as error:
+                logger.warning(
+                    "%s: the files next to its weights cannot be read, and so no checkpoint or export can be "
+                    "written: %s: %s",
+                    self.cfg["model_name"],
+                    type(error).__name__,
+                    error,
+                )
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
@@ -191,9 +219,12 @@ class SavingWorker(WorkerState):
         return write
 
     def write_model_files(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the files of the model but its weights, with the tokenizer of the run. Local."""
-        model = self.backend.untouched.directory
-        write_model_files(model, directory, dtype, self.hf_config, self.tokenizer, scores=self.scores)
+        """Write the files of the model but its weights, as they were when the worker began, with the
+        tokenizer of the run. Local."""
+        for path, content in self._model_files.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_bytes(content)
+        write_config(directory, dtype)
 
     @property
     def hf_config(self) -> Any:

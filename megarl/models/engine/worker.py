@@ -158,6 +158,8 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         if self.scores and tokenizer is not None:
             # An exported model that scores finds the last token that is not padding by this id.
             backend.hf_config.pad_token_id = tokenizer.pad_token_id
+        if init_optimizer:
+            self._keep_model_files()
         self.runtime = runtime
         self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference: ReferenceWeights | BaseAsReference | None = None
