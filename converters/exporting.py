@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch import Tensor
 from converters.adapters.lora_model import merge_export
 from converters.check import account, is_excused, repeated_tensors
 from converters.checkpoint.artifacts import (
-    TEMPLATES_DIRECTORY,
     artifacts,
     copy_artifacts,
     file_hashes,
@@ -36,11 +36,12 @@ from converters.checkpoint.manifest import (
     TensorRecord,
     dtype_name,
     fingerprints,
+    read_manifest,
 )
 from converters.checkpoint.narrowing import Narrowing, kept_dtype, main_dtype
 from converters.checkpoint.quantized import open_dequantized
 from converters.checkpoint.safetensors_file import DTYPE_NAMES, OpenFiles
-from converters.checkpoint.staging import Staging, check_apart
+from converters.checkpoint.staging import Staging, check_apart, others_than
 from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
@@ -147,15 +148,12 @@ def index_of(tensors: Sequence[WrittenTensor]) -> str | None:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def _others_than_model(directory: Path) -> list[str]:
-    """Return what in a directory is not a Hugging Face model that may be overwritten."""
-    names = {path.name for path in directory.iterdir() if not path.is_dir()}
-    others = [path for path in directory.iterdir() if path.is_dir() and path.name != TEMPLATES_DIRECTORY]
-    holds_weights = MANIFEST_FILE in names or any(name.endswith(".safetensors") for name in names)
-    if "config.json" not in names or not holds_weights:
-        return [f"it holds no model, but {', '.join(sorted(names))}"]
-    # Other directories may be the user's own, so a target that contains any is not replaced.
-    return sorted(path.name for path in others)
+def _others_than_exported(directory: Path) -> list[str]:
+    """Return what in a directory no export has written."""
+    manifest = read_manifest(directory)
+    beside = map(re.escape, (MANIFEST_FILE, *(() if manifest is None else manifest.files)))
+    weights = r"model[^/]*\.safetensors(\.index\.json)?"
+    return others_than(re.compile("|".join((weights, *beside))), MANIFEST_FILE, directory)
 
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -414,7 +412,7 @@ def export_model(
         target,
         options,
         fingerprint,
-        _others_than_model,
+        _others_than_exported,
         len(plan.written),
     )
 

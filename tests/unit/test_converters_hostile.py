@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,27 @@ def test_further_chat_templates_come_along(tmp_path: Path) -> None:
         ("tool_use.jinja", "{{ tools }}")
     ]
     assert run("export", tmp_path / "mcore", tmp_path / "back", "--overwrite") == 0 and templates.is_dir()
+
+
+def test_an_export_replaces_only_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "hf", "llama")
+    assert run("import", tmp_path / "hf", tmp_path / "mcore") == 0
+    assert run("export", tmp_path / "mcore", tmp_path / "back") == 0
+    # A model of others, also one in the directory of a user's data, and an import.
+    (tmp_path / "back" / "train.jsonl").write_text("{}")
+    shutil.copytree(tmp_path / "hf", tmp_path / "base")
+    shutil.copytree(tmp_path / "mcore", tmp_path / "imported")
+    for name, others in (
+        ("back", "train.jsonl"),
+        ("base", "it has no conversion.json, but config.json"),
+        ("imported", ".metadata"),
+    ):
+        before = sorted(os.listdir(tmp_path / name))
+        capsys.readouterr()
+        assert run("export", tmp_path / "mcore", tmp_path / name, "--overwrite") == 2
+        assert others in capsys.readouterr().err and sorted(os.listdir(tmp_path / name)) == before
+    (tmp_path / "back" / "train.jsonl").unlink()
+    assert run("export", tmp_path / "mcore", tmp_path / "back", "--overwrite") == 0
 
 
 def test_the_hub_is_asked_for_further_chat_templates_and_for_no_other_directory() -> None:
