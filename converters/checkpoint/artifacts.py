@@ -49,6 +49,11 @@ _WEIGHTS = {
 }
 
 
+# Larger files are weights in a form that no name above tells, of ONNX, Rust or an archive. Every save copies
+# what is smaller.
+_LARGEST = 2**26
+
+
 def artifacts(directory: Path) -> list[Path]:
     """Return the files next to the weights of a Hugging Face directory, sorted. Hidden files are left out,
     and so are subdirectories, except for further chat templates.
@@ -105,9 +110,12 @@ def _refuse_misplaced(path: Path) -> None:
 
 
 def copy_artifacts(source: Path, target: Path) -> None:
-    """Copy the files next to the weights byte for byte. Errors are those of ``artifacts``."""
+    """Copy the files next to the weights byte for byte, but none above 64 MiB that no tokenizer reads. Errors
+    are those of ``artifacts``."""
     target.mkdir(exist_ok=True)
     for path in artifacts(source):
+        if path.stat().st_size > _LARGEST and not speaks(path.name):
+            continue
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         # ``copyfile`` follows links, so that a copy never points into the hub's cache.

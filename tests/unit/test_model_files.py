@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from converters.checkpoint.artifacts import copy_artifacts
 from megarl.data.tokenization import get_tokenizer
 from megarl.models.engine.saving import write_model_files
 from tests.tiers import newest_megatron
@@ -95,6 +96,22 @@ def test_a_config_keeps_the_form_of_its_model(tmp_path: Path) -> None:
     del (unnamed := dict(CONFIG))["architectures"]
     (model / "config.json").write_text(json.dumps(unnamed))
     assert json.loads(written(model, tmp_path / "again", None)["config.json"]) == CONFIG
+
+
+def test_weights_in_other_forms_are_not_copied(tmp_path: Path) -> None:
+    """Not beside the weights of every step: only a large vocabulary is."""
+    model = published(tmp_path / "model")
+    for name in ("rust_model.ot", "model.onnx_data", "model.tar.gz", "tokenizer.model"):
+        with (model / name).open("wb") as file:
+            file.write(b"form")
+            file.truncate(2**26 + 1)
+    (model / "original").mkdir()
+    (model / "original" / "consolidated.00.pth").write_bytes(b"weights")
+    (model / "model.onnx").write_bytes(b"weights")
+    copy_artifacts(model, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in published(tmp_path / "plain").iterdir()
+    }
 
 
 @pytest.mark.parametrize("key", [True, False])
