@@ -6,7 +6,7 @@ import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from converters.checkpoint.artifacts import copy_artifacts
 from megarl.data.tokenization import get_tokenizer
-from megarl.models.engine.saving import write_model_files
+from megarl.models.engine.saving import SavingWorker, write_model_files
 from tests.tiers import newest_megatron
 from tests.unit.test_tokenization import save_tokenizer
 
@@ -154,3 +154,20 @@ def test_only_a_model_that_scores_gets_the_padding_of_the_run(tmp_path: Path, re
     config = json.loads(files["config.json"])
     assert config["pad_token_id"] == 1 and config["rope_theta"] == CONFIG["rope_theta"]
     assert "generation_config.json" not in files
+
+
+def test_files_that_cannot_be_read_at_the_start_are_read_at_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run may need none of them."""
+    model, worker = tmp_path / "model", SavingWorker()
+    worker.cfg = cast(Any, {"model_name": str(model), "precision": "bfloat16"})
+    worker.backend = cast(Any, SimpleNamespace(untouched=SimpleNamespace(directory=model), hf_config=None))
+    worker.tokenizer, worker.scores = None, False
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    worker._keep_model_files()
+    assert "no checkpoint or export can be written: FileNotFoundError" in caplog.text
+    published(model)
+    worker.write_model_files(tmp_path / "saved", torch.float32)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["torch_dtype"] == "float32"
+    assert (tmp_path / "saved" / "LICENSE").read_text() == "terms"
