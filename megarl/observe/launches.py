@@ -62,6 +62,7 @@ class Launch:
         host: host name of the driver.
         process: process id of the driver on that host.
         job_id: Slurm job, or empty.
+        array_task: the job as ARRAY_INDEX if it is a task of an array, or empty.
         end: unix seconds; None for a launch that is running or was killed.
         outcome: ``"finished"`` or why it ended; None as for ``end``.
         restarts: restarts within the launch, in order.
@@ -73,6 +74,7 @@ class Launch:
     first_step: int | None = None
     total_steps: int | None = None
     job_id: str = ""
+    array_task: str = ""
     end: UnixSeconds | None = None
     outcome: str | None = None
     restarts: tuple[Restart, ...] = ()
@@ -139,8 +141,20 @@ def _end_starting(outcome: str) -> None:
 
 
 def _start(begun: float) -> dict[str, Any]:
-    job_id = env.text("SLURM_JOB_ID") or ""
-    return {"start": begun, "host": socket.gethostname(), "process": os.getpid(), "job_id": job_id}
+    return {
+        "start": begun,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "job_id": env.text("SLURM_JOB_ID") or "",
+        "array_task": array_task(env.text("SLURM_ARRAY_JOB_ID")),
+    }
+
+
+def array_task(array: str | None) -> str:
+    """Return the name of this process's task in an array of Slurm jobs, by default empty: tasks have job
+    numbers of their own, and ``sbatch`` prints only that of the array."""
+    task = env.text("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else ""
 
 
 @contextmanager

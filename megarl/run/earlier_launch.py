@@ -15,7 +15,7 @@ from megarl.checkpoint.storage import read_again
 from megarl.config.nested import put
 from megarl.config.sections import RunConfig
 from megarl.errors import ConfigError, StorageError, Violation
-from megarl.observe.launches import read_launches
+from megarl.observe.launches import array_task, read_launches
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -71,17 +71,25 @@ def with_own_run_resumed(config: RunConfig, run_dir: Path) -> RunConfig:
     of this Slurm job, or of a job before it in its chain, began the run that is in the directory: all
     launches of a job have the same command line."""
     settings = config["checkpointing"]
-    jobs = (env.text("MEGARL_CHAIN_BEFORE") or "").split()
-    if env.integer("SLURM_RESTART_COUNT", 0) > 0:
-        jobs.append(env.text("SLURM_JOB_ID") or "no job")
-    if not jobs or not settings["enabled"] or settings["resume"] != "never":
+    if not settings["enabled"] or settings["resume"] != "never":
+        return config
+    jobs = [array_task(job) or job for job in (env.text("MEGARL_CHAIN_BEFORE") or "").split()]
+    this_job = env.text("SLURM_JOB_ID") if env.integer("SLURM_RESTART_COUNT", 0) > 0 else None
+    if not jobs and this_job is None:
         return config
     # What was trained before the newest beginning belongs to another run, as does what another job began.
-    begun = next((each for each in reversed(read_launches(run_dir)) if each.first_step == 0), None)
-    if begun is None or begun.job_id not in jobs:
+    launches = read_again(lambda: read_launches(run_dir), str(run_dir))
+    begun = next((each for each in reversed(launches) if each.first_step == 0), None)
+    if begun is None or (begun.job_id != this_job and (begun.array_task or begun.job_id) not in jobs):
         return config
-    path = CheckpointManager(settings).get_latest_checkpoint_path()
-    if path is None or Path(path).stat().st_mtime < begun.start:
+    # The resume itself reads every byte, which takes minutes for a large model.
+    path = CheckpointManager(settings, verify_hashes=False).get_latest_checkpoint_path()
+    # Another run may have saved into the same checkpoint_dir.
+    if (
+        path is None
+        or path.stat().st_mtime < begun.start
+        or kept_config(path / CONFIG_FILE).get("run_dir") != config["run_dir"]
+    ):
         return config
     logger.warning(
         "checkpointing.resume = never holds for the first launch of a job: this one continues from %s",

@@ -399,6 +399,18 @@ def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data
         run(config, PolicyMaker())
 
 
+def _begin_as_job(monkeypatch: pytest.MonkeyPatch, began: str) -> None:
+    """Set Slurm's variables to those of a job's first launch: its number, and in an array ARRAY_TASK."""
+    for name in ("SLURM_RESTART_COUNT", "MEGARL_CHAIN_BEFORE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    number, _, task = began.partition(" ")
+    found = {"SLURM_JOB_ID": number}
+    if task:
+        found["SLURM_ARRAY_JOB_ID"], _, found["SLURM_ARRAY_TASK_ID"] = task.partition("_")
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("began", "later", "continues"),
     [
@@ -408,6 +420,9 @@ def test_never_resuming_refuses_old_checkpoints(tmp_path: Path, model: str, data
         ("7", {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
         ("7", {"SLURM_JOB_ID": "9", "MEGARL_CHAIN_BEFORE": "8 "}, False),
         ("", {"SLURM_RESTART_COUNT": "1"}, False),
+        # A chain of arrays: only the array's own number is known, and tasks go on with tasks.
+        ("12 10_3", {"SLURM_JOB_ID": "22", "SLURM_ARRAY_TASK_ID": "3", "MEGARL_CHAIN_BEFORE": "10 "}, True),
+        ("10 10_4", {"SLURM_JOB_ID": "22", "SLURM_ARRAY_TASK_ID": "3", "MEGARL_CHAIN_BEFORE": "10 "}, False),
     ],
 )
 def test_a_later_launch_of_a_job_that_never_resumes_continues_its_own_run(
@@ -420,10 +435,7 @@ def test_a_later_launch_of_a_job_that_never_resumes_continues_its_own_run(
     continues: bool,
 ) -> None:
     """The command line of a requeued or chained job is that of its first launch."""
-    for name in ("SLURM_RESTART_COUNT", "MEGARL_CHAIN_BEFORE", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    if began:
-        monkeypatch.setenv("SLURM_JOB_ID", began)
+    _begin_as_job(monkeypatch, began)
     config = make_config("sft", tmp_path, model, data)
     config["checkpointing"]["resume"] = "never"
     run(config, PolicyMaker())
@@ -437,6 +449,23 @@ def test_a_later_launch_of_a_job_that_never_resumes_continues_its_own_run(
     else:
         with pytest.raises(CheckpointError, match="resume = 'never'"):
             run(config, PolicyMaker())
+
+
+def test_a_requeued_job_that_never_resumes_leaves_checkpoints_of_another_run_alone(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs share a directory of checkpoints, and the requeued one had saved none."""
+    _begin_as_job(monkeypatch, "7")
+    config = make_config("sft", tmp_path / "a", model, data)
+    config["checkpointing"] |= {"resume": "never", "checkpoint_dir": str(tmp_path / "shared")}
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(crash_after=1))
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    run({**config, "run_dir": str(tmp_path / "b")}, PolicyMaker())
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(CheckpointError, match="resume = 'never'"):
+        run(config, PolicyMaker())
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
