@@ -108,12 +108,10 @@ class RunLock:
         if self.held:
             return self
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Do not truncate the file here: its content names the holder of the lock.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = self._locked()
         try:
-            kernel_refuses = not _try_kernel_lock(descriptor)
             owner = _read_owner(descriptor)
-            if kernel_refuses or (owner is not None and not _is_gone(owner)):
+            if owner is not None and not _is_gone(owner):
                 raise StateError(self._refusal(owner))
             if owner is not None:
                 logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
@@ -125,6 +123,24 @@ class RunLock:
             raise
         self._descriptor = descriptor
         return self
+
+    def _locked(self) -> int:
+        """Open the file and take its kernel lock."""
+        while True:
+            # Do not truncate the file here: its content names the holder of the lock.
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            is_locked = False
+            try:
+                if not _try_kernel_lock(descriptor):
+                    raise StateError(self._refusal(_read_owner(descriptor)))
+                # A launch that was refused may have removed the file since it was opened; another launch
+                # would lock a new one.
+                is_locked = _file_at(self.path) == _identity(os.fstat(descriptor))
+            finally:
+                if not is_locked:
+                    os.close(descriptor)
+            if is_locked:
+                return descriptor
 
     def require_place(self) -> None:
         """Require that the directory is still where the lock was taken, before more is written: whatever is

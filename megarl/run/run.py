@@ -38,7 +38,7 @@ from megarl.data.datasets import Dataset
 from megarl.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from megarl.distributed.deadlines import keeping_durations
 from megarl.distributed.shared_memory import SharedMemoryWatch
-from megarl.errors import ConfigError, MegarlError, Violation
+from megarl.errors import ConfigError, MegarlError, StateError, Violation
 from megarl.import_path import forget_objects
 from megarl.observe.console import TrainingConsole
 from megarl.observe.launches import FINISHED, recorded_launch, recorded_start
@@ -207,16 +207,14 @@ def _left_as_it_was(run_dir: Path) -> Iterator[None]:
     """Remove the lock's file and the directories that this launch has created if it is refused before it has
     written a configuration there."""
     made = list(itertools.takewhile(lambda place: not place.exists(), (run_dir, *run_dir.parents)))
-    lock = run_dir / LOCK_NAME
-    had_lock = lock.exists()
+    had_lock = (run_dir / LOCK_NAME).exists()
     try:
         yield
     except BaseException:
         if not had_lock and not (run_dir / CONFIG_FILE).exists():
-            with contextlib.suppress(OSError):
-                # Another launch that holds the lock by now has written its process into it.
-                if not lock.stat().st_size:
-                    lock.unlink()
+            # Another launch may hold the lock by now, or take it at this moment.
+            with contextlib.suppress(OSError, StateError), RunLock(run_dir) as lock:
+                lock.path.unlink()
             # A directory that contains somebody else's files stays.
             with contextlib.suppress(OSError):
                 for place in made:

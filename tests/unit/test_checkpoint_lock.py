@@ -103,6 +103,26 @@ def test_lock_goes_back_when_the_run_fails(tmp_path: Path) -> None:
         pass
 
 
+def test_a_file_that_was_removed_while_it_was_locked_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused launch removes its file; whoever had opened it before would hold what nobody sees."""
+    lock, take = RunLock(tmp_path), lock_module._try_kernel_lock
+    files = iter([True, False])
+
+    def removed_before(descriptor: int) -> bool:
+        if next(files):
+            lock.path.unlink()
+        return take(descriptor)
+
+    monkeypatch.setattr(lock_module, "_try_kernel_lock", removed_before)
+    with lock:
+        lock.require_place()
+        monkeypatch.undo()
+        with pytest.raises(StateError, match=f"process {os.getpid()} "):
+            RunLock(tmp_path).acquire()
+
+
 def test_live_owner_is_respected_where_kernel_locks_do_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,11 +284,15 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path, model: str) -> None:
     with pytest.raises(DataError):
         run(config, lambda *_: pytest.fail("no policy is made"))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["empty.jsonl"]
-    # what was there before stays, with the lock's file
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    with pytest.raises(DataError):
-        run(config, lambda *_: pytest.fail("no policy is made"))
-    assert (tmp_path / "runs" / "mine" / "run.lock").exists()
+    # what was there before stays as it was
+    directory = tmp_path / "runs" / "mine"
+    directory.mkdir(parents=True)
+    for before in ([], ["run.lock"]):
+        for name in before:
+            (directory / name).touch()
+        with pytest.raises(DataError):
+            run(config, lambda *_: pytest.fail("no policy is made"))
+        assert [each.name for each in directory.iterdir()] == before
 
 
 def test_a_real_start_that_is_refused_starts_no_ray(
