@@ -13,6 +13,8 @@ command -v sbatch >/dev/null || {
     printf 'megarl: there is no sbatch on PATH. Fix: run this on a login node of the cluster\n' >&2
     exit 2
 }
+# Of an array whose task runs this script: the jobs would inherit them.
+unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID
 count=$1 previous="" before="" after=()
 shift
 for ((left = count - 1; left >= 0; left--)); do

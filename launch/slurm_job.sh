@@ -61,6 +61,11 @@ job_property() {
     scontrol show job "$JOB_NAME" 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
 }
 
+# A job that a task of an array has submitted inherits the array's variables, and must not requeue that task.
+forget_array_of_another() {
+    [[ "$JOB_NAME" == "$SLURM_JOB_ID" || "$(job_property JobId)" =~ ^("$SLURM_JOB_ID")?$ ]] || JOB_NAME=$SLURM_JOB_ID
+}
+
 is_preempted() { [[ "$(job_property PreemptTime)" == [0-9]* ]]; }
 
 # Everything this start of the job leaves: logs, markers, the token of its Ray. One directory an attempt, so that a requeue overwrites nothing.
@@ -253,6 +258,7 @@ prepare_job() {
     [[ "${1:-}" != --dry-run ]] || DRY_RUN=1
     ((DRY_RUN)) || [[ -n "$SLURM_JOB_ID" ]] || fail 2 "this is a Slurm job. Fix: sbatch launch/NAME.sbatch ..., or look first: bash launch/NAME.sbatch --dry-run ..."
     export MEGARL_ROOT
+    ((DRY_RUN)) || forget_array_of_another
     make_attempt_directory
     build_srun
 }

@@ -300,6 +300,13 @@ def test_a_task_of_an_array_requeues_itself_alone(job: Job) -> None:
     assert all(words[2:] == ["4711_3"] for words in shown)
 
 
+def test_a_job_that_a_task_of_an_array_submitted_requeues_itself(job: Job) -> None:
+    """It has inherited the variables of the task."""
+    task = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3", "FAKE_JOB": "JobId=4712 ArrayTaskId=3"}
+    assert job.run(DRIVER + SAVES + "exit 4", SLURM_JOB_ID="4800", **task) == 75
+    assert job.requeues() == [["requeue", "4800"]]
+
+
 @slow
 def test_there_is_a_last_requeue(job: Job) -> None:
     assert job.run(DRIVER + SAVES + "exit 75", SLURM_RESTART_COUNT="3", MEGARL_MAX_REQUEUES="3") == 1
