@@ -612,6 +612,11 @@ def _write_config(run_dir: Path, config: RunConfig) -> None:
     written = redacted(config)
     if Path(config["checkpointing"]["checkpoint_dir"]).absolute() == run_dir / CHECKPOINTS:
         del written["checkpointing"]["checkpoint_dir"]
+    elif Path(config["run_dir"]).is_absolute():
+        # Only a relative run_dir tells which directory the run was started in.
+        written["checkpointing"]["checkpoint_dir"] = os.path.abspath(
+            config["checkpointing"]["checkpoint_dir"]
+        )
     path = run_dir / CONFIG_FILE
     temporary = path.with_name(f".{path.name}.tmp")
     write_bytes_durably(

@@ -3,6 +3,7 @@ as absent."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,18 +59,26 @@ def read_configured(run_dir: Path) -> Configured:
         own = (name for name in config if name not in ORDER and "max_num_steps" in _section(config, name))
         section = next(own, section.rpartition(":")[2])
     steps = _section(config, section).get("max_num_steps")
+    checkpointing, configured_run = _section(config, "checkpointing"), _text(config.get("run_dir"))
+    start, key = _start_directory(run_dir, configured_run), _text(checkpointing.get("signing_key_file"))
     return Configured(
         algorithm=section or None,
         model=_text(policy.get("model_name")),
         backend=_backend(policy) if policy else None,
         total_steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
         checkpoint_dir=_checkpoint_dir(
-            run_dir,
-            _text(config.get("run_dir")),
-            _text(_section(config, "checkpointing").get("checkpoint_dir")),
+            run_dir, configured_run, _text(checkpointing.get("checkpoint_dir")), start
         ),
-        signing_key_file=_text(_section(config, "checkpointing").get("signing_key_file")),
+        signing_key_file=None if key is None else str(start / key),
     )
+
+
+def _start_directory(run_dir: Path, configured: str | None) -> Path:
+    """Return the directory that the run was started in, where its relative paths begin, if its relative
+    ``run_dir`` tells; otherwise the working directory."""
+    place, below = os.path.abspath(run_dir), os.path.normpath(configured or os.pardir)
+    above = place if below == os.curdir else place.removesuffix(f"/{below}")
+    return Path(above or "/") if above != place or below == os.curdir else Path()
 
 
 def _backend(policy: Mapping[str, Any]) -> str:
@@ -80,7 +89,7 @@ def _backend(policy: Mapping[str, Any]) -> str:
     return enabled_backend(cast(PolicyConfig, sections))
 
 
-def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None) -> Path:
+def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str | None, start: Path) -> Path:
     """Return the directory of the checkpoints. Checkpoints inside the run's directory moved with it; those
     elsewhere did not."""
     if configured is None:
@@ -89,7 +98,7 @@ def _checkpoint_dir(run_dir: Path, configured_run: str | None, configured: str |
         return run_dir / Path(configured).relative_to(configured_run)
     # The run was moved by hand, from a directory that its configuration does not name.
     beside = run_dir / _CHECKPOINTS
-    return beside if beside.is_dir() else Path(configured)
+    return beside if beside.is_dir() else start / configured
 
 
 def _read(path: Path) -> dict[str, Any]:

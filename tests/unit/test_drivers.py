@@ -39,6 +39,7 @@ from megarl.run import run as algorithms_run
 from megarl.run.inputs import read_inputs
 from megarl.run.loop import total_steps
 from megarl.run.run import run
+from megarl.watch.run_state import read_run_state
 from tests.tables import read_table
 from tests.tiers import sampled, slow
 from tests.unit.driver_runs import (
@@ -466,6 +467,17 @@ def test_a_requeued_job_that_never_resumes_leaves_checkpoints_of_another_run_alo
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(CheckpointError, match="resume = 'never'"):
         run(config, PolicyMaker())
+
+
+def test_the_status_of_a_run_finds_checkpoints_in_the_directory_of_its_start(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config("sft", tmp_path / "run", model, data)
+    config["checkpointing"]["checkpoint_dir"] = "saved"
+    run(config, PolicyMaker())
+    monkeypatch.chdir(tmp_path / "run")
+    assert read_run_state(".").checkpoints[0] == STEPS
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(

@@ -189,6 +189,22 @@ def test_checkpoints_under_another_name_move_with_the_run(tmp_path: Path) -> Non
     assert read_run_state(tmp_path / "new").checkpoints == (10,)
 
 
+@pytest.mark.parametrize("configured", ["runs/a", "./runs/a", "."])
+@pytest.mark.parametrize("working", ["", "project", "project/runs", "project/runs/a"])
+def test_checkpoints_elsewhere_are_found_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, working: str, configured: str
+) -> None:
+    """Their path is relative to the directory that the run was started in."""
+    run_dir = make_run(tmp_path / "project/runs/a")
+    add_checkpoint(run_dir, 10).parent.rename(tmp_path / "project/saved")
+    saved = "../../saved" if configured == "." else "saved"
+    config = {"run_dir": configured, "checkpointing": {"checkpoint_dir": saved}}
+    (run_dir / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path / working)
+    seen = os.path.relpath(run_dir)
+    assert read_run_state(seen).checkpoints == (10,)
+
+
 def test_a_loss_that_became_nan_is_said_beside_its_last_number(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     make_run(tmp_path)
