@@ -602,7 +602,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from megarl.config.recipes import misnamed_directory
+    from megarl.config.recipes import misnamed_directory, other_run_of
     from megarl.config.validate import doubt_of_memory, unusual_values
     from megarl.observe.progress import note
 
@@ -615,6 +615,13 @@ def _train(arguments: argparse.Namespace) -> int:
             f"megarl: warning: {misnamed} holds a run, perhaps of this recipe, whose name earlier versions "
             "cut at its last dot: "
             f"run_dir={misnamed} resumes it. This run goes to {config['run_dir']}",
+            file=sys.stderr,
+        )
+    other = other_run_of(arguments.config, config["run_dir"])
+    if other is not None and not any(word.lstrip("+").startswith("run_dir=") for word in arguments.overrides):
+        print(
+            f"megarl: warning: {arguments.config} names run_dir: {config['run_dir']}, where this run goes; "
+            f"run_dir={other} resumes the run in {other}",
             file=sys.stderr,
         )
     if arguments.dry_run:

@@ -38,6 +38,7 @@ class Owner:
             reveals a reused pid.
         job_id: Slurm job, or empty.
         job_restart: number of times that Slurm had requeued the job.
+        directory: absolute path of the run directory; empty in locks of earlier versions.
     """
 
     pid: int
@@ -46,6 +47,7 @@ class Owner:
     process_start: int
     job_id: str
     job_restart: int
+    directory: str = ""
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}" + (
@@ -65,7 +67,7 @@ def read_owner(directory: Path) -> Owner | None:
     except FileNotFoundError:
         return None
     try:
-        return _read_owner(descriptor)
+        return _read_owner(descriptor, directory)
     finally:
         os.close(descriptor)
 
@@ -110,14 +112,15 @@ class RunLock:
         self.directory.mkdir(parents=True, exist_ok=True)
         descriptor = self._locked()
         try:
-            owner = _read_owner(descriptor)
+            owner = _read_owner(descriptor, self.directory)
             if owner is not None and not _is_gone(owner):
                 raise StateError(self._refusal(owner))
             if owner is not None:
                 logger.warning("%s: taking over from %s, which ended without releasing it", self.path, owner)
             # Write the owner after the kernel's lock is held: of two processes that start at once only one
             # gets here.
-            _write_owner(descriptor, asdict(_this_process()))
+            place = os.path.abspath(self.directory)
+            _write_owner(descriptor, {**asdict(_this_process()), "directory": place})
         except BaseException:
             os.close(descriptor)
             raise
@@ -132,7 +135,7 @@ class RunLock:
             is_locked = False
             try:
                 if not _try_kernel_lock(descriptor):
-                    raise StateError(self._refusal(_read_owner(descriptor)))
+                    raise StateError(self._refusal(_read_owner(descriptor, self.directory)))
                 # A launch that was refused may have removed the file since it was opened; another launch
                 # would lock a new one.
                 is_locked = _file_at(self.path) == _identity(os.fstat(descriptor))
@@ -263,14 +266,27 @@ def _process_start(pid: int) -> int | None:
         return 0
 
 
-def _read_owner(descriptor: int) -> Owner | None:
-    """Return the written owner; None if the file is empty or was left half-written by a crash."""
+def _read_owner(descriptor: int, directory: Path) -> Owner | None:
+    """Return the written owner; None if the file is empty, was left half-written by a crash, or was copied
+    from another run's directory."""
+    content = os.pread(descriptor, 4096, 0)
     try:
-        fields = json.loads(os.pread(descriptor, 4096, 0))
-        owner = Owner(**fields)
+        owner = Owner(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
         return None
-    return owner if isinstance(owner.pid, int) and isinstance(owner.job_restart, int) else None
+    is_valid = isinstance(owner.pid, int) and isinstance(owner.job_restart, int)
+    return owner if is_valid and not _is_copy(content, owner, directory) else None
+
+
+def _is_copy(content: bytes, owner: Owner, directory: Path) -> bool:
+    """Return whether another directory has the lock that was written there. A directory that was renamed has
+    left none behind."""
+    try:
+        original = Path(owner.directory) / LOCK_NAME
+        here = directory / LOCK_NAME
+        return bool(owner.directory) and not original.samefile(here) and original.read_bytes() == content
+    except (OSError, TypeError, ValueError):
+        return False
 
 
 def _write_owner(descriptor: int, fields: dict[str, int | str]) -> None:

@@ -157,6 +157,19 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
     return str(old) if is_misnamed else None
 
 
+def other_run_of(text: str, run_dir: str) -> str | None:
+    """Return the run directory that a configuration is stored in, if it is not that of this launch; otherwise
+    None. A directory that was copied or renamed keeps its configuration, which names the earlier directory.
+
+    Args:
+        text, run_dir: as of ``misnamed_directory``.
+    """
+    place = os.path.dirname(text) or os.curdir
+    is_stored = os.path.basename(text) == "config.yaml" and os.path.isfile(f"{place}/launches.jsonl")
+    is_own = os.path.exists(run_dir) and os.path.samefile(place, run_dir)
+    return place if is_stored and not is_own else None
+
+
 def _shipped(name: str) -> Path | None:
     """Return the shipped file with this name, given with or without its suffix; names may contain dots."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")

@@ -59,6 +59,24 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
     raise ConfigError([Violation(_RECIPE, now, bound, fix)])
 
 
+def require_own_checkpoints(config: RunConfig, run_dir: Path) -> None:
+    """Refuse to save into the directory of which ``run_dir`` is a copy.
+
+    Raises:
+        ConfigError: ``checkpointing.checkpoint_dir`` is in that directory.
+    """
+    original = kept_config(run_dir / CONFIG_FILE).get("run_dir")
+    directory = Path(config["checkpointing"]["checkpoint_dir"]).absolute()
+    is_own = not config["checkpointing"]["enabled"] or directory.is_relative_to(run_dir)
+    if is_own or not isinstance(original, str):
+        return
+    if directory.is_relative_to(Path(original).absolute()):
+        own = run_dir / directory.relative_to(Path(original).absolute())
+        bound = f"{run_dir} is a copy of {original}, whose checkpoints this run would replace"
+        key = "checkpointing.checkpoint_dir"
+        raise ConfigError([Violation(key, str(directory), bound, f"give {key}={own}")])
+
+
 def _has_trained(config: RunConfig, run_dir: Path) -> bool:
     metrics = run_dir / METRICS_FILE
     # An empty file does not count: a launch that fails in its first step leaves one.

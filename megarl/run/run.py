@@ -53,6 +53,7 @@ from megarl.run.earlier_launch import (
     CONFIG_FILE,
     keep_template_date,
     kept_configs,
+    require_own_checkpoints,
     require_same_recipe,
     with_own_run_resumed,
 )
@@ -143,6 +144,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
+        require_own_checkpoints(config, run_dir)
         config = with_own_run_resumed(config, run_dir)
         # Do this before inputs are read: a template with a clock gets today's date if none is stored.
         keep_template_date(config, kept_configs(config, run_dir))

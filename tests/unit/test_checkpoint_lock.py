@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint import lock as lock_module
-from megarl.checkpoint.lock import LOCK_NAME, RunLock
+from megarl.checkpoint.lock import LOCK_NAME, RunLock, read_owner
 from megarl.errors import StateError
 
 HOLDER = """
@@ -101,6 +102,18 @@ def test_lock_goes_back_when_the_run_fails(tmp_path: Path) -> None:
         raise RuntimeError
     with RunLock(tmp_path):
         pass
+
+
+def test_the_lock_of_a_copied_directory_is_free_and_that_of_a_renamed_one_is_not(tmp_path: Path) -> None:
+    run_dir, copy, renamed = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    with other_run(run_dir) as process:
+        shutil.copytree(run_dir, copy)
+        assert read_owner(copy) is None
+        with RunLock(copy), pytest.raises(StateError):
+            RunLock(run_dir).acquire()
+        run_dir.rename(renamed)
+        owner = read_owner(renamed)
+        assert owner is not None and owner.pid == process.pid
 
 
 def test_a_file_that_was_removed_while_it_was_locked_is_no_lock(

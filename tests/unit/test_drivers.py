@@ -480,6 +480,27 @@ def test_the_status_of_a_run_finds_checkpoints_in_the_directory_of_its_start(
     assert read_run_state(".").checkpoints[0] == STEPS
 
 
+@pytest.mark.parametrize("saved", ["checkpoints", "saved"])
+def test_a_copied_run_goes_on_in_its_copy(
+    tmp_path: Path, model: str, data: str, monkeypatch: pytest.MonkeyPatch, saved: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config("sft", Path("runs/a"), model, data)
+    config["checkpointing"]["checkpoint_dir"] = f"runs/a/{saved}"
+    with pytest.raises(Crash):
+        run(config, PolicyMaker(crash_after=2))
+    shutil.copytree("runs/a", "runs/b")
+    before = {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+    copied = yaml.safe_load(Path("runs/b/config.yaml").read_text()) | {"run_dir": "runs/b"}
+    if saved == "saved":
+        with pytest.raises(ConfigError, match=f"copy of runs/a.*checkpoint_dir={tmp_path}/runs/b/saved"):
+            run(copied, PolicyMaker())
+        copied["checkpointing"]["checkpoint_dir"] = "runs/b/saved"
+    assert run(copied, PolicyMaker()) == 0
+    assert read_launches(Path("runs/b"))[-1].first_step == 2
+    assert {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()} == before
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
     tmp_path: Path, model: str, data: str
 ) -> None:

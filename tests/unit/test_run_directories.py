@@ -145,6 +145,26 @@ def test_a_directory_that_an_earlier_version_misnamed_is_named(
     assert misnamed_directory("runs", "runs/runs") is None
 
 
+def test_the_configuration_of_a_copied_run_leads_to_the_original_not_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(find(RECIPES[0]), []) | {"run_dir": "runs/a"}
+    for name in ("a", "b"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "launches.jsonl").touch()
+        Path("runs", name, "config.yaml").write_text(yaml.safe_dump(config))
+    for words, is_told in (
+        (["runs/b/config.yaml"], True),
+        (["runs/b/config.yaml", "run_dir=runs/b"], False),
+        (["runs/b/config.yaml", "run_dir=runs/c"], False),
+        (["runs/a/config.yaml"], False),
+        ([RECIPES[0]], False),
+    ):
+        assert main(["train", *words, "--dry-run"]) == 0
+        assert ("run_dir=runs/b resumes the run in runs/b" in capsys.readouterr().err) is is_told
+
+
 def test_a_resumed_run_keeps_the_day_of_its_first_start(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "policy": {"tokenizer": {"name": "m"}},
