@@ -252,7 +252,13 @@ class DataConfig(TypedDict):
         ]
     ]
     prompt_template: NotRequired[
-        Annotated[str | None, Key("text with ``{prompt}`` where the prompt goes.", default=None)]
+        Annotated[
+            str | None,
+            Key(
+                "text with ``{prompt}`` where the prompt goes, if that is a text and no list of messages.",
+                default=None,
+            ),
+        ]
     ]
     cache_dir: NotRequired[
         Annotated[

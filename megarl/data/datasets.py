@@ -561,6 +561,7 @@ class _Tokenization:
         self._unwritten, self._unlearned = _Offenders(), _Offenders()
         self._equal, self._silent, self._closed = _Offenders(), _Offenders(), _Offenders()
         self._bad, self._unreasoned, self._doubtful = _Offenders(), _Offenders(), _Offenders()
+        self._untemplated = _Offenders()
         self._skips = reading.skips_bad_records
         self._writes_prompts = True
 
@@ -677,6 +678,8 @@ class _Tokenization:
             and len(targets) // 2 < (turns := sum(_weights(record)))
         ):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
+        if not isinstance(record.prompt, str) and self._reading.config.get("prompt_template"):
+            self._untemplated.add(where)
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
             # Add only kept records to the fingerprint, because an order is an order of those.
@@ -865,6 +868,12 @@ class _Tokenization:
                     f"data.on_bad_record = 'skip': {self._bad.count} records are left out, {self._kept} are "
                     f"used: {self._bad}"
                 ),
+            ),
+            (
+                self._untemplated,
+                f"data.prompt_template is not applied to {self._untemplated.count} of {self._seen} records, "
+                f"whose prompts are lists of messages: {self._untemplated}. Write its text into them, or "
+                "remove it",
             ),
             (
                 self._unreasoned,

@@ -166,6 +166,23 @@ def test_prompt_template_and_system_prompt(tmp_path: Path) -> None:
         PromptEncoder(tokenizer, prompt_template="Q")
 
 
+@pytest.mark.parametrize("with_answers", [True, False])
+def test_a_prompt_template_beside_messages_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, with_answers: bool
+) -> None:
+    asked = [{"prompt": [{"role": "user", "content": text}], "answer": "five"} for text in ("two", "three")]
+    asked.append({"prompt": "two", "answer": "five"})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, chat=True)})
+    data: Any = {"max_input_seq_length": 20, "cache_dir": str(tmp_path)}
+    for template in (None, "Q {prompt} A"):
+        caplog.clear()
+        source: Any = {"path": str(tmp_path / "rows.jsonl")}
+        load_dataset(source, Reading(data | {"prompt_template": template}, tokenizer, with_answers))
+        told = "data.prompt_template is not applied to 2 of 3 records" in caplog.text
+        assert told is (template is not None)
+
+
 def test_missing_tokenizers_and_end_tokens(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         get_tokenizer({"name": str(tmp_path / "nowhere")})
