@@ -19,6 +19,7 @@ from megarl import env
 from megarl.config.data_sources import PLACE_KEYS, replaced_keys
 from megarl.config.nested import at, merge, put
 from megarl.config.recipes import inherited
+from megarl.config.schema import EXPECTED, IN_PLACE_OF_A_SECTION
 from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted_text, shown
@@ -113,6 +114,11 @@ def _resolved(
             # time with other variables: the values that differ do.
             resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
+        node = re.search(r"node `([\w.]+)` is not a container", str(error))
+        if node is not None:
+            # The reference is not to blame, but the value that took the place of a section.
+            fault = Violation(node[1], at(written, node[1]), EXPECTED["dict_type"], IN_PLACE_OF_A_SECTION)
+            raise ConfigError([fault]) from error
         raise ConfigError(
             f"{path}: {error.full_key} cannot be interpolated: {_first_line(error)}. "
             "Fix: write the whole dotted path of an existing key inside ${...}, or the value itself"

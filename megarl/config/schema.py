@@ -4,6 +4,7 @@ in ``megarl.config.rules``."""
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,6 +48,11 @@ EXPECTED = {
     "list_type": "a list is wanted",
     "dict_type": "a section of keys and values is wanted",
 }
+
+
+IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
+_SIMILAR = 0.5
+"""Least similarity of a value that was meant, as of fp16 and float16."""
 
 
 class Absent:
@@ -220,6 +226,13 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
             f"null is not allowed here, {_expected(fault)}",
             "give a value, or remove the line to take the default",
         )
+    wanted = known_paths(section)
+    inner = [name for name in ("path", "name") if f"{path}.{name}" in wanted]
+    if kind == "dict_type" and isinstance(value, str) and inner:
+        is_name = "name" in inner and not any(mark in value for mark in "/.")
+        return Violation(
+            key, value, _expected(fault), f"write {key}.{'name' if is_name else inner[0]}={value}"
+        )
     return Violation(key, value, _expected(fault), _repair(fault, value))
 
 
@@ -236,8 +249,14 @@ def _repair(fault: Any, value: object) -> str:
         if removed is not None:
             return removed
         choices = [choice.strip("'") for choice in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        close = difflib.get_close_matches(str(value), choices, n=1)
+        close = difflib.get_close_matches(str(value), choices, n=1, cutoff=_SIMILAR)
         return f"did you mean {close[0]!r}?" if close else f"write for example {choices[0]}"
+    if fault["type"].startswith("int_") and (whole := _whole(value)) is not None:
+        return f"write {whole}"
+    if fault["type"] == "list_type" and isinstance(value, str | int | float):
+        return f"write it in brackets: [{value}]"
+    if fault["type"] == "dict_type" and isinstance(value, str):
+        return IN_PLACE_OF_A_SECTION
     if isinstance(value, str) and fault["type"] in {"int_type", "float_type", "bool_type"}:
         return (
             f"write {value} without quotes"
@@ -247,6 +266,16 @@ def _repair(fault: Any, value: object) -> str:
     if fault["type"] == "string_type":
         return f'put it in quotes: "{value}"' if isinstance(value, (int, float)) else "write a text"
     return "write a value of that kind"
+
+
+def _whole(value: object) -> int | None:
+    """Return the whole number that a value such as 1e3 or "1e3" means; None if there is none."""
+    try:
+        is_written = isinstance(value, str) and not value.isdigit()
+        number = float(value) if is_written or isinstance(value, float) else math.nan  # type: ignore[arg-type]
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else None
 
 
 def _reads_as_number_or_flag(text: str) -> bool:

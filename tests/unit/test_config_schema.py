@@ -217,6 +217,31 @@ def test_a_wrong_value_for_engines_is_a_report(key: str, value: object) -> None:
     assert any(found.startswith(key) for found in keys)
 
 
+@pytest.mark.parametrize(
+    ("key", "written", "fix"),
+    [
+        ("policy.max_total_sequence_length", "1e3", "write 1000"),
+        ("policy.max_total_sequence_length", "'1e3'", "write 1000"),
+        ("policy.max_total_sequence_length", "'512'", "write 512 without quotes"),
+        ("policy.max_total_sequence_length", "0.5", "write a value of that kind"),
+        ("policy.precision", "fp16", "did you mean 'float16'?"),
+        ("policy.precision", "bf16", "did you mean 'bfloat16'?"),
+        ("policy.precision", "fp32", "did you mean 'float32'?"),
+        ("policy.megatron_cfg", "/x/y.yaml", "--with FILE"),
+        ("policy.generation.stop_strings", "</s>", "write it in brackets: [</s>]"),
+        ("policy.generation.stop_token_ids", "3", "write it in brackets: [3]"),
+        ("policy.tokenizer", "Qwen/Qwen2.5-1.5B", "write policy.tokenizer.name=Qwen/Qwen2.5-1.5B"),
+        ("data.train", "/x/y.jsonl", "write data.train.path=/x/y.jsonl"),
+        ("data.train", "gsm8k", "write data.train.name=gsm8k"),
+    ],
+)
+def test_the_fix_for_a_value_that_is_written_otherwise(key: str, written: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config(load_config(find(ON_VLLM), [f"{key}={written}"]))
+    fault = next(fault for fault in caught.value.violations if fault.key == key)
+    assert fix in fault.fix
+
+
 def test_wrong_values_in_recipes_are_reports() -> None:
     """At random, for every recipe that is shipped; all keys are in another test."""
     draw = random.Random(5)
