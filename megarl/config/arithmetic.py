@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+_MOST_DIVISOR = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -65,12 +67,13 @@ class BatchPlan:
 
 def divisors_near(number: int, value: int) -> list[int]:
     """Return the divisors of ``number`` (at least 1), sorted by how close their ratio to ``value`` is
-    to 1."""
-    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted(
-        {*low, *(number // divisor for divisor in low)},
-        key=lambda divisor: abs(math.log(divisor / max(value, 1))),
-    )
+    to 1. Of a number that no run has, such as one with a digit too many, only the small ones."""
+    low = [
+        divisor for divisor in range(1, min(math.isqrt(number), _MOST_DIVISOR) + 1) if number % divisor == 0
+    ]
+    high = [number // divisor for divisor in low] if number <= _MOST_DIVISOR**2 else []
+    nearest = min(max(value, 1), _MOST_DIVISOR**2)
+    return sorted({*low, *high}, key=lambda divisor: abs(math.log(divisor / nearest)))
 
 
 def multiples_near(number: int, value: int, count: int = 8) -> list[int]:

@@ -15,8 +15,10 @@ import yaml
 
 from megarl.cli import main
 from megarl.config.arithmetic import divisors_near, multiples_near
+from megarl.config.load import load_config
 from megarl.config.nested import at, put
 from megarl.config.proposals import with_proposals
+from megarl.config.recipes import find
 from megarl.config.validate import validate_config, validate_policy_config
 from megarl.errors import ConfigError, Violation
 from tests.tiers import slow
@@ -289,6 +291,16 @@ def test_divisors_and_multiples_begin_near_a_value() -> None:
             each % number == 0 and each > 0 for each in multiples
         )
         assert len(set(multiples)) == len(multiples)
+
+
+@pytest.mark.parametrize("number", [10**23, 10**400], ids=["23", "400"])
+def test_numbers_that_no_run_has_are_refused_at_once(number: int) -> None:
+    """Finding all divisors of such a number takes days."""
+    assert divisors_near(number, 10**6)[0] == 10**5
+    assert divisors_near(6, number)[0] == 6
+    changes = [f"policy.megatron_cfg.context_parallel_size={10**23}"]
+    with pytest.raises(ConfigError, match="context_parallel_size"):
+        validate_config(load_config(find("grpo-gsm8k-qwen2.5-1.5b-1gpu-megatron"), changes))
 
 
 def test_the_drawn_configurations_are_of_all_kinds(model: str) -> None:
