@@ -680,10 +680,9 @@ def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
 
 def show(config: RunConfig, data: bool) -> None:
     """Check and print what a run would do and, with ``data``, what it would read; all checks come first."""
-    from rich.console import Console
 
     from megarl.config.model_facts import facts_of_policy, published_config
-    from megarl.config.report import WIDTH, print_report
+    from megarl.config.report import output_console, print_report
     from megarl.config.validate import doubt_of_memory
     from megarl.run.model_check import check_models_on_disk
     from megarl.run.preflight import findings, print_findings, require_files_of_models
@@ -697,7 +696,7 @@ def show(config: RunConfig, data: bool) -> None:
         # Reading the data completes the configuration, but the report shows the configuration as it was
         # given.
         found = describe_inputs(copy.deepcopy(config))
-    console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
+    console = output_console(highlight=True)
     model_name = config["policy"]["model_name"]
     print_report(config, facts_of_policy(config["policy"]), console)
     if published_config(model_name) is not None:

@@ -3,7 +3,9 @@ rank."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import yaml
 from rich.console import Console
@@ -51,6 +53,17 @@ _TERMS = {
     "scoring": "at another time: a log-probability pass",
     "generation_cache": "at another time: generation cache",
 }
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        # By default rich exits with 1. The command line gives all commands one exit code.
+        raise BrokenPipeError
+
+
+def output_console(*, highlight: bool = False) -> Console:
+    """Return the console of standard output, as wide as a terminal, otherwise of ``WIDTH`` columns."""
+    return _Output(highlight=highlight, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) -> None:

@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.config.report import WIDTH
+from megarl.config.report import output_console
 from megarl.config.sections import RunConfig
 from megarl.doctor.builds import check_builds
 from megarl.doctor.check import Check, Verdict
@@ -61,7 +60,7 @@ def show(checks: Iterable[Check], as_json: bool, where: str = "") -> int:
         ]
         sys.stdout.write(json.dumps({"ok": exit_code(answers) == 0, "checks": plain}, indent=2) + "\n")
         return exit_code(answers)
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    console = output_console()
     seen: list[Check] = []
     for room, group in groupby(checks, key=lambda check: check.room):
         console.print(Text(room, style="bold"))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from megarl.checkpoint.manager import CONFIG_NAME, faults_of_checkpoint, read_in
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.config.algorithms import generates, own_section
 from megarl.config.backend import generation_of
-from megarl.config.report import WIDTH, layout_table, validation_table
+from megarl.config.report import layout_table, output_console, validation_table
 from megarl.config.rules.parallel import layout_of
 from megarl.config.rules.view import View
 from megarl.config.sections import RunConfig
@@ -312,8 +311,7 @@ def run(config: RunConfig, checkpoint: Path | None, out: Path | None, *, dry_run
     check_evaluation(config)
     weights = weights_to_evaluate(checkpoint, config["checkpointing"]["signing_key_file"])
     path = out or result_path(config, weights)
-    # Set the width: without a terminal rich uses 80 columns and would wrap the table.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
+    console = output_console()
     if dry_run:
         _describe(config, weights, path, console)
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megarl.config.places import read_in_time
-from megarl.config.report import WIDTH
+from megarl.config.report import output_console
 from megarl.errors import DataError
 from megarl.observe.sample_files import DIRECTORY, TRAIN, UNSAFE, list_samples, read_samples
 from megarl.observe.step_line import format_number
@@ -57,7 +56,7 @@ def run(directory: str, selection: Selection) -> int:
             respond.
     """
     parts = read_in_time(lambda: list(render(Path(directory), selection)), f"run directory {directory}")
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    console = output_console()
     for part in parts:
         # Wrap softly, so that a pipe receives every line of a response whole.
         console.print(part, soft_wrap=not isinstance(part, Table))

@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megarl.config.plan import size_text
-from megarl.config.report import WIDTH
+from megarl.config.report import output_console
 from megarl.observe.launches import ENGINES, WORKERS, Launch, restarts_within
 from megarl.observe.series import Series
 from megarl.observe.step_line import (
@@ -69,7 +69,7 @@ def run(directory: str, as_json: bool = False, hashes: bool = False) -> int:
     if as_json:
         sys.stdout.write(json.dumps(as_plain(state), indent=2) + "\n")
         return 0
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(width=WIDTH, highlight=False)
+    console = output_console()
     console.print(render(state))
     return 0
 
