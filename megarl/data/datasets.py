@@ -27,7 +27,7 @@ from megarl.data.columns import Kind, complete_source
 from megarl.data.records import Doubt, Fingerprint, Record, read_preferences, read_records, refuse, texts_of
 from megarl.data.rows import changed_while_read, content_digest, named_set, number_of_rows, source_name
 from megarl.data.table import Column, Table, TableWriter, bound_tables, read_table
-from megarl.data.tokenization import PromptEncoder, encode_answers, long_text
+from megarl.data.tokenization import NO_TEMPLATE, PromptEncoder, encode_answers, long_text
 from megarl.errors import DataError, RecordError
 from megarl.observe.progress import Phase, phase
 
@@ -678,7 +678,7 @@ class _Tokenization:
             and len(targets) // 2 < (turns := sum(_weights(record)))
         ):
             self._unlearned.add(f"{where}: {turns - len(targets) // 2} of {turns}")
-        if not isinstance(record.prompt, str) and self._reading.config.get("prompt_template"):
+        if not isinstance(record.prompt, str) and self._encoder.prompt_template != NO_TEMPLATE:
             self._untemplated.add(where)
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:

@@ -246,6 +246,9 @@ def _refuse_special_files(name: str) -> None:
         )
 
 
+NO_TEMPLATE = "{prompt}"
+
+
 class PromptEncoder:
     """Encodes a record as token ids: prompt template, system prompt, chat template, tokenizer."""
 
@@ -280,7 +283,7 @@ class PromptEncoder:
                 "Fix: add {prompt}"
             )
         self._tokenizer = tokenizer
-        self._template = prompt_template or "{prompt}"
+        self.prompt_template = prompt_template or NO_TEMPLATE
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.chat_template = ChatTemplate(tokenizer, template_kwargs, date)
         self._tools, self._named_tools = tuple(tools), named_tools
@@ -296,7 +299,7 @@ class PromptEncoder:
         """Everything that the tokens depend on besides the records and the tokenizer's vocabulary, as JSON
         types."""
         return [
-            self._template,
+            self.prompt_template,
             self._system,
             self._conversations.leading_tokens,
             self.chat_template.identity,
@@ -413,7 +416,7 @@ class PromptEncoder:
         if not isinstance(record.prompt, str):
             return record.prompt
         # Do not use str.format, because braces elsewhere in the template or the prompt are ordinary text.
-        return [{"role": "user", "content": self._template.replace("{prompt}", record.prompt)}]
+        return [{"role": "user", "content": self.prompt_template.replace("{prompt}", record.prompt)}]
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
         system = self._system if record.system is None else [{"role": "system", "content": record.system}]

@@ -13,7 +13,7 @@ from megarl import env
 from megarl.checkpoint.manager import CheckpointManager
 from megarl.checkpoint.storage import read_again
 from megarl.config.nested import put
-from megarl.config.sections import RunConfig
+from megarl.config.sections import CheckpointingConfig, RunConfig
 from megarl.errors import ConfigError, StorageError, Violation
 from megarl.observe.launches import array_task, read_launches
 from megarl.observe.metrics_file import FILE_NAME as METRICS_FILE
@@ -59,16 +59,15 @@ def require_same_recipe(config: RunConfig, run_dir: Path) -> None:
     raise ConfigError([Violation(_RECIPE, now, bound, fix)])
 
 
-def require_own_checkpoints(config: RunConfig, run_dir: Path) -> None:
+def require_own_checkpoints(section: CheckpointingConfig, run_dir: Path) -> None:
     """Refuse to save into the directory of which ``run_dir`` is a copy.
 
     Raises:
         ConfigError: ``checkpointing.checkpoint_dir`` is in that directory.
     """
     original = kept_config(run_dir / CONFIG_FILE).get("run_dir")
-    directory = Path(config["checkpointing"]["checkpoint_dir"]).absolute()
-    is_own = not config["checkpointing"]["enabled"] or directory.is_relative_to(run_dir)
-    if is_own or not isinstance(original, str):
+    directory = Path(section["checkpoint_dir"]).absolute()
+    if not isinstance(original, str) or directory.is_relative_to(run_dir):
         return
     if directory.is_relative_to(Path(original).absolute()):
         own = run_dir / directory.relative_to(Path(original).absolute())

@@ -72,11 +72,11 @@ class ResumePoint:
         )
 
 
-def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
+def find_resume_point(manager: CheckpointManager | None, resume: str) -> ResumePoint:
     """Return the latest valid checkpoint, or the start of training.
 
     Args:
-        manager: finds checkpoints.
+        manager: finds checkpoints; None for a run without.
         resume: ``"auto"``, or ``"never"`` for the start of training.
 
     Raises:
@@ -84,8 +84,8 @@ def find_resume_point(manager: CheckpointManager, resume: str) -> ResumePoint:
         CheckpointError: ``resume`` is "never", but there is a checkpoint that a later launch would resume
             from.
     """
-    path, damaged = manager.latest_and_damaged()
-    if path is None:
+    path, damaged = (None, {}) if manager is None else manager.latest_and_damaged()
+    if manager is None or path is None:
         if damaged and resume != "never":
             raise UnusableCheckpointError(_none_can_be_used(damaged))
         return ResumePoint()

@@ -144,7 +144,6 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(keeping_durations())
         stop = stack.enter_context(listening_for_stop(run_dir, attempt, time_left(stop_at)))
         require_same_recipe(config, run_dir)
-        require_own_checkpoints(config, run_dir)
         config = with_own_run_resumed(config, run_dir)
         # Do this before inputs are read: a template with a clock gets today's date if none is stored.
         keep_template_date(config, kept_configs(config, run_dir))
@@ -154,11 +153,7 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         inputs = read_inputs(config, stack)
         manager = _open_checkpoints(config["checkpointing"], lock, run_dir, stack)
         with phase("checkpoints looked for", is_told=False):
-            start = (
-                find_resume_point(manager, config["checkpointing"]["resume"])
-                if manager is not None
-                else ResumePoint()
-            )
+            start = find_resume_point(manager, config["checkpointing"]["resume"])
         # Do this before the earlier launch's file is overwritten: a refused launch leaves it alone.
         report_changes(start, config)
         with _written("run_dir", run_dir):
@@ -376,7 +371,7 @@ def _with_decided_device(config: RunConfig) -> RunConfig:
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
     """Return the point from which new workers continue, as the next launch would. A launch that started over
     finds only its own checkpoints."""
-    if manager is None or (resume == "never" and manager.get_latest_checkpoint_path() is None):
+    if manager is not None and resume == "never" and manager.get_latest_checkpoint_path() is None:
         return ResumePoint()
     return find_resume_point(manager, "auto")
 
@@ -388,6 +383,7 @@ def _open_checkpoints(
     another run may write there."""
     if not section["enabled"]:
         return None
+    require_own_checkpoints(section, run_dir)
     directory = Path(section["checkpoint_dir"])
     # If it is run_dir it is locked already, and a second lock would refuse this very process.
     if not (directory.is_dir() and directory.samefile(run_dir)):
