@@ -31,6 +31,8 @@ _AT_ONCE = 1 << 20
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
 _FINAL = "final"
+# Number of tokens between a channel and its message of which the channel's name is among the first.
+_LONGEST_HEADER = 64
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
@@ -63,19 +65,22 @@ def _final_message(
     """Return the last message of the final channel: the whole text if there are no channels, and an empty
     text if no channel is final."""
     tokens = [int(token) for token in ids]
-    channel, message, ends = marks["<|channel|>"], marks["<|message|>"], set(marks.values())
-    if channel not in tokens:
+    ends = set(marks.values())
+    if marks["<|channel|>"] not in tokens:
         return text
-    found = ""
-    for place, token in enumerate(tokens):
-        if token != channel or message not in tokens[place:]:
-            continue
-        begin = tokens.index(message, place) + 1
-        header = tokenizer.decode(tokens[place + 1 : begin - 1], skip_special_tokens=True)
-        end = next((each for each in range(begin, len(tokens)) if tokens[each] in ends), len(tokens))
-        if header.strip().startswith(_FINAL):
-            found = tokenizer.decode(tokens[begin:end], skip_special_tokens=True)
-    return found
+    # From the end, so that each token is read once: a policy may write thousands of channels.
+    message, end, next_mark = None, len(tokens), len(tokens)
+    for place in reversed(range(len(tokens))):
+        token = tokens[place]
+        if token == marks["<|message|>"]:
+            message, end = place, next_mark
+        if token == marks["<|channel|>"] and message is not None:
+            header = tokens[place + 1 : min(message, place + 1 + _LONGEST_HEADER)]
+            if tokenizer.decode(header, skip_special_tokens=True).strip().startswith(_FINAL):
+                return str(tokenizer.decode(tokens[message + 1 : end], skip_special_tokens=True))
+        if token in ends:
+            next_mark = place
+    return ""
 
 
 def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:

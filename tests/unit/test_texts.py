@@ -17,6 +17,7 @@ from megarl.distributed.token_rows import TokenRows
 from megarl.quickstart.material import make_tokenizer
 from megarl.rollout import texts
 from megarl.rollout.texts import decode_rows, decode_with_special_tokens, response_texts
+from megarl.time_limit import time_limit
 from tests.tables import read_table
 from tests.templates import tokenizer_of
 from tests.tiers import sampled
@@ -242,6 +243,15 @@ def test_of_harmony_the_last_final_message_is_the_response(parts: tuple[str, ...
     tokenizer, ids = harmony(*parts)
     assert response_texts(tokenizer, TokenRows.of([ids, ids])) == [said, said]
     assert decode_with_special_tokens(tokenizer, TokenRows.of([ids])) == ["".join(parts)]
+
+
+@pytest.mark.parametrize("ending", ["", "<|message|>", THINKS + SAYS])
+def test_the_time_to_find_the_final_message_grows_as_the_response(ending: str) -> None:
+    """A policy that repeats a channel took minutes for 100,000 tokens, whose time grew as their square."""
+    tokenizer, channel = harmony("<|channel|>")
+    row = channel * 100_000 + harmony(ending)[1]
+    with time_limit(20.0):
+        assert response_texts(tokenizer, TokenRows.of([row])) == ["Four." if SAYS in ending else ""]
 
 
 def test_other_formats_are_decoded_whole() -> None:

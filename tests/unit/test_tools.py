@@ -87,6 +87,16 @@ def test_calls_are_read_as_templates_write_them(form: str, template: str, argume
     assert "look_up" not in content
 
 
+def test_of_mistral_the_id_of_a_call_is_no_part_of_its_name() -> None:
+    """Mistral Small 3.2 writes it, and later models leave it out again."""
+    text = 'Sure.[TOOL_CALLS]look_up[CALL_ID]Vx3kP9aQz[ARGS]{"city": "Paris"}[TOOL_CALLS]ask[ARGS]{}'
+    content, calls = parser_of("mistral")(text, [text])
+    assert content == "Sure." and [each["function"] for each in calls] == [
+        {"name": "look_up", "arguments": {"city": "Paris"}},
+        {"name": "ask", "arguments": {}},
+    ]
+
+
 def test_every_form_has_a_template() -> None:
     assert set(TEMPLATE_OF) == set(TOOL_PARSERS) and all(
         name in TEMPLATES for names in TEMPLATE_OF.values() for name in names

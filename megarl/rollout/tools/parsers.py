@@ -79,7 +79,8 @@ def _mistral(text: str) -> Found:
     if "[ARGS]" in body:
         for part in filter(None, body.split("[TOOL_CALLS]")):
             name, _, arguments = part.partition("[ARGS]")
-            yield name.strip(), arguments
+            # Some versions write the call's id behind the name.
+            yield name.partition("[CALL_ID]")[0].strip(), arguments
         return
     calls = _json(body)
     for call in calls if isinstance(calls, list) else [calls]:
