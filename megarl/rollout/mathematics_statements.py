@@ -68,6 +68,7 @@ _CONGRUENT = re.compile(rf"^\s*{_NAME}\s*\\equiv\s*")
 _ASSIGNED = re.compile(
     rf"\s*(?:\\(?:angle|triangle|overline)\s*)?(?:{_NAME}|[A-Z]+|\{{[A-Z]+\}})?\s*=(?!=)\s*([^=]*)"
 )
+_INDEX = re.compile(r"_(?:\{\s*[0-9]\s*\}|[0-9])\s*=")
 _MEMBER = re.compile(rf"^\s*{_NAME}\s*\\in(?![a-z])\s*")
 # A set with a condition: \{x \mid x > 2\}. The groups are the variable and the condition.
 _BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*)\\\}}\s*$")
@@ -385,9 +386,11 @@ class _Piece:
 def _lists_agree(reference: str, response: str) -> bool:
     """Compare lists in any order; a list of one value equals that value. Values without names have the order
     of the names that a reference gives them: A = 3, B = 4 equals 3, 4."""
-    first, second = (_elements(text) for text in (reference, response))
-    if len(first) == len(second) and _names_each(first) and "=" not in response:
-        return all(map(_elements_agree, first, second))
+    first = _elements(reference, names_roots="_" not in response)
+    second = _elements(response, names_roots="_" not in reference)
+    given = _listed(response)
+    if _names_each(first) and "=" not in response and len(first) in (len(second), len(given)):
+        return len(first) == len(given) and all(map(_elements_agree, first, given))
     if len(first) == len(second) and matches_all(first, second, _elements_agree):
         return True
     if _stream(reference) == _stream(response) and (_WORDS.search(reference) or len(first) == len(second)):
@@ -428,13 +431,13 @@ def _is_condition(element: str, text: str) -> bool:
     return _COMPARED.search(element) is not None or "\\cup" in text
 
 
-def _elements(text: str) -> list[str]:
-    r"""Return the distinct values of a list or a set; each ``\pm`` gives both values."""
-    listed = _MEMBER.sub("", text)
-    text = listed if listed.startswith("\\{") else text
-    built = _BUILDER.match(text)
-    inner = built[2] if built else _without_braces(_without_name_of_list(text))
-    expanded = [value for part in _split(inner) for value in _both_signs(part)]
+def _elements(text: str, names_roots: bool) -> list[str]:
+    """Return the distinct values of a list or a set. With ``names_roots``, x_1 = 1, x_2 = 2 are the values 1
+    and 2 of x, in any order."""
+    expanded = _listed(text)
+    roots = [_INDEX.sub("=", each) for each in expanded]
+    if names_roots and len({each.partition("=")[0] for each in roots}) == 1:
+        expanded = roots
     distinct: list[str] = []
     seen = set[Any]()
     for each in expanded:
@@ -444,6 +447,15 @@ def _elements(text: str) -> list[str]:
         distinct += [] if key in seen else [each]
         seen.add(key)
     return distinct
+
+
+def _listed(text: str) -> list[str]:
+    r"""Return the values of a list or a set; each ``\pm`` gives both values."""
+    listed = _MEMBER.sub("", text)
+    text = listed if listed.startswith("\\{") else text
+    built = _BUILDER.match(text)
+    inner = built[2] if built else _without_braces(_without_name_of_list(text))
+    return [value for part in _split(inner) for value in _both_signs(part)]
 
 
 def _without_name_of_list(text: str) -> str:
