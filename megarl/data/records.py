@@ -222,11 +222,12 @@ def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
         return row
     ranks: list[Any] = [each.get("rank") if isinstance(each, Mapping) else None for each in completions]
     are_numbers = all(isinstance(rank, int | float) for rank in ranks)
-    if len(ranks) != 2 or not are_numbers or ranks[0] == ranks[1]:
+    # NaN is neither lower nor higher.
+    if len(ranks) != 2 or not are_numbers or not (ranks[0] < ranks[1] or ranks[1] < ranks[0]):
         raise RecordError(
             f"{origin}: 'completions' has the ranks {str(ranks)[:60]}, and a pair has two completions, the "
-            "better one with the lower rank. Fix: keep two of different ranks, or leave such records out "
-            "with data.on_bad_record=skip"
+            "better one with the lower rank. Fix: keep two whose ranks are different numbers, or leave such "
+            "records out with data.on_bad_record=skip"
         )
     ordered = completions if ranks[0] < ranks[1] else completions[::-1]
     chosen, rejected = (value_of(each, "completion", origin) for each in ordered)

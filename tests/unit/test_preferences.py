@@ -152,7 +152,7 @@ def test_broken_pairs_are_named(tmp_path: Path, row: Any, more: dict[str, str], 
         load(tmp_path, [good, row], TURN_TEMPLATE, **more)
 
 
-@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [1, 1], [0, None], []])
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [1, 1], [0, None], [0, math.nan], ["0", "1"], []])
 def test_completions_of_which_none_is_better_are_refused(tmp_path: Path, ranks: list[Any]) -> None:
     def row(ranks: list[Any]) -> dict[str, Any]:
         answers = [{"rank": rank, "completion": [{**BOT, "content": f"{rank}"}]} for rank in ranks]
