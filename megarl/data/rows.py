@@ -1,5 +1,5 @@
-"""Rows of a data source as they are stored: JSON lines, parquet and CSV files, and data sets of the
-``datasets`` library."""
+"""Rows of a data source as they are stored: JSON lines or one JSON list, parquet and CSV files, and data sets
+of the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from converters.errors import ConversionError
 from converters.files.reading import DEEPEST, check_depth, first_special, special_kind
@@ -89,7 +89,7 @@ def rows_of(source: DataSource) -> Iterator[Row]:
     elif Path(path).suffix.lower() in _DELIMITERS:
         yield from _csv_rows(_file(path))
     else:
-        yield from _json_lines(_file(path))
+        yield from _json_rows(_file(path))
 
 
 def number_of_rows(source: DataSource) -> int:
@@ -105,6 +105,8 @@ def number_of_rows(source: DataSource) -> int:
         import pyarrow.parquet
 
         return int(pyarrow.parquet.ParquetFile(_file(path)).metadata.num_rows)
+    if Path(path).suffix.lower() not in _DELIMITERS and _holds_list(_file(path)):
+        return sum(1 for _ in rows_of(source))
     with _file(path).open("rb") as lines:
         # Add one, because the last line may have no line feed.
         return sum(piece.count(b"\n") for piece in iter(lambda: lines.read(1 << 20), b"")) + 1
@@ -159,37 +161,16 @@ def _file(path: str) -> Path:
         )
     if not Path(path).is_file():
         raise DataError(
-            f"data file {path} does not exist or is not a file. Fix: give the path of a JSON lines, "
-            "parquet, CSV or TSV file"
+            f"data file {path} does not exist or is not a file. Fix: give the path of a JSON, parquet, CSV "
+            "or TSV file"
         )
     return Path(path)
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    """Yield (origin, JSON value) of every line that is not blank."""
-    number = 0
+def _json_rows(path: Path) -> Iterator[Row]:
+    """Yield (origin, JSON value) of every line that is not blank, or of every item of one list."""
     try:
-        # Use utf-8-sig, because programs on Windows begin files with a byte order mark, which is not JSON.
-        with path.open(encoding="utf-8-sig") as lines:
-            size = os.fstat(lines.fileno()).st_size
-            # Read one character more than is allowed, so that a line that is too long is detected without
-            # reading all of it.
-            while line := lines.readline(LONGEST_LINE + 1):
-                number += 1
-                origin = f"{path} line {number}"
-                if len(line) > LONGEST_LINE:
-                    raise DataError(
-                        f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it "
-                        f"starts {line[:60]!r}. Fix: write one "
-                        f"JSON object a line{AS_LINES if line.lstrip().startswith('[') else ''}"
-                    )
-                if number % _READ_TOGETHER == 0:
-                    # Check the size: a file to which a program appends faster than it is read would have no
-                    # end.
-                    _require_size(path, lines.fileno(), size)
-                if line.strip():
-                    yield origin, _parse(line, origin)
-            _require_size(path, lines.fileno(), size)
+        yield from (_json_items if _holds_list(path) else _json_lines)(path)
     except UnicodeDecodeError as error:
         fix = (
             "convert it to UTF-8, or unpack it where it is compressed; of a parquet file the name ends in "
@@ -198,6 +179,80 @@ def _json_lines(path: Path) -> Iterator[Row]:
         raise DataError(f"data file {path} is not UTF-8 text: {error}. Fix: {fix}") from error
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}. Fix: make it readable") from error
+
+
+def _open_json(path: Path) -> TextIO:
+    # Use utf-8-sig, because programs on Windows begin files with a byte order mark, which is not JSON.
+    return path.open(encoding="utf-8-sig")
+
+
+def _holds_list(path: Path) -> bool:
+    """Return whether a file is one list, unlike lines of which each is a value, such as a list."""
+    try:
+        with _open_json(path) as lines:
+            texts = filter(str.strip, iter(lambda: lines.readline(LONGEST_LINE + 1), ""))
+            first = next(texts, "")
+            return first.lstrip().startswith("[") and (not _is_json(first) or next(texts, None) is None)
+    except (UnicodeDecodeError, OSError):
+        # The reader of the rows reports it.
+        return False
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json_items(path: Path) -> Iterator[Row]:
+    with _open_json(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        text = file.read()
+        _require_size(path, file.fileno(), size)
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place, problem = "", "it nests too deeply" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            place, problem = f" line {error.lineno} column {error.colno}", error.msg
+        raise DataError(
+            f"data file {path}{place} is not JSON: {problem}; the file starts {text[:20]!r} like one list. "
+            "Fix: write one list of JSON objects, or one object a line"
+        ) from error
+    for number, item in enumerate(items, start=1):
+        origin = f"{path} item {number}"
+        try:
+            check_depth(item, "it")
+        except ConversionError:
+            item = RecordError(
+                f"{origin} cannot be used: it nests deeper than {DEEPEST} levels. Fix: correct the record"
+            )
+        yield origin, item
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    number = 0
+    with _open_json(path) as lines:
+        size = os.fstat(lines.fileno()).st_size
+        # Read one character more than is allowed, so that a line that is too long is detected without
+        # reading all of it.
+        while line := lines.readline(LONGEST_LINE + 1):
+            number += 1
+            origin = f"{path} line {number}"
+            if len(line) > LONGEST_LINE:
+                raise DataError(
+                    f"{origin} has more than {LONGEST_LINE:,} characters, which no record has; it "
+                    f"starts {line[:60]!r}. Fix: write one JSON object a line"
+                )
+            if number % _READ_TOGETHER == 0:
+                # Check the size: a file to which a program appends faster than it is read would have no
+                # end.
+                _require_size(path, lines.fileno(), size)
+            if line.strip():
+                yield origin, _parse(line, origin)
+        _require_size(path, lines.fileno(), size)
 
 
 def _require_size(path: Path, descriptor: int, size: int) -> None:
@@ -228,9 +283,7 @@ def _parse(line: str, origin: str) -> Any:
     except (ValueError, RecursionError, ConversionError) as error:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
-        fix = "write one JSON object a line" + (
-            AS_LINES if line.lstrip().startswith("[") else _IN_ONE_LINE if line.strip() == "{" else ""
-        )
+        fix = "write one JSON object a line" + (_IN_ONE_LINE if line.strip() == "{" else "")
         return RecordError(
             f"{origin} is not JSON{' that can be used' if too_deep else ''}: {problem}; it starts "
             f"{line[:60]!r}. Fix: {fix}"

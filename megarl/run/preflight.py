@@ -226,7 +226,7 @@ def missing_data(config: RunConfig) -> Iterator[Violation]:
     ):
         path = source.get("path")
         if path is not None and not Path(path).expanduser().exists():
-            fix = "give the path of a JSON lines, parquet, CSV or TSV file, or of a saved data set"
+            fix = "give the path of a JSON, parquet, CSV or TSV file, or of a saved data set"
             yield Violation(f"{key}.path", path, "there is no such file", fix)
 
 

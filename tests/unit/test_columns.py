@@ -16,6 +16,7 @@ import pytest
 from megarl.data.columns import Kind, complete_source
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.messages import as_messages
+from megarl.data.rows import number_of_rows
 from megarl.errors import DataError, RecordError
 from megarl.rollout.programs import Limits, judge
 from tests.tables import read_table
@@ -340,7 +341,7 @@ def test_a_completion_of_several_messages_is_told_what_to_write(tmp_path: Path) 
 )
 def test_a_first_record_of_the_wrong_type_is_named(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(RecordError, match=f"line 1.*{message}"):
-        load(write(tmp_path, [row]), Kind.REFERENCES)
+        load(write(tmp_path, [row, row]), Kind.REFERENCES)
 
 
 def test_a_column_that_is_null_in_the_first_record_is_no_second_reading(tmp_path: Path) -> None:
@@ -557,6 +558,56 @@ def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kin
         RecordError, match=r"line 2.*placeholder <image> for the content of 'image'.*on_bad_record"
     ):
         load(file, kind, **keys)
+
+
+# One list
+
+
+ALPACA = [
+    {"instruction": "Add.", "input": "1 [and] 2", "output": "3"},
+    {"instruction": "Grüße?\n[", "input": "", "output": "Hallo ☺"},
+    {"instruction": "Stop.", "input": "", "output": "]"},
+]
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ALPACA),
+        json.dumps(ALPACA, indent=2, ensure_ascii=False) + "\n",
+        "\ufeff\n" + json.dumps(ALPACA, indent=4).replace("\n", "\r\n"),
+        "[" + ",\n".join(map(json.dumps, ALPACA)) + "]\n\n",
+        "[\n" + json.dumps(ALPACA)[1:],
+    ],
+)
+def test_a_list_has_the_tokens_of_its_items_as_lines(tmp_path: Path, name: str, text: str) -> None:
+    lines, found = load(write(tmp_path / "l", ALPACA))
+    (tmp_path / name).write_bytes(text.encode())
+    table, source = load(tmp_path / name)
+    assert {**source, "path": ""} == {**found, "path": ""} and number_of_rows(source) == 3  # type: ignore[arg-type]
+    assert tokens_of(table) == tokens_of(lines) and table.fingerprint == lines.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "a", "answer": "b"},\n {"prompt": "c" "answer": "d"}]', "line 2 column 17 is not JSON"),
+        ('[{"prompt": "a", "answer": "b"},\n', "line 2 column 1 is not JSON"),
+        ('[\n{"prompt": "a", "answer": "b"}\n]\n{"prompt": "c"}', "line 4 column 1 is not JSON: Extra data"),
+        ('[{"prompt": "a", "answer": "b"}, "c"]', "item 2 is a str, expected an object"),
+        ('[{"prompt": "a", "answer": "b"}, {"prompt": "c"}]', "item 2 has no key 'answer'"),
+        ('[{"prompt": "a", "answer": ' + "[" * 600 + "]" * 600 + "}]", "item 1 cannot be used: it nests"),
+        ("[" * 200_000, "is not JSON: it nests too deeply"),
+        ("[" + "9" * 5000 + "]", "is not JSON: Exceeds the limit"),
+        ('[{"prompt": "a"}]\n[{"prompt": "c"}]', "line 1 is a list, expected an object"),
+        ("[]", "holds 0 records"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "train.json").write_text(text)
+    with pytest.raises(DataError, match=rf"(?s)train\.json.*{message}.*Fix: "):
+        load(tmp_path / "train.json", Kind.REFERENCES)
 
 
 # CSV
