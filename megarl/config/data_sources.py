@@ -75,7 +75,8 @@ class DataSource(TypedDict):
             Key(
                 "field that holds the prompt: text, a number, or messages; several fields are joined by "
                 "blank lines. When absent, this key and its related keys are found from the common column "
-                "names."
+                "names. ``[]`` in SFT: no prompt; the text of ``answer_key`` is learned as it is, without "
+                "the chat template."
             ),
         ]
     ]

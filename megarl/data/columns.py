@@ -86,7 +86,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
         _warn_of_unread(source)
         return
     origin, row = _first_record(source, kind, skips_bad_records)
-    readings = list(_readings(row, source, kind))
+    readings = list(_readings(row, source, kind)) or _whole_text(row, source, kind)
     columns = ", ".join(map(str, row))
     faults = [_fault_of_reading(row, each, kind, origin) for each in readings]
     if faults and all(faults):
@@ -118,7 +118,9 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     cast(Any, source).update(found)
     meaning = {**_MEANING, "answer_key": kind.value}
     said = ", ".join(
-        f"{meaning[key]} from {', '.join(map(repr, fields_of_key(value)))}" for key, value in found.items()
+        f"{meaning[key]} from {', '.join(map(repr, fields_of_key(value)))}"
+        for key, value in found.items()
+        if value
     )
     logger.info("%s: %s", source_name(source), said)
 
@@ -186,6 +188,14 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
         for prompt, answer in itertools.product(prompts, answers)
         if prompt != answer
     )
+
+
+def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
+    """Return the reading of a row that is a text by itself, as language models are trained on."""
+    others = {*_PROMPTS, *_ANSWERS, *_FINAL_ANSWERS, *_CONVERSATIONS} & row.keys() or source.get("answer_key")
+    text = row.get("text")
+    is_alone = kind is Kind.ANSWERS and isinstance(text, str) and not others and not _roles(text)
+    return [{"prompt_key": [], "answer_key": "text"}] if is_alone else []
 
 
 def _conversations(
@@ -284,7 +294,8 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
     """Return a description of what a reading leaves out of the prompt, or None."""
-    keys = fields_of_key(reading.get("prompt_key") or reading.get("messages_key") or reading["chosen_key"])
+    named = next(reading[key] for key in ("prompt_key", "messages_key", "chosen_key") if key in reading)
+    keys = fields_of_key(named)
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
 
 

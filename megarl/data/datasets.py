@@ -728,7 +728,9 @@ class _Tokenization:
         # Return a generator: _add consumes it inside its try, where the error of a single conversation is
         # caught.
         return texts, (
-            (next(prompts), next(answers), []) if is_plain else self._conversation(record, place, turns)
+            (*self._encoder.split(record, next(prompts), next(answers)), [])
+            if is_plain
+            else self._conversation(record, place, turns)
             for (record, place), is_plain, turns in zip(placed, plain, learned, strict=True)
         )
 
@@ -795,7 +797,7 @@ class _Tokenization:
         hit = None if self._control is None else self._control.search("\n".join(texts))
         if hit is not None:
             self._controlled.add(f"{where}: {hit[0]!r}")
-        last = None if isinstance(record.prompt, str) else record.prompt[-1]["role"]
+        last = None if isinstance(record.prompt, str) or not record.prompt else record.prompt[-1]["role"]
         if (
             last == "assistant"
             and not self._reading.with_answers

@@ -67,7 +67,8 @@ class Record:
     """One problem.
 
     Attributes:
-        prompt: plain text, or chat messages with ``role`` and ``content``.
+        prompt: plain text, or chat messages with ``role`` and ``content``; () if the answer is a text by
+            itself.
         answer: the answer to learn, or the reference that a reward compares with.
         origin: location for messages: ``train.jsonl line 7``.
         last: the last turn of a conversation, the assistant's, as it is stored; None if the answer is not a
@@ -365,6 +366,8 @@ def _prompt_in(
 ) -> str | tuple[ChatMessage, ...]:
     """Return the prompt of a row. The texts of several fields are joined by blank lines, without empty
     ones."""
+    if not key:
+        return ()
     first, *others = fields_of_key(key)
     if not others:
         return prompt_of(value_of(row, first, origin), first, origin, is_padded)

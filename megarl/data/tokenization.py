@@ -287,7 +287,8 @@ class PromptEncoder:
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self.chat_template = ChatTemplate(tokenizer, template_kwargs, date)
         self._tools, self._named_tools = tuple(tools), named_tools
-        leading = _begin_token(tokenizer) if self.chat_template.is_passthrough else []
+        self._begin = _begin_token(tokenizer)
+        leading = self._begin if self.chat_template.is_passthrough else []
         stops = frozenset({int(tokenizer.eos_token_id), *stop_tokens})
         self._conversations = ConversationEncoder(tokenizer, self.chat_template, stops, leading)
         self._answers_are_turns = (
@@ -351,13 +352,24 @@ class PromptEncoder:
         So an answer given as text is encoded like the same answer given as messages. With a template for
         prompts only, or one that joins the messages, the answer stays a text that follows the prompt.
         """
-        if record.last is not None or not self._answers_are_turns:
+        if record.last is not None or record.prompt == () or not self._answers_are_turns:
             return record
         return replace(
             record,
             prompt=tuple(self._asked(record)),
             last={"role": "assistant", "content": record.answer},
         )
+
+    def split(self, record: Record, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens that are given and those that are learned, of a prompt and its answer.
+
+        Of a text by itself, only the first token is given. The text may have begin and end tokens of its own.
+        """
+        if record.prompt != ():
+            return prompt, answer
+        ids = answer if answer[: len(self._begin)] == self._begin else self._begin + answer
+        ids = ids[:-1] if ids[-2:-1] == ids[-1:] else ids
+        return (ids[:1], ids[1:]) if min(len(answer), len(ids)) > 1 else ([], [])
 
     def whole_text(self, record: Record) -> str:
         """Return the chat template's text of a whole conversation.
@@ -401,6 +413,8 @@ class PromptEncoder:
         Raises:
             DataError: it cannot be applied; names the record.
         """
+        if record.prompt == ():
+            return ""
         name = record.fields.get("env_name") or record.fields.get("task_name")
         named = self._named_tools.get(name) if isinstance(name, str) else None
         tools = record.tools or named or self._tools

@@ -17,6 +17,7 @@ from megarl.data.columns import Kind, complete_source
 from megarl.data.datasets import Dataset, Reading, load_dataset
 from megarl.data.messages import as_messages
 from megarl.data.rows import number_of_rows
+from megarl.distributed.token_batches import supervised_batch
 from megarl.errors import DataError, RecordError
 from megarl.rollout.programs import Limits, judge
 from tests.tables import read_table
@@ -200,7 +201,9 @@ def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, 
             {"passage": "c", "question": "a", "answer": "b"},
             ["prompt_key=[passage,question]", "prompt_key=question "],
         ),
-        (Kind.ANSWERS, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
+        (Kind.REFERENCES, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
+        (Kind.ANSWERS, {"text": "Once upon a time.", "label": 1}, ["(text, label)", "prompt_key and"]),
+        (Kind.ANSWERS, {"text": "\n\nHuman: Hi\n\nAssistant: Hi\n\nHuman: Bye"}, ["(text)", "messages_key"]),
         (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["(ask, say)", "messages_key"]),
         (
             Kind.REFERENCES,
@@ -558,6 +561,47 @@ def test_a_text_with_the_place_of_a_picture_is_refused(tmp_path: Path, kind: Kin
         RecordError, match=r"line 2.*placeholder <image> for the content of 'image'.*on_bad_record"
     ):
         load(file, kind, **keys)
+
+
+# Texts
+
+
+@pytest.mark.parametrize("keys", [{}, {"prompt_key": [], "answer_key": "text"}])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("template", ["qwen2.5", "llama3.1", "mistral-v3", "hermes"])
+def test_a_text_by_itself_is_learned_whole(
+    tmp_path: Path, form: str, template: str, keys: dict[str, Any]
+) -> None:
+    """As TRL's language modelling has it: the tokenizer's tokens and one end token; all but the first are
+    targets."""
+    tokenizer = tokenizer_of(template)
+    begin, end = tokenizer.bos_token or "", tokenizer.eos_token
+    texts = ["Once upon a time.", "### Question: 1+1?\n### Answer: 2" + end, begin + "Two\n\nparts", "a"]
+    rows = [{"text": text, "meta": {"source": "book"}} for text in texts]
+    found, source = load(write(tmp_path, rows, form), template=template, **keys)
+    assert source["prompt_key"] == [] and source["answer_key"] == "text"
+    leads = tokenizer("")["input_ids"] == [tokenizer.bos_token_id] != [tokenizer.eos_token_id]
+    expected = [
+        (begin if leads and not text.startswith(begin) else "") + text.removesuffix(end) + end
+        for text in texts
+    ]
+    batch = supervised_batch(list(found.examples), tokenizer.pad_token_id or 0)
+    for row, text in enumerate(expected):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        length = int(batch["input_lengths"][row])
+        assert batch["input_ids"][row, :length].tolist() == ids
+        assert batch["token_mask"][row].nonzero().flatten().tolist() == list(range(1, length))
+
+
+def test_texts_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:
+    for row, message in (
+        ({"text": ""}, "1 of 2 prompts with answers have no tokens"),
+        ({"text": None}, "is null"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(write(tmp_path, [{"text": "a"}, row]))
+    with pytest.raises(DataError, match=r"max_input_seq_length = 4000.*more than \d+ tokens"):
+        load(write(tmp_path, [{"text": "1 + 1 = " * 100_000}]))
 
 
 # One list

@@ -94,6 +94,7 @@ def keys_named(rule: str, config: dict[str, Any], facts: Any = None) -> set[str]
 def test_valid_runs_break_no_rule() -> None:
     assert check(complete(raw_grpo()), FACTS) == []
     assert check(complete(raw_sft()), FACTS) == []
+    assert check(complete(raw_sft(), {"data.train.prompt_key": []}), FACTS) == []
     assert check(complete(raw_dpo()), FACTS) == []
     assert check(complete(raw_ppo()), FACTS, (), {"critic": FACTS}) == []
     assert check(complete(raw_distillation()), FACTS, (), {"teacher": FACTS}) == []

@@ -72,6 +72,20 @@ def words(identifiers: list[int]) -> str:
     return " ".join(WORDS[identifier] for identifier in identifiers)
 
 
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_by_itself_begins_as_the_tokenizer_begins_texts(tmp_path: Path, bos: bool, chat: bool) -> None:
+    tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, bos=bos, chat=chat)})
+    encoder = PromptEncoder(tokenizer, system_prompt="kind")
+    for text in ("Q A", "Q A </s>", *(["<s> Q A"] if bos else [])):
+        record = encoder.as_conversation(Record((), text, "line 1"))
+        [prompt], [answer] = encoder.encode_records([record]), encode_answers(tokenizer, [text])
+        given, learned = encoder.split(record, prompt, answer)
+        assert words([*given, *learned]) == ("<s> Q A </s>" if bos else "Q A </s>") and len(given) == 1
+    for ids in ([1], *([] if bos else [[1, 1]])):
+        assert encoder.split(Record((), "", "line 1"), [], ids) == ([], [])
+
+
 def test_a_missing_pad_token_becomes_the_end_token(tmp_path: Path) -> None:
     tokenizer = get_tokenizer({"name": save_tokenizer(tmp_path, pad=False)})
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1

@@ -104,7 +104,9 @@ def fields_are_named(view: View) -> Iterator[Violation]:
         for key in (*FIELD_KEYS, *PAIR_KEYS):
             value = source.get(key)
             names = fields_of_key(value) if isinstance(value, str | list) else ()
-            if value == [] or any(isinstance(name, str) and key_steps(name) is None for name in names):
+            # SFT learns a text by itself if there is no prompt.
+            is_empty = value == [] and (key != "prompt_key" or pairs or view.algorithm.GENERATES)
+            if is_empty or any(isinstance(name, str) and key_steps(name) is None for name in names):
                 yield Violation(
                     f"{section}.{key}",
                     value,
