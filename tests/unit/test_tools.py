@@ -263,6 +263,15 @@ def test_the_calculator_refuses_all_else(expression: str) -> None:
         calculate(expression)
 
 
+def test_the_time_to_search_does_not_grow_with_repetitions(tmp_path: Path) -> None:
+    """200 repetitions of a common word took 12 s, during which no other conversation could search."""
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"word{row} the a b c " * 20}) for row in range(1000)))
+    index = DocumentIndex(str(path), "env.tools.search.documents")
+    with time_limit(20.0):
+        assert index.search("the The " * 500 + "word7", 1).startswith("[1] word7 the")
+
+
 def test_search_finds_what_fits_best(tmp_path: Path) -> None:
     path = tmp_path / "documents.jsonl"
     rows = [

@@ -15,6 +15,9 @@ from megarl.errors import ConfigError, DataError, Violation
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "content", "contents", "body", "passage")
+# In a longer query each word counts once: the time to rank grows as the square of its repetitions, and a
+# policy may repeat a word indefinitely.
+_MOST_REPEATED = 32
 # Maximum number of a document's characters that are shown.
 _SHOWN = 2000
 
@@ -57,6 +60,8 @@ class DocumentIndex:
         words = _WORD.findall(query)
         if not words:
             raise ValueError("the query has no words")
+        if len(words) > _MOST_REPEATED:
+            words = list(dict.fromkeys(map(str.lower, words)))
         # Quote each word, so that the query language reads nothing in it as an operator.
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
