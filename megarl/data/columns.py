@@ -192,7 +192,7 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
 
 def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
     """Return the reading of a row that is a text by itself, as language models are trained on."""
-    others = {*_PROMPTS, *_ANSWERS, *_FINAL_ANSWERS, *_CONVERSATIONS} & row.keys() or source.get("answer_key")
+    others = {*_PROMPTS, *_ANSWERS, *_FINAL_ANSWERS, *_CONVERSATIONS} & row.keys() or "answer_key" in source
     text = row.get("text")
     is_alone = kind is Kind.ANSWERS and isinstance(text, str) and not others and not _roles(text)
     return [{"prompt_key": [], "answer_key": "text"}] if is_alone else []
