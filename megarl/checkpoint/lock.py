@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 _NO_KERNEL_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class RunLock:
 
     def _locked(self) -> int:
         """Open the file and take its kernel lock."""
-        while True:
+        for _ in range(_TRIES):
             # Do not truncate the file here: its content names the holder of the lock.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             is_locked = False
@@ -144,6 +145,10 @@ class RunLock:
                     os.close(descriptor)
             if is_locked:
                 return descriptor
+        raise StateError(
+            f"{self.path} was another file after each of {_TRIES} times that it was locked. Fix: find out "
+            "who removes it, or give a run_dir on a file system whose files keep their inode numbers"
+        )
 
     def require_place(self) -> None:
         """Require that the directory is still where the lock was taken, before more is written: whatever is

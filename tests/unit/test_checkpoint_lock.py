@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -134,6 +135,16 @@ def test_a_file_that_was_removed_while_it_was_locked_is_no_lock(
         monkeypatch.undo()
         with pytest.raises(StateError, match=f"process {os.getpid()} "):
             RunLock(tmp_path).acquire()
+
+
+def test_a_file_that_is_always_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On some file systems a file has another inode number each time."""
+    numbers = itertools.count()
+    monkeypatch.setattr(lock_module, "_file_at", lambda path: (0, next(numbers)))
+    with pytest.raises(StateError, match="keep their inode numbers"):
+        RunLock(tmp_path).acquire()
 
 
 def test_live_owner_is_respected_where_kernel_locks_do_not_work(
