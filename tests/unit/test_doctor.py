@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.cli import main
+from megarl.config import report
 from megarl.doctor import command, network, storage, versions
 from megarl.doctor.check import Check, Verdict
 from megarl.doctor.command import exit_code
@@ -403,7 +404,7 @@ def test_what_was_found_is_folded_and_commands_are_not(
 ) -> None:
     long = Check("system", "a thing", Verdict.FAILED, "found " * 40, "command " * 40)
     monkeypatch.setattr(command, "examine", lambda *asked: iter([long]))
-    monkeypatch.setattr(command, "WIDTH", width)
+    monkeypatch.setattr(report, "WIDTH", width)
     assert command.run() == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > width] == ["           fix: " + "command " * 40]
