@@ -386,8 +386,8 @@ class _Piece:
 def _lists_agree(reference: str, response: str) -> bool:
     """Compare lists in any order; a list of one value equals that value. Values without names have the order
     of the names that a reference gives them: A = 3, B = 4 equals 3, 4."""
-    first = _elements(reference, names_roots="_" not in response)
-    second = _elements(response, names_roots="_" not in reference)
+    first = _elements(reference, names_roots=_INDEX.search(response) is None)
+    second = _elements(response, names_roots=_INDEX.search(reference) is None)
     given = _listed(response)
     if _names_each(first) and "=" not in response and len(first) in (len(second), len(given)):
         return len(first) == len(given) and all(map(_elements_agree, first, given))
