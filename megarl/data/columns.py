@@ -59,11 +59,14 @@ _MEANING = {
     "tools_key": "tools",
     "extra_keys": "further fields",
 }
+_BESIDE_TEXTS = ("input", "summary", "labels", "test_list", *itertools.chain(*_PAIRS))
+"""Further columns beside which a text may not be all that is to be learned."""
 _ADVICE = "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations"
+_ADVICE_OF_TEXTS = f"{_ADVICE}, or prompt_key=[] and answer_key for texts by themselves"
 _ANSWERED = "{'prompt': ..., 'answer': ...}"
 # For data without columns of the usual names: what is missing, what to write, and an example of a record.
 _WANTED = {
-    Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE, _ANSWERED),
+    Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE_OF_TEXTS, _ANSWERED),
     Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
     Kind.PAIRS: (
         "a prompt with two answers nor two conversations",
@@ -192,7 +195,8 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
 
 def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
     """Return the reading of a row that is a text by itself, as language models are trained on."""
-    others = {*_PROMPTS, *_ANSWERS, *_FINAL_ANSWERS, *_CONVERSATIONS} & row.keys() or "answer_key" in source
+    usual = (_PROMPTS, _TEXTS, _ANSWERS, _FINAL_ANSWERS, _CONVERSATIONS, _SYSTEMS, _TOOLS, _BESIDE_TEXTS)
+    others = set(itertools.chain(*usual)) & row.keys() or any(source.get(key) for key in FIELD_KEYS)
     text = row.get("text")
     is_alone = kind is Kind.ANSWERS and isinstance(text, str) and not others and not _roles(text)
     return [{"prompt_key": [], "answer_key": "text"}] if is_alone else []

@@ -202,7 +202,10 @@ def test_columns_of_tests_are_run_as_they_are_stored(tmp_path: Path, name: str, 
             ["prompt_key=[passage,question]", "prompt_key=question "],
         ),
         (Kind.REFERENCES, {"text": "Once upon a time."}, ["(text)", "prompt_key and answer_key"]),
-        (Kind.ANSWERS, {"text": "Once upon a time.", "label": 1}, ["(text, label)", "prompt_key and"]),
+        *(
+            (Kind.ANSWERS, {"text": "Once upon a time.", name: "a"}, [f"(text, {name})", "prompt_key=[]"])
+            for name in ("label", "system", "tools", "context", "input", "summary", "chosen")
+        ),
         (Kind.ANSWERS, {"text": "\n\nHuman: Hi\n\nAssistant: Hi\n\nHuman: Bye"}, ["(text)", "messages_key"]),
         (Kind.ANSWERS, {"ask": "a", "say": "b"}, ["(ask, say)", "messages_key"]),
         (
@@ -591,6 +594,12 @@ def test_a_text_by_itself_is_learned_whole(
         length = int(batch["input_lengths"][row])
         assert batch["input_ids"][row, :length].tolist() == ids
         assert batch["token_mask"][row].nonzero().flatten().tolist() == list(range(1, length))
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "system_key"])
+def test_a_text_beside_a_field_that_the_source_names_is_not_by_itself(tmp_path: Path, key: str) -> None:
+    with pytest.raises(DataError, match="hold neither prompts with answers nor"):
+        load(write(tmp_path, [{"text": "a", "q": "b"}]), **{key: "q"})
 
 
 def test_texts_that_cannot_be_learned_are_refused(tmp_path: Path) -> None:

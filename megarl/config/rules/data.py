@@ -92,6 +92,10 @@ def fields_are_named(view: View) -> Iterator[Violation]:
                 f"the answer field of {source['name']} is built in",
                 fix,
             )
+        for key in ("system_key", "tools_key") if source.get("prompt_key") == [] else ():
+            if source.get(key) is not None:
+                fix = "remove it, or name the fields of the prompt"
+                yield Violation(f"{section}.{key}", source[key], "prompt_key = [] has no messages", fix)
         bound = "it is neither a field nor a path through objects and lists"
         for place, extra in enumerate(source.get("extra_keys") or []):
             if isinstance(extra, str) and key_steps(extra) is None:
