@@ -110,7 +110,6 @@ class RunLock:
         """
         if self.held:
             return self
-        self.directory.mkdir(parents=True, exist_ok=True)
         descriptor = self._locked()
         try:
             owner = _read_owner(descriptor, self.directory)
@@ -131,8 +130,13 @@ class RunLock:
     def _locked(self) -> int:
         """Open the file and take its kernel lock."""
         for _ in range(_TRIES):
-            # Do not truncate the file here: its content names the holder of the lock.
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                # Do not truncate the file here: its content names the holder of the lock.
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                # A launch that was refused has removed the directory that it had created.
+                continue
             is_locked = False
             try:
                 if not _try_kernel_lock(descriptor):
@@ -146,7 +150,7 @@ class RunLock:
             if is_locked:
                 return descriptor
         raise StateError(
-            f"{self.path} was another file after each of {_TRIES} times that it was locked. Fix: find out "
+            f"{self.path} was gone or another file each of {_TRIES} times that it was locked. Fix: find out "
             "who removes it, or give a run_dir on a file system whose files keep their inode numbers"
         )
 

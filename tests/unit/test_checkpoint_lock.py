@@ -137,6 +137,23 @@ def test_a_file_that_was_removed_while_it_was_locked_is_no_lock(
             RunLock(tmp_path).acquire()
 
 
+def test_a_directory_that_was_removed_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused launch removes the directory that it has made."""
+    lock, opened, made = RunLock(tmp_path / "runs" / "a"), os.open, iter([True, False])
+
+    def removed_before(*words: Any) -> int:
+        if next(made, False):
+            lock.directory.rmdir()
+            lock.directory.parent.rmdir()
+        return opened(*words)
+
+    monkeypatch.setattr(os, "open", removed_before)
+    with lock:
+        lock.require_place()
+
+
 def test_a_file_that_is_always_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
