@@ -69,7 +69,9 @@ def require_own_checkpoints(section: CheckpointingConfig, run_dir: Path) -> None
     directory = Path(section["checkpoint_dir"]).absolute()
     if not isinstance(original, str) or directory.is_relative_to(run_dir):
         return
-    if directory.is_relative_to(Path(original).absolute()):
+    # Two paths may lead to one directory, by a link.
+    is_copy = Path(original).resolve() != run_dir.resolve()
+    if is_copy and directory.is_relative_to(Path(original).absolute()):
         own = run_dir / directory.relative_to(Path(original).absolute())
         bound = f"{run_dir} is a copy of {original}, whose checkpoints this run would replace"
         key = "checkpointing.checkpoint_dir"

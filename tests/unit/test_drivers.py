@@ -36,6 +36,7 @@ from megarl.errors import (
 from megarl.observe.launches import read_launches
 from megarl.observe.sample_files import list_samples, read_samples
 from megarl.run import run as algorithms_run
+from megarl.run.earlier_launch import require_own_checkpoints
 from megarl.run.inputs import read_inputs
 from megarl.run.loop import total_steps
 from megarl.run.run import run
@@ -499,6 +500,14 @@ def test_a_copied_run_goes_on_in_its_copy(
     assert run(copied, PolicyMaker()) == 0
     assert read_launches(Path("runs/b"))[-1].first_step == 2
     assert {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()} == before
+
+
+def test_a_link_to_a_run_is_no_copy_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "a" / "config.yaml").write_text(json.dumps({"run_dir": str(tmp_path / "a")}))
+    section: Any = {"checkpoint_dir": str(tmp_path / "a" / "saved")}
+    require_own_checkpoints(section, tmp_path / "link")
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(
