@@ -874,7 +874,7 @@ class _Tokenization:
             (
                 self._untemplated,
                 f"data.prompt_template is not applied to {self._untemplated.count} of {self._seen} records, "
-                f"whose prompts are lists of messages: {self._untemplated}. Write its text into them, or "
+                f"whose prompts are no plain texts: {self._untemplated}. Write its text into them, or "
                 "remove it",
             ),
             (

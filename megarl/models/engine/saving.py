@@ -93,7 +93,7 @@ class SavingWorker(WorkerState):
             except Exception as error:
                 logger.warning(
                     "%s: the files next to its weights cannot be read, and so no checkpoint or export can be "
-                    "written: %s: %s",
+                    "written: %s: %s. Correct them before the first save, which reads them again",
                     self.cfg["model_name"],
                     type(error).__name__,
                     error,
