@@ -92,7 +92,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
                 f"the answer field of {source['name']} is built in",
                 fix,
             )
-        for key in ("system_key", "tools_key") if source.get("prompt_key") == [] else ():
+        for key in ("system_key", "tools_key") if ("prompt_key", []) in source.items() else ():
             if source.get(key) is not None:
                 fix = "remove it, or name the fields of the prompt"
                 yield Violation(f"{section}.{key}", source[key], "prompt_key = [] has no messages", fix)
