@@ -129,13 +129,16 @@ class RunLock:
 
     def _locked(self) -> int:
         """Open the file and take its kernel lock."""
+        failure: OSError | None = None
         for _ in range(_TRIES):
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 # Do not truncate the file here: its content names the holder of the lock.
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except FileNotFoundError:
-                # A launch that was refused has removed the directory that it had created.
+            except FileNotFoundError as error:
+                # A launch that was refused has removed the directory that it had created, or no directory can
+                # be created there.
+                failure = error
                 continue
             is_locked = False
             try:
@@ -149,8 +152,8 @@ class RunLock:
                     os.close(descriptor)
             if is_locked:
                 return descriptor
-        raise StateError(
-            f"{self.path} was gone or another file each of {_TRIES} times that it was locked. Fix: find out "
+        raise failure or StateError(
+            f"{self.path} was another file each of {_TRIES} times that it was locked. Fix: find out "
             "who removes it, or give a run_dir on a file system whose files keep their inode numbers"
         )
 
