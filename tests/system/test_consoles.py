@@ -122,8 +122,10 @@ def lines_of(text: str, directory: Path) -> list[str]:
         kept = re.sub(r"# [KM]iB", "# MiB", kept)
         # throughput depends on the machine, and a live line has a spinner or a bar
         if kept and not re.search(r" \.\.\. #|^[⠀-⣿]|━|^throughput|^mean of", kept):
-            # phases of a step are listed by their length
-            lines.append(re.sub(r"\s+", " ", re.split(r"  \(|  ETA", kept)[0]).replace("#m #s", "#s"))
+            # Phases of a step are listed by their length; where all are too short to be shown, the throughput
+            # follows at once.
+            steady = re.split(r"  \(|  +# tok/s|  ETA", kept)[0]
+            lines.append(re.sub(r"\s+", " ", steady).replace("#m #s", "#s"))
     return lines
 
 
