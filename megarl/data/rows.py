@@ -192,7 +192,8 @@ def _holds_list(path: Path) -> bool:
         with _open_json(path) as lines:
             texts = filter(str.strip, iter(lambda: lines.readline(LONGEST_LINE + 1), ""))
             first = next(texts, "")
-            return first.lstrip().startswith("[") and (not _is_json(first) or next(texts, None) is None)
+            # A list on one line is parsed with its rows; only where lines follow does the first one decide.
+            return first.lstrip().startswith("[") and (next(texts, None) is None or not _is_json(first))
     except (UnicodeDecodeError, OSError):
         # The reader of the rows reports it.
         return False
