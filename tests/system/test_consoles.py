@@ -124,8 +124,9 @@ def lines_of(text: str, directory: Path) -> list[str]:
         if kept and not re.search(r" \.\.\. #|^[⠀-⣿]|━|^throughput|^mean of", kept):
             # Phases of a step are listed by their length; where all are too short to be shown, the throughput
             # follows at once.
-            steady = re.split(r"  \(|  +# tok/s|  ETA", kept)[0]
-            lines.append(re.sub(r"\s+", " ", steady).replace("#m #s", "#s"))
+            lines.append(
+                re.sub(r"\s+", " ", re.split(r"  \(|  +# tok|  ETA", kept)[0]).replace("#m #s", "#s")
+            )
     return lines
 
 
