@@ -20,11 +20,13 @@ from tests.dist.layouts import CONFIG, layout
 from tests.tiers import newest_megatron, sampled, slow
 
 SCHEDULE = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 7}}
-# of Megatron "whole": without the distributed optimizer
+# of Megatron "whole": without the distributed optimizer; "host": with its states in host memory, where a step
+# goes on when the next batch, or its refusal, comes
 LAYOUTS = [
     "megatron-dp2",
     "megatron-pp2-tp2-sp",
     "megatron-dp2-whole",
+    "megatron-dp2-host",
     "dtensor-dp2",
     "dtensor-tp2-dp2",
     "fsdp1-dp2",
@@ -40,6 +42,9 @@ def configured(name: str, model: Path, **changes: Any) -> tuple[int, dict[str, A
         changes["distributed_optimizer"] = False
     config = CONFIG[backend](model, **layout_changes, **changes)
     if backend == "megatron":
+        if "host" in placed:
+            config["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] = 1.0
+            config["megatron_cfg"]["distributed_data_parallel_config"]["overlap_grad_reduce"] = None
         config["megatron_cfg"]["scheduler"] = {"lr_warmup_iters": 7, "lr_decay_style": "constant"}
         return world, config
     return world, config | {"scheduler": SCHEDULE}

@@ -4,7 +4,8 @@ them, copies of a weight stay copies."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.models.engine import state_formats
+from megarl.models.engine import host_adam, state_formats
 from megarl.models.engine.host_adam import HostAdam
 from megarl.models.megatron import schedule
 from megarl.parity.pool import WorkerPool
@@ -43,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "lora": (2, {"tp": 2, "adapters": True}),
     "tp2": (2, {"tp": 2, "sp": True, "multiple": 2}),
     "pp2": (2, {"pp": 2, "first": 1, "last": 2}),
+    "dp2": (2, {}),
     "dp2-many-buckets": (2, {"overlap": True, "bucket_size": 5000}),
     "tp2-many-buckets": (2, {"tp": 2, "sp": True, "multiple": 2, "overlap": True, "bucket_size": 5000}),
 }
@@ -85,6 +87,7 @@ def trained(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
         result = worker.train(
             data=jobs.my_share(worker, batch, config["train_global_batch_size"]), loss_fn=NLLLoss()
         )
+    worker.backend.sync_parameters()
     own = {
         name: (parameter.detach().clone(), is_divided(parameter))
         for name, parameter in worker.backend.parameters()
@@ -145,18 +148,132 @@ def test_a_tied_embedding_is_stepped_in_host_memory_to_the_bit(
     check_host_memory(pool, tiny_models["qwen3-tied"], "float32", 1.0, 2, **changes)
 
 
+@newest_megatron
+@sampled(1)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_experts_are_stepped_in_host_memory_to_the_bit(
+    pool: WorkerPool, model_of: Callable[[str], Path], overlap: bool
+) -> None:
+    """They have an optimizer of their own, whose weights are gathered by themselves."""
+    check_host_memory(pool, model_of("qwen3_moe"), "float32", 1.0, 2, ep=2, overlap=overlap)
+
+
 def check_host_memory(
     pool: WorkerPool, model: Path, states: str, share: float, world: int, **changes: Any
 ) -> None:
     one, other = (
-        pool.run(
-            world, trained, megatron(model, {**STATES.get(states, {}), **in_host}, clip=0.05, **changes), 4
-        )[0]
+        with_early_gradients(megatron(model, {**STATES.get(states, {}), **in_host}, clip=0.05, **changes))
         for in_host in ({}, {"optimizer_offload_fraction": share})
     )
+    one, other = (pool.run(world, trained, config, 4)[0] for config in (one, other))
     assert one["norm"] == other["norm"]
     for name, tensor in one["weights"].items():
         assert torch.equal(other["weights"][name], tensor), name
+
+
+def with_early_gradients(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the default of the overlap, with which gradients come during the backward
+    pass."""
+    overlap = config["megatron_cfg"]["distributed_data_parallel_config"]
+    overlap["overlap_grad_reduce"] = overlap["overlap_grad_reduce"] or None
+    return config
+
+
+class Gate:
+    """While it is closed, slices are not stepped in the thread; the first that waits for the thread opens
+    it. So nothing here depends on time, and a reader that does not wait finds it closed afterwards."""
+
+    def __init__(self) -> None:
+        self.event, self.passed = threading.Event(), 0
+        step, finish = host_adam.step_slice, HostAdam.finish
+
+        def gated(*arguments: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self.event.wait()
+                self.passed += 1
+            step(*arguments)
+
+        def opening(adam: HostAdam) -> None:
+            self.event.set()
+            finish(adam)
+
+        self.patches = (host_adam, "step_slice", gated), (HostAdam, "finish", opening)
+
+
+def open_at_calls(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Which calls after a step have waited for its rest in host memory, whether the step's call returned with
+    the earlier weights, and at each gather of the weights whether it came after the wait."""
+    worker, gate = jobs.build(config), Gate()
+    share = jobs.my_share(worker, BATCHES[0], config["train_global_batch_size"])
+    scored = jobs.dealt(worker, BATCHES[0], "logprob").shards[worker.backend.groups.data_rank]
+    worker.prepare_refit_info()
+    worker.save_checkpoint(str(directory / "first"), str(directory / "optimizer"))
+    paths = [str(directory / name) for name in ("first", "optimizer")]
+
+    def evaluate() -> None:
+        worker.train(data=share, loss_fn=NLLLoss(), eval_mode=True)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "another step": lambda: worker.train(data=share, loss_fn=NLLLoss()),
+        "evaluation": evaluate,
+        "log-probabilities": lambda: worker.get_logprobs(data=scored),
+        "reference": lambda: worker.get_reference_policy_logprobs(data=scored),
+        "export": lambda: jobs.full_weights(worker),
+        "stage": lambda: list(worker.backend.export_stage()),
+        "checkpoint": lambda: worker.save_checkpoint(str(directory / "second")),
+        "load": lambda: worker.load_checkpoint(*paths),
+        "noise": worker._add_noise_to_weights,
+        "parameters leave": worker.offload_after_refit,
+        "gradients leave": worker.offload_before_refit,
+        "refit is prepared": worker.prepare_refit_info,
+        "engine shares the device": worker.prepare_for_generation,
+        "figures": worker.get_gpu_info,
+    }
+    waited, returned_early, gathers = {}, [], []
+    chunk = worker.backend.chunks[0]
+
+    def gathered(*arguments: Any, **options: Any) -> None:
+        gathers.append(gate.event.is_set())
+        type(chunk).start_param_sync(chunk, *arguments, **options)
+
+    with patched(*gate.patches, (chunk, "start_param_sync", gathered)):
+        for name, call in calls.items():
+            worker.prepare_for_training()
+            before = jobs.full_weights(worker)
+            own = [parameter.clone() for _, parameter in worker.backend.parameters()]
+            gate.event.clear()
+            gate.passed = 0
+            worker.train(data=share, loss_fn=NLLLoss())
+            matrices = [
+                torch.equal(parameter, earlier)
+                for (_, parameter), earlier in zip(worker.backend.parameters(), own, strict=True)
+                if parameter.ndim == 2
+            ]
+            returned_early.append(all(matrices) and not gate.passed and not gate.event.is_set())
+            call()
+            waited[name] = gate.event.is_set() and gate.passed > 0
+            worker.prepare_for_training()
+            after = jobs.full_weights(worker)
+            changed = any(not torch.equal(after[key], tensor) for key, tensor in before.items())
+            assert changed or name == "load", name
+    worker.backend.close()
+    return {"waited": waited, "returned_early": returned_early, "gathers": gathers}
+
+
+@newest_megatron
+@pytest.mark.parametrize("layout", ["one", "dp2", "dp2-many-buckets"])
+def test_steps_in_host_memory_go_on_until_the_weights_are_read(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    world, changes = LAYOUTS[layout]
+    states = {"optimizer_offload_fraction": 1.0}
+    config = with_early_gradients(megatron(tiny_models["qwen3"], states, **changes))
+    for found in pool.run(world, open_at_calls, config, tmp_path):
+        assert all(found["returned_early"]), found["returned_early"]
+        # hooks gather in the next pass, which may be that of a step whose rest is yet to come
+        assert (found["gathers"] and all(found["gathers"])) or "overlap" in changes, found["gathers"]
+        goes_on = {"gradients leave", "refit is prepared", "engine shares the device", "figures"}
+        assert {name for name, waited in found["waited"].items() if not waited} == goes_on
 
 
 @newest_megatron
@@ -200,7 +317,7 @@ def copied_gradients(config: Mapping[str, Any]) -> list[list[str]]:
     found = []
     with patched(
         (HostAdam, "copy_early", logged("copy", HostAdam.copy_early)),
-        (HostAdam, "step", logged("step", HostAdam.step)),
+        (HostAdam, "start", logged("step", HostAdam.start)),
         (schedule, "finalize_model_grads", logged("end", schedule.finalize_model_grads)),
     ):
         for batch in BATCHES[:3]:

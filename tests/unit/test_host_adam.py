@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,6 +59,29 @@ def test_slices_are_stepped_as_the_whole(
         )
         assert torch.equal(mine.weights, theirs.weights)
         assert all(torch.equal(mine.moments[name], theirs.moments[name]) for name in MOMENTS)
+
+
+def test_a_step_in_the_thread_raises_whenever_its_weights_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not in host memory yet is stepped by then."""
+    settings, numbers = StateSettings(), Hyperparameters(0.02, (0.9, 0.95), 1e-8, 0.1, 1)
+    late, early = shards(settings, torch.float32)[:2]
+    late.gradient.fill_(1.0)
+    before, step = late.weights.clone(), host_adam.step_slice
+
+    def failing(shard: Shard, *arguments: Any) -> None:
+        if shard.is_early:
+            raise MemoryError("in the thread")
+        step(shard, *arguments)
+
+    monkeypatch.setattr(host_adam, "step_slice", failing)
+    adam = HostAdam(CPU)
+    adam.start([(replace(early, is_early=True), numbers), (late, numbers)], settings)
+    assert not torch.equal(late.weights, before)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="in the thread"):
+            adam.finish()
 
 
 def test_slices_of_a_device_are_stepped_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

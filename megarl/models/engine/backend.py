@@ -91,11 +91,12 @@ class Backend(Protocol):
         """Return the mode that ``set_training`` chose last. Local."""
 
     def zero_grad(self) -> None:
-        """Clear all gradients. Local."""
+        """Clear all gradients, once the last step is finished."""
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
-        """Clip the gradients and take an optimizer step. Nothing changes if ``accepts``, a collective called
-        with the gradient's norm, returns False."""
+        """Clip the gradients and take an optimizer step, of which the part in host memory may go on until
+        ``sync_parameters``, ``zero_grad`` or a move of the parameters. Nothing changes if ``accepts``, a
+        collective called with the gradient's norm, returns False."""
 
     def lr_step(self) -> None:
         """Advance the learning-rate and weight-decay schedule by one ``train()`` call. Local."""
@@ -116,7 +117,8 @@ class Backend(Protocol):
         None for a model without adapters. Local."""
 
     def sync_parameters(self) -> None:
-        """Finish all pending gathers of updated parameters, so that parameters may be read or written."""
+        """Finish the last step and all pending gathers of updated parameters, so that parameters may be read
+        or written."""
 
     def parameters_changed(self) -> None:
         """Update all further copies of the parameters (a tied output layer, the optimizer's own) after the
@@ -162,7 +164,7 @@ class Backend(Protocol):
 
     def move(self, part: Part, place: Place) -> None:
         """Move parameters, gradients or optimizer state between the device and host memory; do nothing on a
-        CPU. Local."""
+        CPU. Local, but a move of parameters finishes the last step first."""
 
     def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
         """Write the weights into one directory, and optimizer state, schedule and random-number states into

@@ -3,13 +3,15 @@
 One slice at a time is processed: its gradient comes from the device, the CPU steps it, and its weights return
 to the device. While the CPU steps one slice, the gradient of the next slice and the weights of the previous
 one are copied, on a separate stream; no states are copied. Gradients that were copied before the step, during
-the backward pass, are read where they are.
+the backward pass, are read where they are. Their shards are stepped in a thread, next to whatever the caller
+does before it needs the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,9 @@ from megarl.models.engine.state_formats import BLOCK
 SLICE = BLOCK * 2**10
 """Elements of a slice: enough for a copy between device and host to run at full speed."""
 _PINNED_BLOCK = 2**28
+# Use one thread for all optimizers of a process, because each step runs on all cores. Python waits for it at
+# its end.
+_THREAD = ThreadPoolExecutor(1, "host-adam")
 _ALIGNMENT = 256
 
 
@@ -61,13 +66,14 @@ class HostAdam:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
         # There are three buffers: one receives a gradient, one is stepped, and one sends weights back.
         self._buffers = [self._made() for _ in range(3)]
         self._memory = HostMemory(pin=self._is_cuda)
         self._early: dict[torch.Tensor, torch.Tensor] = {}
         self._arrived: set[torch.Tensor] = set()
+        self._stepping: Future[None] | None = None
 
     def _made(self) -> _Buffers:
         gradient, weights = (
@@ -112,9 +118,34 @@ class HostAdam:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def start(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
+        """Step all shards, after ``begin``. Those with early gradients are stepped in a thread: until
+        ``finish``, their weights and states must not be used, but all gradients may be."""
+        # Step the other shards now: their gradients are on the device, where a refit frees them.
+        self.step([each for each in shards if not each[0].is_early], settings)
+        early = [each for each in shards if each[0].is_early]
+        self._stepping = _THREAD.submit(self._step_in_thread, early, settings)
+
+    def _step_in_thread(
+        self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings
+    ) -> None:
+        if self._is_cuda:
+            # A thread begins on device 0, where the copies would otherwise create a context.
+            torch.cuda.set_device(self._device)
+        self.step(shards, settings)
+
+    def finish(self) -> None:
+        """Wait for the thread of the last ``start``. If it has failed, its error is raised, by every later
+        call too, because the weights are those of half a step."""
+        if self._stepping is not None:
+            self._stepping.result()
+            self._stepping = None
+            # Let the main stream wait for the last weights here, because the next forward pass reads them.
+            self.forget()
+
     @torch.no_grad()
     def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
-        """Step all shards, after ``begin``."""
+        """Step all shards, after ``begin``, and begin to copy the last weights to the device."""
         slices = list(_slices(shards))
         for number, (shard, _, first, last) in enumerate(slices[:1]):
             self._fetch(number, shard, first, last)
@@ -137,8 +168,6 @@ class HostAdam:
             with self._on_stream():
                 shard.weights[first:last].copy_(weights, non_blocking=True)
                 self._record(buffers)
-        # Let the main stream wait for the last weights here, because the next forward pass reads them.
-        self.forget()
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
         """Begin to copy the gradient of a slice to the host. Its buffers were last used by the third slice

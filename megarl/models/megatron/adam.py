@@ -141,7 +141,8 @@ class ShardedAdamW(LowPrecisionAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters; those without a gradient are left alone. The parameters on the device are
-        queued first, and their kernels run while the CPU updates the parameters in host memory."""
+        queued first, and their kernels run while the CPU updates the parameters in host memory, which goes on
+        until ``finish``."""
         in_host_memory, host = [], self._in_host_memory()
         if host is not None:
             host.begin()
@@ -171,7 +172,12 @@ class ShardedAdamW(LowPrecisionAdamW):
                     else:
                         step_shard(shard, self.settings, numbers)
         if host is not None:
-            host.step(in_host_memory, self.settings)
+            host.start(in_host_memory, self.settings)
+
+    def finish(self) -> None:
+        """Wait for the update of the parameters in host memory; see ``HostAdam``."""
+        if self._host is not None:
+            self._host.finish()
 
     def _in_host_memory(self) -> HostAdam | None:
         if self._host is None and any(self.host_part.values()):

@@ -54,6 +54,7 @@ from megarl.models.megatron.moe_passes import RecordedPasses, in_step
 from megarl.models.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
+    finish_in_host_memory,
     schedule_values,
     step_where_accepted,
     with_parameters,
@@ -61,6 +62,7 @@ from megarl.models.megatron.optimizer import (
 from megarl.models.megatron.schedule import answer_requests, forward_backward
 from megarl.models.megatron.settings import balance_settings
 from megarl.models.megatron.weight_stream import WeightStream
+from megarl.patched import patched
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 from megarl.weight_sync.slices import Slice, Slices
 
@@ -353,6 +355,7 @@ class MegatronBackend:
             self.groups.tensor if self.groups.tensor_size > 1 else None,
         )
         self._gathers_ahead = self.chunks[0].ddp_config.overlap_param_gather
+        self._step_goes_on = False
         self._bucket_bytes = bucket_bytes(policy["refit_buffer_size_gb"])
         exported = {} if self.adapters is None else {"exported": self.adapters.exported}
         self._weights = WeightStream(
@@ -394,6 +397,7 @@ class MegatronBackend:
         return bool(self.chunks[0].training)
 
     def zero_grad(self) -> None:
+        self._finish_step()
         # A training step starts here, so that hooks may again gather parameters during the forward pass.
         self._resume_gathering_ahead()
         for chunk in self.chunks:
@@ -403,10 +407,28 @@ class MegatronBackend:
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
-        with cuda_redirect.cuda_literals():
+        # Leave the gather of the weights to _finish_step, because the CPU may go on with the step. Decide by
+        # the key: all ranks must gather then, also one without states in host memory.
+        in_host = self.policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] > 0
+        put_off = [(chunk, "start_param_sync", lambda: None) for chunk in self.chunks if in_host]
+        with cuda_redirect.cuda_literals(), patched(*put_off):
             outcome = step_where_accepted(self.optimizer, accepts)
+        self._step_goes_on = in_host and outcome.stepped
         self._empty_cache(2)
         return replace(outcome, metrics=self._recorded.metrics()) if self._recorded is not None else outcome
+
+    def _finish_step(self) -> None:
+        """Wait for the step that the CPU goes on with, and gather the weights as Megatron-Core would have
+        after it. A collective if there is such a step, which is in the main thread for that reason."""
+        if not self._step_goes_on:
+            return
+        assert self.optimizer is not None, "it steps"
+        finish_in_host_memory(self.optimizer)
+        self._step_goes_on = False
+        # Hooks gather ahead of the next pass, or sync_parameters does.
+        for chunk in () if self._gathers_ahead else self.chunks:
+            with cuda_redirect.cuda_literals():
+                chunk.start_param_sync()
 
     def _empty_cache(self, level: int) -> None:
         """Free cached device memory if ``empty_unused_memory_level`` is at least ``level``: 1 after a pass, 2
@@ -440,8 +462,9 @@ class MegatronBackend:
         return None if self.adapters is None else self.adapters.switch.off()
 
     def sync_parameters(self) -> None:
-        """Finish parameter gathers that would otherwise overlap with the next forward pass, and start no new
-        ones."""
+        """Finish the last step, and parameter gathers that would otherwise overlap with the next forward
+        pass, and start no new ones."""
+        self._finish_step()
         for chunk in self.chunks if self._gathers_ahead else ():
             if chunk.remove_forward_pre_hook_handles:
                 # The hook would gather parameters in the middle of an export, in another order on each rank.
@@ -512,6 +535,8 @@ class MegatronBackend:
         return self._weights.names_by_stage() if self.groups.pipeline_size > 1 else ()
 
     def move(self, part: Part, place: Place) -> None:
+        if part == "parameters":
+            self._finish_step()
         self._mover.move(part, place)
 
     def frozen(self) -> dict[str, Sequence[torch.Tensor]]:

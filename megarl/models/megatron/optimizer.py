@@ -322,9 +322,7 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
         (optimizer, "get_grad_norm", get_grad_norm),
         (optimizer, "step_with_ready_grads", step_with_ready_grads),
     )
-    adams = [
-        inner.optimizer for inner in with_parameters(optimizer) if isinstance(inner.optimizer, ShardedAdamW)
-    ]
+    adams = _sharded_adams(optimizer)
 
     def clip(parameters: Any, max_norm: float, total_norm: float, *options: Any, **named: Any) -> None:
         for adam in adams:
@@ -344,6 +342,17 @@ def step_where_accepted(optimizer: MegatronOptimizer, accepts: Callable[[float],
     return StepOutcome(
         norms[-1] if norms else math.nan, bool(stepped), overflowed=not norms and overflow_is_mended
     )
+
+
+def finish_in_host_memory(optimizer: MegatronOptimizer) -> None:
+    """Wait for the part of the last step that the CPU takes; see ``HostAdam``."""
+    for adam in _sharded_adams(optimizer):
+        adam.finish()
+
+
+def _sharded_adams(optimizer: MegatronOptimizer) -> list[ShardedAdamW]:
+    inners = with_parameters(optimizer)
+    return [inner.optimizer for inner in inners if isinstance(inner.optimizer, ShardedAdamW)]
 
 
 def _scale_can_fall(optimizer: MegatronOptimizer) -> bool:
