@@ -410,7 +410,13 @@ class MegatronBackend:
         # Leave the gather of the weights to _finish_step, because the CPU may go on with the step. Decide by
         # the key: all ranks must gather then, also one without states in host memory.
         in_host = self.policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] > 0
-        put_off = [(chunk, "start_param_sync", lambda: None) for chunk in self.chunks if in_host]
+        # Patch the groups of buckets, because newer Megatron-Core does not call the chunk's own method.
+        put_off = [
+            (group, "start_param_sync", lambda **options: None)
+            for chunk in self.chunks
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            if in_host
+        ]
         with cuda_redirect.cuda_literals(), patched(*put_off):
             outcome = step_where_accepted(self.optimizer, accepts)
         self._step_goes_on = in_host and outcome.stepped
