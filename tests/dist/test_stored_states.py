@@ -284,6 +284,42 @@ def test_steps_in_host_memory_go_on_until_the_weights_are_read(
         assert {name for name, waited in found["waited"].items() if not waited} == goes_on
 
 
+def calls_after_a_failed_step(config: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """What some calls raise after a step that fails in the thread."""
+    worker, step, found = jobs.build(config, init_reference_model=False), host_adam.step_slice, {}
+    share = jobs.my_share(worker, BATCHES[0], config["train_global_batch_size"])
+
+    def failing(*arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("in the thread")
+        step(*arguments)
+
+    with patched((host_adam, "step_slice", failing)):
+        worker.train(data=share, loss_fn=NLLLoss())
+        for name, call in {
+            "evaluation": lambda: worker.train(data=share, loss_fn=NLLLoss(), eval_mode=True),
+            "another step": lambda: worker.train(data=share, loss_fn=NLLLoss()),
+            "checkpoint": lambda: worker.save_checkpoint(str(directory / "weights")),
+            "refit": worker.begin_refit,
+        }.items():
+            try:
+                call()
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    worker.backend.close()
+    return found
+
+
+@newest_megatron
+def test_half_a_step_is_never_read(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config = with_early_gradients(megatron(tiny_models["qwen3"], {"optimizer_offload_fraction": 1.0}))
+    [found] = pool.run(1, calls_after_a_failed_step, config, tmp_path)
+    calls = ("evaluation", "another step", "checkpoint", "refit")
+    # it is not a micro-batch's lack of memory, by which no weight would be changed
+    assert found == dict.fromkeys(calls, "MemoryError: in the thread")
+    assert not list(tmp_path.iterdir())
+
+
 @newest_megatron
 @sampled(2)
 @pytest.mark.parametrize(("layout", "states"), [("tp2", "no-master"), ("pp2", "bf16"), ("pp2", "no-master")])

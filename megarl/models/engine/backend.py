@@ -81,8 +81,9 @@ class Backend(Protocol):
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        """Run the head on every micro-batch. Return its results on the last pipeline stage, and an empty list
-        on the other stages."""
+        """Run the head on every micro-batch, after ``zero_grad`` with ``backward`` and after
+        ``sync_parameters`` without it. Return its results on the last pipeline stage, and an empty list on
+        the other stages."""
 
     def set_training(self, training: bool) -> None:
         """Switch the model to training or evaluation mode. Local."""

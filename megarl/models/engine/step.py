@@ -445,6 +445,9 @@ def _global_batch(
     )
     if update:
         backend.zero_grad()
+    else:
+        # Do it before the pass: a step that has run out of memory is no micro-batch that has.
+        backend.sync_parameters()
     outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
     # Sum in float64, so that the logged loss does not depend on the number of micro-batches.
     shares = [output.loss.detach().double() for output in outputs if output.loss is not None]

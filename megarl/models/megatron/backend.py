@@ -375,10 +375,6 @@ class MegatronBackend:
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        # A training pass waits for its gathers in Megatron-Core's hooks; outside of a training pass nothing
-        # would wait.
-        if not backward:
-            self.sync_parameters()
         # Do this before every pass, even one without gradients, because layers of experts run collectives
         # there too.
         inputs = in_step(inputs, self.experts, self.shapes, equal_tokens=self._equal_tokens)
