@@ -403,17 +403,12 @@ class MegatronBackend:
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
         assert self.optimizer is not None, "built without an optimizer"
-        # Leave the gather of the weights to _finish_step, because the CPU may go on with the step. Decide by
-        # the key: all ranks must gather then, also one without states in host memory.
+        # Leave the gather of the weights to _finish_step, because the CPU may go on with the step: a step
+        # leaves it out where hooks gather, by this configuration of all chunks and optimizers. Decide by the
+        # key: all ranks must gather then, also one without states in host memory.
         in_host = self.policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] > 0
-        # Patch the groups of buckets, because newer Megatron-Core does not call the chunk's own method.
-        put_off = [
-            (group, "start_param_sync", lambda **options: None)
-            for chunk in self.chunks
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-            if in_host
-        ]
-        with cuda_redirect.cuda_literals(), patched(*put_off):
+        put_off = self.chunks[0].ddp_config, "overlap_param_gather", in_host or self._gathers_ahead
+        with cuda_redirect.cuda_literals(), patched(put_off):
             outcome = step_where_accepted(self.optimizer, accepts)
         self._step_goes_on = in_host and outcome.stepped
         self._empty_cache(2)
