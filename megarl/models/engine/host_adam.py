@@ -3,8 +3,8 @@
 One slice at a time is processed: its gradient comes from the device, the CPU steps it, and its weights return
 to the device. While the CPU steps one slice, the gradient of the next slice and the weights of the previous
 one are copied, on a separate stream; no states are copied. Gradients that were copied before the step, during
-the backward pass, are read where they are. Their shards are stepped in a thread, next to whatever the caller
-does before it needs the weights.
+the backward pass, are read where they are. Their shards are stepped in a thread, in parallel with what the
+caller does before it needs the weights.
 """
 
 from __future__ import annotations
@@ -124,15 +124,7 @@ class HostAdam:
         # Step the other shards now: their gradients are on the device, where a refit frees them.
         self.step([each for each in shards if not each[0].is_early], settings)
         early = [each for each in shards if each[0].is_early]
-        self._stepping = _THREAD.submit(self._step_in_thread, early, settings)
-
-    def _step_in_thread(
-        self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings
-    ) -> None:
-        if self._is_cuda:
-            # A thread begins on device 0, where the copies would otherwise create a context.
-            torch.cuda.set_device(self._device)
-        self.step(shards, settings)
+        self._stepping = _THREAD.submit(self.step, early, settings)
 
     def finish(self) -> None:
         """Wait for the thread of the last ``start``. If it has failed, its error is raised, by every later
@@ -146,6 +138,9 @@ class HostAdam:
     @torch.no_grad()
     def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
         """Step all shards, after ``begin``, and begin to copy the last weights to the device."""
+        if self._is_cuda:
+            # A thread begins on device 0, where the copies would otherwise create a context.
+            torch.cuda.set_device(self._device)
         slices = list(_slices(shards))
         for number, (shard, _, first, last) in enumerate(slices[:1]):
             self._fetch(number, shard, first, last)
