@@ -285,22 +285,24 @@ def test_steps_in_host_memory_go_on_until_the_weights_are_read(
 
 
 def calls_after_a_failed_step(config: Mapping[str, Any], directory: Path) -> dict[str, str]:
-    """What some calls raise after a step that fails in the thread."""
+    """What some calls raise after a step that fails in the thread of the last rank."""
     worker, step, found = jobs.build(config, init_reference_model=False), host_adam.step_slice, {}
     share = jobs.my_share(worker, BATCHES[0], config["train_global_batch_size"])
+    worker.prepare_refit_info()
+    fails = worker.backend.groups.data_rank == worker.backend.groups.data_size - 1
 
     def failing(*arguments: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if fails and threading.current_thread() is not threading.main_thread():
             raise MemoryError("in the thread")
         step(*arguments)
 
     with patched((host_adam, "step_slice", failing)):
         worker.train(data=share, loss_fn=NLLLoss())
         for name, call in {
+            "refit": lambda: worker.hand_over_weights(0, 0),
             "evaluation": lambda: worker.train(data=share, loss_fn=NLLLoss(), eval_mode=True),
             "another step": lambda: worker.train(data=share, loss_fn=NLLLoss()),
             "checkpoint": lambda: worker.save_checkpoint(str(directory / "weights")),
-            "refit": worker.begin_refit,
         }.items():
             try:
                 call()
@@ -311,12 +313,20 @@ def calls_after_a_failed_step(config: Mapping[str, Any], directory: Path) -> dic
 
 
 @newest_megatron
-def test_half_a_step_is_never_read(pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    config = with_early_gradients(megatron(tiny_models["qwen3"], {"optimizer_offload_fraction": 1.0}))
-    [found] = pool.run(1, calls_after_a_failed_step, config, tmp_path)
-    calls = ("evaluation", "another step", "checkpoint", "refit")
+@pytest.mark.parametrize("layout", ["one", "dp2", "dp2-many-buckets"])
+def test_half_a_step_is_never_read(
+    pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    world, changes = LAYOUTS[layout]
+    states = {"optimizer_offload_fraction": 1.0}
+    config = with_early_gradients(megatron(tiny_models["qwen3"], states, **changes))
+    *others, last = pool.run(world, calls_after_a_failed_step, config, tmp_path)
+    calls = ("refit", "evaluation", "another step", "checkpoint")
     # it is not a micro-batch's lack of memory, by which no weight would be changed
-    assert found == dict.fromkeys(calls, "MemoryError: in the thread")
+    assert last == dict.fromkeys(calls, "MemoryError: in the thread")
+    for found in others:
+        assert found.keys() == set(calls)
+        assert all("StateError: another rank" in text for text in found.values()), found
     assert not list(tmp_path.iterdir())
 
 

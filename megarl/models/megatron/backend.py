@@ -35,6 +35,7 @@ from megarl.config.backend import scores
 from megarl.config.layout import pipeline_chunks
 from megarl.config.policy import PolicyConfig
 from megarl.distributed.device import DeviceRuntime
+from megarl.errors import StateError
 from megarl.models.engine.adapters import AdapterSettings
 from megarl.models.engine.backend import Part, Place, StepOutcome, WriteModelFiles, require_optimizer
 from megarl.models.engine.groups import ParallelGroups, share_random_state
@@ -43,6 +44,7 @@ from megarl.models.engine.logprobs import VocabularyShard
 from megarl.models.engine.low_precision_adam import HOST
 from megarl.models.engine.microbatches import Shapes
 from megarl.models.engine.model_input import ModelInput
+from megarl.models.engine.nonfinite import on_all_ranks
 from megarl.models.engine.offload_state import HostCopies
 from megarl.models.engine.precision import dtype_of
 from megarl.models.engine.scoring import scoring_config, scoring_source
@@ -416,11 +418,26 @@ class MegatronBackend:
 
     def _finish_step(self) -> None:
         """Wait for the step that the CPU goes on with, and gather the weights as Megatron-Core would have
-        after it. A collective if there is such a step, which is in the main thread for that reason."""
+        after it. A collective if there is such a step, which is in the main thread for that reason.
+
+        Raises:
+            Exception: the step has failed on this rank; raised by every later call too.
+            StateError: it has failed on another rank.
+        """
         if not self._step_goes_on:
             return
         assert self.optimizer is not None, "it steps"
-        finish_in_host_memory(self.optimizer)
+        failure: Exception | None = None
+        try:
+            finish_in_host_memory(self.optimizer)
+        except Exception as error:
+            failure = error
+        # Agree before the gather, in which the other ranks would wait for this one until the timeout.
+        if not on_all_ranks(failure is None, self.runtime.device):
+            raise failure or StateError(
+                "another rank failed in the optimizer step in host memory, see its own error: weights are "
+                "those of half a step. Fix: continue from a checkpoint"
+            )
         self._step_goes_on = False
         # Hooks gather ahead of the next pass, or sync_parameters does.
         for chunk in () if self._gathers_ahead else self.chunks:
