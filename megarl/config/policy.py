@@ -232,8 +232,7 @@ class MegatronOptimizerConfig(TypedDict):
                 "page-locked host memory, where the CPU updates it to the same bits (many times slower for "
                 "states below float32). Gradients and weights stay on the device; gradients are also "
                 "copied into 2 or 4 more bytes of host memory a number during the backward pass. The "
-                "update starts after it, because it needs the norm of all gradients, and runs in parallel "
-                "with what follows until weights are read. "
+                "update starts after it, and runs in parallel with what follows until weights are read. "
                 "(``offload_optimizer_for_logprob`` moves states away between steps; the torch backends "
                 "keep all of them in host memory with ``dtensor_cfg.cpu_offload`` and "
                 "``fsdp_offload_enabled``.)",
