@@ -8,7 +8,7 @@ The command is ``python -m benchmarks.curves`` with one of these experiments:
   sample a different token, everything after it differs.
 * ``asynchrony``: GRPO on responses that are k steps old and sampled during training, or up to k steps old if
   the groups that complete first are trained first. Both also run without a bound on the weight of old
-  responses.
+  responses, and without a correction for their age.
 * ``generation``: GRPO with responses of the policy, and of vLLM colocated and on other devices. Two engines
   use different random numbers, so their responses, and the results of training, agree only in distribution.
 
@@ -139,6 +139,9 @@ UNBOUNDED = (
     ),
     *("loss_fn.ratio_clip_min=1.0", "loss_fn.ratio_clip_max=1.0e9", "loss_fn.ratio_clip_c=1.0e9"),
 )
+# A cap below the weights of nearly all tokens gives them one weight, so that nothing corrects for their age.
+# The bound of the gradient's norm is as small as the gradients, whose scale Adam does not see.
+UNCORRECTED = ("loss_fn.truncated_importance_sampling_ratio=0.001", "policy.max_grad_norm=0.001")
 KS = (1, 2, 4, 8)
 
 
@@ -163,10 +166,12 @@ IN_ORDER = {
     # effective share.
     "k = 0": Way(layers=("apart.yaml",), measures=AGES[:2]),
     "k = 8, no bound": _in_order(8, *UNBOUNDED, measures=AGES[:2]),
+    "k = 8, no correction": _in_order(8, *UNCORRECTED),
 }
 READY_FIRST = {
     **{f"ready first, k = {age}": _ready_first(age) for age in KS},
     "ready first, k = 8, no bound": _ready_first(8, *UNBOUNDED, measures=AGES[:2]),
+    "ready first, k = 8, no correction": _ready_first(8, *UNCORRECTED),
 }
 ASYNCHRONY = {**IN_ORDER, **READY_FIRST}
 EXPERIMENTS: Mapping[str, Experiment] = {

@@ -227,14 +227,20 @@ def test_lost_engines_cost_a_restart_within_the_launch(
 ) -> None:
     program = Program(tmp_path, material, launches)
     undisturbed = program.finish("undisturbed", *beside(1))
-    # engines that have validated need no refit before they sample: they are lost while they do
+    # Engines that have validated need no refit before they sample: they are lost while they do. On a busy
+    # machine the signal comes as late as the next refit, which replaces them without a restart of the run.
     waiting = f"algorithm={TOYS}:ValidatesInTurn"
     launch = program.start("lost", *beside(1), waiting, "++cluster.max_restarts=3")
-    for kills, step in enumerate((2, 4), 1):
+
+    def recoveries() -> int:
+        return sum(launch.output().count(text) for text in (f"{STEPS} steps", "engines were lost, restart"))
+
+    for step in (2, 4):
         launch.await_moment(launch.logged(step))
         [engine] = [pid for pid in launch.processes() if (worker_of(pid) or "").startswith(WORKERS)]
+        before = recoveries()
         os.kill(engine, signal.SIGKILL)
-        launch.await_moment(lambda kills=kills: launch.output().count(f"{STEPS} steps") == kills + 1)  # type: ignore[misc]
+        launch.await_moment(lambda before=before: recoveries() > before)  # type: ignore[misc]
     assert launch.finish() == 0, launch.output()[-5000:]
     logs = [
         [{k: v for k, v in row.items() if "restarts" not in k} for row in comparable(each)]
