@@ -515,8 +515,9 @@ class EpisodeRunner:
         observation."""
         assert self._encoder is not None
         left = self._limits.left(episode)
-        size = sum(len(str(message.get("content") or "")) for message in messages)
-        if left is not None and size > _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left:
+        if left is not None and sum([len(str(message.get("content") or "")) for message in messages]) > (
+            _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left
+        ):
             episode.reason = StopReason.TOKENS
             return
         # Encode from the last token on, because a template closes a turn differently if the stop token was

@@ -68,7 +68,7 @@ class Segment:
         """All tokens, [n] int64."""
         if not self.pieces:
             return self.prompt
-        return np.concatenate([self.prompt, *(tokens for tokens, *_ in self.pieces)])
+        return np.concatenate([self.prompt, *[piece[0] for piece in self.pieces]])
 
     def __len__(self) -> int:
         return len(self.prompt) + self.length
