@@ -105,10 +105,10 @@ class ObservationEncoder:
         """
         if self.template.is_passthrough:
             return self.tokens("".join(_text(message) for message in messages))
-        for message in messages:
-            self.check_role(str(message.get("role")))
         ids = self._framed(messages)
         if ids is None:
+            for message in messages:
+                self.check_role(str(message.get("role")))
             ids = self.tokens(self._behind_response(messages))
         return self._behind_turn(ids, last)
 
@@ -203,16 +203,16 @@ class ObservationEncoder:
             or "<" in content
         ):
             return None
-        # Use lists instead of generators: this runs once per turn, and a generator takes longer for a few
-        # items.
+        # Use a list instead of a generator: this runs once per turn, and a generator takes longer for a few
+        # items. Texts identify a kind, because other values may equal each other and be written differently.
         kind = tuple([item for item in message.items() if item[0] != "content"])
-        if not all([isinstance(value, str) for _, value in kind]):
-            return None
-        if kind not in self._frames:
-            if len(self._frames) >= _MOST_FRAMES:
+        try:
+            frame = self._frames[kind]
+        except (KeyError, TypeError):
+            if len(self._frames) >= _MOST_FRAMES or not all(isinstance(value, str) for _, value in kind):
                 return None
-            self._frames[kind] = self._find_frame(dict(kind))
-        frame = self._frames[kind]
+            # A template that leaves the role out has no frame for it, and one that fails has its own error.
+            frame = self._frames[kind] = self._find_frame(dict(kind))
         return None if frame is None else frame.around(content, self._encode)
 
     def _find_frame(self, further: ChatMessage) -> _Frame | None:
@@ -282,7 +282,12 @@ class ObservationEncoder:
         """
         if last in self.stop_token_ids and last in ids:
             return ids[ids.index(last) + 1 :]
-        end = next((place for place, token in enumerate(ids) if token in self._special), 0)
+        end = 0
+        # Loop instead of asking a generator, which takes longer: usually the first token is special.
+        for place, token in enumerate(ids):
+            if token in self._special:
+                end = place
+                break
         # Harmony ends a last turn with a different token from the one that it writes if a turn follows, and
         # the sampled token replaces it. A token at which generation stops is kept: GLM's turns end with the
         # mark of the next role, and the policy may have sampled another role's.
