@@ -46,8 +46,6 @@ REPEATS, QUICK_REPEATS = 3, 1
 WORDS, ALL_TURNS = 256, 4
 """Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
 CPU_REPEATS = 5
-SPIN_S = 0.2
-"""Seconds after which idle threads of OpenMP sleep."""
 CPU = "CPU us of the driver a sampled token"
 SAID = np.random.default_rng(0).integers(5, 60, WORDS)
 """A response, without special tokens."""
@@ -240,7 +238,7 @@ def measure(quick: bool) -> Iterator[Point]:
         scored.append(_scored_seconds(encoder.tokenizer))
         # OpenMP's threads spin for some time after torch has compared columns. The process's clock counts
         # that, and conversations that began at once would be charged for it.
-        time.sleep(SPIN_S)
+        time.sleep(0.2)
     gc.enable()
     yield Point(
         {"episodes": EPISODES, "turns": f"1 to {TURNS}"},

@@ -515,8 +515,8 @@ class EpisodeRunner:
         observation."""
         assert self._encoder is not None
         left = self._limits.left(episode)
-        if left is not None and sum([len(str(message.get("content") or "")) for message in messages]) > (
-            _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left
+        if left is not None and _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left < sum(
+            [len(str(message.get("content") or "")) for message in messages]
         ):
             episode.reason = StopReason.TOKENS
             return
