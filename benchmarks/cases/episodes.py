@@ -5,10 +5,11 @@ There are 256 conversations of 1 to 8 turns. The environment replies after an ex
 of mean 0.25 s and at most 2 s, sampled with fixed seeds. The engine, which is a script, completes each
 request after 5 ms. No run can be shorter than the longest sequence of waits in one conversation.
 
-The driver's CPU seconds are measured for 256 conversations of four turns of 256 sampled tokens, whose
-environment replies at once. They are compared with those of as many responses in conversations of one turn.
-The CPU seconds of as many responses that a reward function scores, collected as in a GRPO step, are compared
-with building the same columns directly from what was generated, without an object per response.
+The driver's CPU seconds are measured for 256 conversations of four turns of 256, 512 or 1,024 sampled tokens,
+whose environment replies at once. They are compared with those of as many responses in conversations of one
+turn, which encode no observation and send no second prompt: both cost the same for turns of any length. The
+CPU seconds of as many responses that a reward function scores, collected as in a GRPO step, are compared with
+building the same columns directly from what was generated, without an object per response.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from megarl.rollout.trajectory import Segment, batch_of
 
 EPISODES, TURNS, MEAN_S, MOST_S, ENGINE_S = 256, 8, 0.25, 2.0, 0.005
 REPEATS, QUICK_REPEATS = 3, 1
-WORDS, ALL_TURNS = 256, 4
+WORDS, ALL_TURNS = (256, 512, 1024), 4
 """Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
 CPU_REPEATS = 5
 CPU = "CPU us of the driver a sampled token"
-SAID = np.random.default_rng(0).integers(5, 60, WORDS)
-"""A response, without special tokens."""
+SAID = np.random.default_rng(0).integers(5, 60, max(WORDS))
+"""The longest response, without special tokens."""
 
 # ChatML's marks are single tokens here, as in the tokenizers that are published with it.
 MARKS = ["<|im_start|>", "<|im_end|>"]
@@ -91,8 +92,9 @@ class _Stream:
     """A stream that completes each request ``seconds`` after it was submitted, or in waves: all of them
     together."""
 
-    def __init__(self, *, in_waves: bool, seconds: float = ENGINE_S) -> None:
+    def __init__(self, *, in_waves: bool, seconds: float = ENGINE_S, words: int = WORDS[0]) -> None:
         self.in_waves, self._seconds = in_waves, seconds
+        self._completion = Completion(SAID[:words], np.zeros(words, np.float32), truncated=False)
         self._waiting: dict[int, float] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
@@ -108,7 +110,7 @@ class _Stream:
         ready = [number for number, due in self._waiting.items() if due <= time.monotonic()]
         for number in ready:
             del self._waiting[number]
-        return {number: Completion(SAID, np.zeros(WORDS, np.float32), truncated=False) for number in ready}
+        return dict.fromkeys(ready, self._completion)
 
 
 class _Engines:
@@ -160,13 +162,13 @@ def _led(
 class _Generated:
     """A policy that generates the same responses at each call."""
 
-    def __init__(self, prompt: np.ndarray, rows: int) -> None:
-        ids = torch.from_numpy(np.tile(np.concatenate([prompt, SAID]), (rows, 1)))
+    def __init__(self, prompt: np.ndarray, rows: int, words: int) -> None:
+        ids = torch.from_numpy(np.tile(np.concatenate([prompt, SAID[:words]]), (rows, 1)))
         logprobs = torch.zeros(ids.shape)
         logprobs[:, len(prompt) :] = -1.0
         self.output = {
             "output_ids": ids,
-            "generation_lengths": torch.full((rows,), WORDS),
+            "generation_lengths": torch.full((rows,), words),
             "unpadded_sequence_lengths": torch.full((rows,), ids.shape[1]),
             "logprobs": logprobs,
             "truncated": torch.zeros(rows, dtype=torch.bool),
@@ -182,12 +184,12 @@ class _Generated:
         return BatchedDataDict(dict(self.output))
 
 
-def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
+def _scored_seconds(tokenizer: Any, words: int) -> tuple[float, float]:
     """Return the CPU seconds of collecting a step's scored responses, and those of building the same columns
     without episodes."""
     prompt = np.arange(5, 25)
     rows, section = EPISODES * ALL_TURNS, {**defaults_of(EnvConfig), "reward": "exact_match"}
-    environment, generated = SingleTurn(section), _Generated(prompt, rows)  # type: ignore[arg-type]
+    environment, generated = SingleTurn(section), _Generated(prompt, rows, words)  # type: ignore[arg-type]
     records = [Example(number, tuple(prompt.tolist()), (), "4") for number in range(EPISODES)]
     collector = Collector(generated, tokenizer, environment, PhaseTimer(), [0])  # type: ignore[arg-type]
     begun = time.process_time()
@@ -216,8 +218,8 @@ def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield one point with the wall seconds of both kinds of pace, and the CPU seconds of several turns and
-    of one."""
+    """Yield a point with the wall seconds of both kinds of pace, and one for each length of a turn with the
+    CPU seconds of several turns and of one."""
     chains = [sum(delays) + ENGINE_S * len(delays) for delays in map(delays_of, range(EPISODES))]
     encoder = _encoder()
     wall: dict[bool, list[float]] = {False: [], True: []}
@@ -225,6 +227,19 @@ def measure(quick: bool) -> Iterator[Point]:
         for in_waves in (False, True):
             wall[in_waves].append(_led(_Slow, _Stream(in_waves=in_waves), EPISODES, TURNS, encoder)[0])
     longest = [max(chains)] * len(wall[False])
+    yield Point(
+        {"episodes": EPISODES, "turns": f"1 to {TURNS}"},
+        {
+            "pace": Metric.ratio("the longest chain", wall[False], longest),
+            "barrier": Metric.ratio("each at its own pace", wall[True], wall[False]),
+            "longest_seconds": Metric.of("s", longest),
+        },
+    )
+    for words in WORDS:
+        yield _cpu_point(words, encoder)
+
+
+def _cpu_point(words: int, encoder: ObservationEncoder) -> Point:
     responses = EPISODES * ALL_TURNS
     several: list[float] = []
     one: list[float] = []
@@ -233,22 +248,20 @@ def measure(quick: bool) -> Iterator[Point]:
     # of these runs.
     gc.disable()
     for _ in range(CPU_REPEATS):
-        several.append(_led(_Quick, _Stream(in_waves=True, seconds=0), EPISODES, ALL_TURNS, encoder)[1])
-        one.append(_led(_One, _Stream(in_waves=True, seconds=0), responses, 1, encoder)[1])
-        scored.append(_scored_seconds(encoder.tokenizer))
+        stream = _Stream(in_waves=True, seconds=0, words=words)
+        several.append(_led(_Quick, stream, EPISODES, ALL_TURNS, encoder)[1])
+        one.append(_led(_One, stream, responses, 1, encoder)[1])
+        scored.append(_scored_seconds(encoder.tokenizer, words))
         # OpenMP's threads spin for some time after torch has compared columns. The process's clock counts
         # that, and conversations that began at once would be charged for it.
         time.sleep(0.2)
     gc.enable()
-    yield Point(
-        {"episodes": EPISODES, "turns": f"1 to {TURNS}"},
+    return Point(
+        {"episodes": EPISODES, "turns": ALL_TURNS, "tokens_a_turn": words},
         {
-            "pace": Metric.ratio("the longest chain", wall[False], longest),
-            "barrier": Metric.ratio("each at its own pace", wall[True], wall[False]),
-            "longest_seconds": Metric.of("s", longest),
-            "cpu": Metric.of(CPU, [1e6 * each / (responses * WORDS) for each in several]),
+            "cpu": Metric.of(CPU, [1e6 * each / (responses * words) for each in several]),
             "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
-            "cpu_scored": Metric.of(CPU, [1e6 * each / (responses * WORDS) for each, _ in scored]),
+            "cpu_scored": Metric.of(CPU, [1e6 * each / (responses * words) for each, _ in scored]),
             "cpu_episodes": Metric.ratio("the same columns without episodes", *zip(*scored, strict=True)),
         },
     )
