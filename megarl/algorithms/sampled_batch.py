@@ -68,7 +68,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
         OSError: a file cannot be written.
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     samples, judged = batch.rollouts.samples, batch.judged
     tensors = {
@@ -81,8 +81,9 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
         }
     tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
     path = _path_of(place, number)
-    # Clone the tensors, because safetensors refuses tensors that share memory.
-    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, path)
+    # Clone the tensors, because safetensors refuses tensors that share memory. Its save_file would make the
+    # file private: a colleague could not replay the run.
+    path.write_bytes(save({name: value.clone().contiguous() for name, value in tensors.items()}))
     numbers: dict[int, int] = {}
     told = {
         "records": [record.index for record in batch.rollouts.records],

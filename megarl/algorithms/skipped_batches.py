@@ -155,14 +155,15 @@ def _rows(found: Mapping[str, Any]) -> list[int]:
 
 def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> None:
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     # safetensors refuses tensors that are not contiguous, which rows of a view may be.
     chosen = torch.tensor(rows, dtype=torch.int64)
     columns = {
         name: value[chosen].contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)
     }
-    save_file({**columns, "row": chosen}, path)
+    # safetensors's save_file would make the file private.
+    path.write_bytes(save({**columns, "row": chosen}))
 
 
 def _plain(value: Any) -> Any:

@@ -310,6 +310,8 @@ def test_a_read_that_fails_for_a_moment_is_tried_again_and_one_that_stays_broken
     )
     cases = [("", 1), *[(part, 1000) for part in ALL_READ[kind]], ("", 1)]
     told = pool.run(2, load_over_failing_storage, kind, config, str(tmp_path), cases)
+    modes = {path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) == 1, "all files may be read by the same users"
     for (part, times), *of_ranks in zip(cases, *told, strict=True):
         failed = of_ranks[1][2]
         assert not part or any(each.endswith(part) for each in failed), f"{part} was not read"

@@ -260,6 +260,7 @@ def batch(step: int, judged: bool) -> Sampling:
 def test_batches_that_wait_are_in_a_checkpoint(tmp_path: Path) -> None:
     kept = {3: batch(3, judged=True), 12: batch(12, judged=False)}
     save_batches(tmp_path, kept)
+    assert len({path.stat().st_mode for path in tmp_path.rglob("*.*")}) == 1, "no file is more private"
     found = load_batches(tmp_path, Records())  # type: ignore[arg-type]
     assert list(found) in ([3, 12], [12, 3])
     for step, before in kept.items():

@@ -60,6 +60,7 @@ def test_the_rows_in_which_it_was_seen(tmp_path: Path) -> None:
     assert (report["step"], report["rows"], report["records"]) == (12, [4, 5], [94, 95])
     assert report["skipped"][0]["loss"] == "nan" and report["skipped"][0]["grad_norm"] == "inf"
     assert report["skipped"][0]["seen"][1]["place"] == "pp0 dp1 cp0 tp1"
+    assert len({path.stat().st_mode for path in (tmp_path / "skipped").iterdir()}) == 1
     kept = load_file(tmp_path / "skipped/step_12.safetensors")
     assert set(kept) == {"input_ids", "advantages", "row"}
     assert torch.equal(kept["input_ids"], BATCH["input_ids"][4:6]) and kept["row"].tolist() == [4, 5]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -106,7 +106,8 @@ def save_optimizer(
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0:
                 torch.save(plain, partial / PLAIN_FILE)
-            save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
+            # save_file would make the file private: a colleague could not go on with the run.
+            (partial / random_state_file(dist.get_rank())).write_bytes(save(runtime.rng_state()))
 
 
 def load_optimizer(

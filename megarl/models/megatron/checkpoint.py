@@ -30,7 +30,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -199,7 +199,8 @@ def save_optimizer(
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
             # Write one file per rank: another layout could not use a rank's random-number state anyway.
-            save_file(runtime.rng_state(), partial / random_state_file(dist.get_rank()))
+            # save_file would make the file private: a colleague could not go on with the run.
+            (partial / random_state_file(dist.get_rank())).write_bytes(save(runtime.rng_state()))
 
 
 def load_optimizer(
