@@ -139,7 +139,9 @@ def finish_axes(axes: Axes, y_label: str, legend: bool = False, last: bool = Tru
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
-        axes.legend(frameon=False, fontsize=10, loc="best")
+        # Many names have no room between the curves, and stand to their right.
+        place: Any = (1, 0) if len(axes.lines) > 6 else "best"
+        axes.legend(frameon=False, fontsize=10, loc=place)
 
 
 def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
