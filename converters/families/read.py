@@ -217,11 +217,9 @@ def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type
     if problems:
         raise ConversionError(
             f"this {family.model_type} config cannot be carried over to Megatron-Core",
-            "take the keys out of config.json if the model does not depend on them, or name them with "
-            "--ignore-config-key "
-            "(policy.megatron_cfg.ignore_config_keys in training; for a family of your own, its "
-            "config_keys); or use a backend that runs "
-            "the transformers model",
+            "correct wrong values in config.json; take other keys out if the model does not depend on them, "
+            "or name them with --ignore-config-key (policy.megatron_cfg.ignore_config_keys in training; for "
+            "a family of your own, its config_keys); or use a backend that runs the transformers model",
             problems,
         )
     return architecture
