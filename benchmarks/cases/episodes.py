@@ -46,7 +46,7 @@ EPISODES, TURNS, MEAN_S, MOST_S, ENGINE_S = 256, 8, 0.25, 2.0, 0.005
 REPEATS, QUICK_REPEATS = 3, 1
 WORDS, ALL_TURNS = (256, 512, 1024), 4
 """Tokens of a response, and turns of the conversations whose CPU seconds are measured."""
-CPU_REPEATS = 5
+CPU_REPEATS = 15
 CPU = "CPU us of the driver a sampled token"
 SAID = np.random.default_rng(0).integers(5, 60, max(WORDS))
 """The longest response, without special tokens."""
@@ -162,7 +162,8 @@ def _led(
 class _Generated:
     """A policy that generates the same responses at each call."""
 
-    def __init__(self, prompt: np.ndarray, rows: int, words: int) -> None:
+    def __init__(self, prompt: np.ndarray, rows: int) -> None:
+        words = WORDS[0]
         ids = torch.from_numpy(np.tile(np.concatenate([prompt, SAID[:words]]), (rows, 1)))
         logprobs = torch.zeros(ids.shape)
         logprobs[:, len(prompt) :] = -1.0
@@ -184,12 +185,12 @@ class _Generated:
         return BatchedDataDict(dict(self.output))
 
 
-def _scored_seconds(tokenizer: Any, words: int) -> tuple[float, float]:
+def _scored_seconds(tokenizer: Any) -> tuple[float, float]:
     """Return the CPU seconds of collecting a step's scored responses, and those of building the same columns
     without episodes."""
     prompt = np.arange(5, 25)
     rows, section = EPISODES * ALL_TURNS, {**defaults_of(EnvConfig), "reward": "exact_match"}
-    environment, generated = SingleTurn(section), _Generated(prompt, rows, words)  # type: ignore[arg-type]
+    environment, generated = SingleTurn(section), _Generated(prompt, rows)  # type: ignore[arg-type]
     records = [Example(number, tuple(prompt.tolist()), (), "4") for number in range(EPISODES)]
     collector = Collector(generated, tokenizer, environment, PhaseTimer(), [0])  # type: ignore[arg-type]
     begun = time.process_time()
@@ -218,8 +219,8 @@ def _scored_seconds(tokenizer: Any, words: int) -> tuple[float, float]:
 
 
 def measure(quick: bool) -> Iterator[Point]:
-    """Yield a point with the wall seconds of both kinds of pace, and one for each length of a turn with the
-    CPU seconds of several turns and of one."""
+    """Yield a point with the wall seconds of both kinds of pace, one for each length of a turn with the CPU
+    seconds of several turns and of one, and one with those of scored responses."""
     chains = [sum(delays) + ENGINE_S * len(delays) for delays in map(delays_of, range(EPISODES))]
     encoder = _encoder()
     wall: dict[bool, list[float]] = {False: [], True: []}
@@ -235,33 +236,38 @@ def measure(quick: bool) -> Iterator[Point]:
             "longest_seconds": Metric.of("s", longest),
         },
     )
-    for words in WORDS:
-        yield _cpu_point(words, encoder)
-
-
-def _cpu_point(words: int, encoder: ObservationEncoder) -> Point:
-    responses = EPISODES * ALL_TURNS
-    several: list[float] = []
-    one: list[float] = []
-    scored: list[tuple[float, float]] = []
     # Disable garbage collection: searching everything that torch and transformers hold takes longer than one
     # of these runs.
     gc.disable()
-    for _ in range(CPU_REPEATS):
-        stream = _Stream(in_waves=True, seconds=0, words=words)
-        several.append(_led(_Quick, stream, EPISODES, ALL_TURNS, encoder)[1])
-        one.append(_led(_One, stream, responses, 1, encoder)[1])
-        scored.append(_scored_seconds(encoder.tokenizer, words))
-        # OpenMP's threads spin for some time after torch has compared columns. The process's clock counts
-        # that, and conversations that began at once would be charged for it.
-        time.sleep(0.2)
+    yield from [_of_turns(words, encoder) for words in WORDS]
+    # Score last, because it uses OpenMP: its threads spin for some milliseconds, which the process's clock
+    # counts.
+    scored = [_scored_seconds(encoder.tokenizer) for _ in range(CPU_REPEATS)]
     gc.enable()
-    return Point(
-        {"episodes": EPISODES, "turns": ALL_TURNS, "tokens_a_turn": words},
+    yield Point(
+        {"responses": EPISODES * ALL_TURNS, "tokens": WORDS[0]},
         {
-            "cpu": Metric.of(CPU, [1e6 * each / (responses * words) for each in several]),
-            "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
-            "cpu_scored": Metric.of(CPU, [1e6 * each / (responses * words) for each, _ in scored]),
+            "cpu_scored": Metric.of(CPU, [_a_token(each, WORDS[0]) for each, _ in scored]),
             "cpu_episodes": Metric.ratio("the same columns without episodes", *zip(*scored, strict=True)),
         },
     )
+
+
+def _of_turns(words: int, encoder: ObservationEncoder) -> Point:
+    several: list[float] = []
+    one: list[float] = []
+    for _ in range(CPU_REPEATS):
+        stream = _Stream(in_waves=True, seconds=0, words=words)
+        several.append(_led(_Quick, stream, EPISODES, ALL_TURNS, encoder)[1])
+        one.append(_led(_One, stream, EPISODES * ALL_TURNS, 1, encoder)[1])
+    return Point(
+        {"episodes": EPISODES, "turns": ALL_TURNS, "tokens_a_turn": words},
+        {
+            "cpu": Metric.of(CPU, [_a_token(each, words) for each in several]),
+            "cpu_turns": Metric.ratio("as many responses of one turn", several, one),
+        },
+    )
+
+
+def _a_token(seconds: float, words: int) -> float:
+    return 1e6 * seconds / (EPISODES * ALL_TURNS * words)
