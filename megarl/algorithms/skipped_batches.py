@@ -254,11 +254,17 @@ class EmptySteps:
         if self.in_a_row < self.most:
             logger.warning("%s. No optimizer step was taken", found)
             return
+        fixes = []
+        if cut:
+            fixes.append(
+                f"raise policy.generation.max_new_tokens, or write {self.section}.overlong_filtering: false"
+            )
+        if unscored or not cut:
+            fixes.append("correct why the environment does not score responses, see the warnings before")
         raise BatchError(
             f"{found}. This happened in {self.in_a_row} steps in a row "
             f"(policy.max_consecutive_skips = {self.most}), in which no weight was changed. Fix: "
-            f"raise policy.generation.max_new_tokens, write {self.section}.overlong_filtering: "
-            "false, or find out why the environment does not score responses"
+            f"{'; '.join(fixes)}"
         )
 
 

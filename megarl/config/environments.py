@@ -356,9 +356,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool call cannot be parsed, or names no tool: `observe` tells the "
-                "policy so, `end` ends the "
-                "conversation, which scores 0.",
+                "what happens when a tool call cannot be parsed, or (with ``environment: tools``) names no "
+                "tool: ``observe`` tells the policy so, ``end`` ends the conversation, which scores 0.",
                 default="observe",
             ),
         ]
@@ -369,7 +368,8 @@ class EnvConfig(RewardOptions):
             Key(
                 "what happens when a tool, or ``MessageEnv.step``, raises on a response: as "
                 "``on_bad_call``. A failure that no response can cause (a server that is gone, a process "
-                "that was killed, a late reply) leaves the conversation out of training.",
+                "that was killed, a late reply) leaves the conversation out of training. The run ends if a "
+                "``MessageEnv.step`` raises on each of the first 256 responses.",
                 default="observe",
             ),
         ]
@@ -464,10 +464,20 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
         for method in ("step", "fault_of_reference", "close")
         if not callable(getattr(kind, method, None))
     ]
+    # A check of a configuration does not import MessageEnv, so that its own step is known by its name.
+    if getattr(kind, "step", None) is not None and kind.step.__qualname__ == "MessageEnv.step":
+        missing.append("step")
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"
         raise ConfigError(
-            [Violation(key, name, bound, "name a class like megarl.rollout.single_turn:SingleTurn")]
+            [
+                Violation(
+                    key,
+                    name,
+                    bound,
+                    "define it; one that derives from megarl.rollout.message_env.MessageEnv needs step alone",
+                )
+            ]
         )
     return kind
 

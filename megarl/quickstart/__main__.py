@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         nargs=2,
         metavar=("SFT", "GRPO"),
-        help="steps of fine-tuning and of GRPO (default: 250 60)",
+        help="steps of fine-tuning and of GRPO (default: 250 60; of the calculator: 300 24)",
     )
     parser.add_argument(
         "overrides", nargs="*", help="overrides of the GRPO part, for example grpo.max_num_steps=20"

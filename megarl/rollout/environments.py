@@ -349,7 +349,9 @@ def _made(section: EnvConfig, key: str) -> Environment:
         around = key.rpartition(".")[0]
         if section["reward"] is not None or section["rewards"] is not None:
             logger.warning(
-                "%s.reward is not used by megarl: the steps of %s return the rewards", around, name
+                "%s.reward is not read, since the steps of %s return the rewards. Fix: set it to null",
+                around,
+                name,
             )
         if kind.tools and section["tool_parser"] is None:
             logger.warning("%s.tool_parser is null: calls of the tools of %s are not parsed", around, name)

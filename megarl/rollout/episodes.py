@@ -243,6 +243,14 @@ class EpisodeRunner:
             raise
         finally:
             self._end()
+        if late := [number for number, each in enumerate(episodes) if each.reason is StopReason.LATE]:
+            # Else nobody would know what a run is missing, and why.
+            owner = self._owners[late[0]]
+            logger.warning(
+                "%d of %d conversations are left out of training, since a step did not return within "
+                "env.step_timeout_s = %g s (the first is of record %s). Fix: raise it, or make steps faster",
+                *(len(late), len(episodes), owner.step_timeout_s, episodes[late[0]].record.index),
+            )
         return metrics
 
     def _lead(self) -> dict[str, float]:
@@ -481,8 +489,8 @@ class EpisodeRunner:
         elif self._limits.turns == 1:
             raise BatchError(
                 "the environment continues after a response, but a conversation has only one "
-                "turn. Fix: write grpo.max_rollout_turns (of the run's algorithm), or return "
-                "terminated = True"
+                "turn. Fix: write grpo.max_rollout_turns (of the run's algorithm), or end it: a MessageEnv "
+                "returns Step(done=True), other environments terminated = True"
             )
         elif episode.truncated:
             left = self._limits.left(episode)

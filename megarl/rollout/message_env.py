@@ -15,13 +15,14 @@ conversations must not share mutable state.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvConfig
-from megarl.errors import BatchError, MegarlError
+from megarl.errors import BatchError, MegarlError, RewardError
 from megarl.rollout.environment import EnvironmentReturn, StopReason, Turn, number_of
 from megarl.rollout.tools.parsers import BadCallError, Calls, parser_of
 
@@ -37,6 +38,9 @@ and ``tool_call_id``."""
 
 # Number of an environment's failures that are reported one by one.
 _TOLD = 3
+# Number of failures after which a run ends, if no response has got a ``Step`` before: what a response may
+# cause, every response does not.
+_MOST_FAILED = 256
 # Maximum number of an exception's characters that are logged.
 _LONGEST_TOLD = 1000
 
@@ -103,7 +107,8 @@ class MessageEnv:
         responses.
 
         An exception counts against the response, and the policy sees its text (``env.on_tool_error``). The
-        exceptions in ``LOST`` leave the conversation out of training instead.
+        exceptions in ``LOST`` leave the conversation out of training instead. If each of the first 256
+        responses raises, the run ends.
         """
         raise NotImplementedError
 
@@ -142,7 +147,8 @@ class MessageEnvironment:
             getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset")
         )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
-        self._told = 0
+        self._told = self._failed = 0
+        self._works = False
         # Set the attribute only if there is a judge, because the runner of episodes tests whether it exists.
         if judge is not None:
             self.judge = judge
@@ -190,12 +196,20 @@ class MessageEnvironment:
             )
         except (Exception, SystemExit) as error:
             self._tell(record, "failed on a response", error)
+            self._failed += 1
+            if self._failed >= _MOST_FAILED and not self._works:
+                raise RewardError(
+                    f"{type(conversation).__name__}.step raised on each of the first {_MOST_FAILED} "
+                    f"responses; of the last one {_described(error)}. Fix: correct it; where a response may "
+                    "be the cause, catch the exception and return a Step"
+                ) from error
             if self._section["on_tool_error"] == "end":
                 return _answer(conversation, Step(done=True), StopReason.ERROR, {"tool_errors": 1})
             said = f"Error: {type(error).__name__}: {_text_of(error)}"
             return _answer(
                 conversation, Step(_answers_to(message, said)), None, {"tool_errors": 1}, truncated
             )
+        self._works = True
         return _answer(conversation, step, None, {}, truncated)
 
     def close(self) -> None:
@@ -213,11 +227,18 @@ class MessageEnvironment:
     def _tell(self, record: Example, what: str, error: BaseException) -> None:
         self._told += 1
         if self._told <= _TOLD:
-            # Escape lone surrogates, which could not be written into a log.
-            text = _text_of(error)[:_LONGEST_TOLD].encode("utf-8", "backslashreplace").decode()
+            later = "; further ones are counted, and not logged" if self._told == _TOLD else ""
             logger.warning(
-                "record %s: its environment %s: %s: %s", record.index, what, type(error).__name__, text
+                "record %s: its environment %s: %s%s", record.index, what, _described(error), later
             )
+
+
+def _described(error: BaseException) -> str:
+    """Return class and text of an exception, and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    # Escape lone surrogates, which could not be written into a log.
+    text = _text_of(error)[:_LONGEST_TOLD].encode("utf-8", "backslashreplace").decode()
+    return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
 
 
 def _text_of(error: BaseException) -> str:
@@ -248,7 +269,9 @@ def _answer(
 ) -> EnvironmentReturn:
     name = f"{type(conversation).__name__}.step"
     if not isinstance(step, Step):
-        raise BatchError(f"{name} returned a {type(step).__name__}. Fix: return a Step")
+        raise BatchError(
+            f"{name} returned {repr(step)[:80]}. Fix: return a Step, as Step(reward=1.0, done=True)"
+        )
     accuracy = 0.0 if step.accuracy is None else number_of(step.accuracy)
     if accuracy is None or not 0 <= accuracy <= 1:
         raise BatchError(

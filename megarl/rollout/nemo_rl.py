@@ -94,7 +94,7 @@ class NemoRLEnvironment:
     def __init__(self, kind: Any, section: EnvConfig) -> None:
         # Use the class itself and not the Ray actor, because it is called in this process.
         self._environment = class_of_actor(kind)(dict(section["options"]))
-        self._timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
+        self.step_timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
         self._told = 0
 
     def step(self, turn: Turn) -> environment.EnvironmentReturn:
@@ -139,7 +139,7 @@ class NemoRLEnvironment:
         # Pass copies of the messages, because an environment may change what it receives.
         logs = [[dict(message) for message in each.messages] for each in conversations]
         metadata = [each.metadata for each in conversations]
-        found = _within(lambda: self._environment.step(logs, metadata), self._timeout_s)
+        found = _within(lambda: self._environment.step(logs, metadata), self.step_timeout_s)
         return _converted(found, conversations)
 
     def _failed(

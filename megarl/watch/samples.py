@@ -100,7 +100,7 @@ def _found(files: Mapping[int, Path], selection: Selection, run_dir: Path) -> li
         where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
         raise DataError(
             f"no {selection.kind} sample of {where} in {run_dir} holds {selection.text!r}. Fix: give a "
-            "shorter text, or another step"
+            "shorter text, or another step; a run keeps the first samples of a step (logger.samples)"
         )
     return found[: selection.number]
 

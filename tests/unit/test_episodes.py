@@ -343,6 +343,10 @@ def test_failures_are_observed_masked_or_end_a_conversation(
     }
     assert samples["sample_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1, 0]
     assert Odd.closed == Counter(dict.fromkeys(hows, 1)) - Counter(["reset"])
+    assert (
+        "1 of 8 conversations are left out of training, since a step did not return within "
+        "env.step_timeout_s = 1 s (the first is of record 4)"
+    ) in caplog.text
     assert "record 1: its environment failed on a response: ValueError: odd move" in caplog.text
 
 
@@ -415,10 +419,35 @@ def test_an_error_may_end_a_conversation() -> None:
     assert rollouts.metrics["episodes/error"] == 2
 
 
+@pytest.mark.parametrize("works", [0, 1])
+def test_an_environment_that_fails_on_every_response_ends_the_run(
+    works: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that has worked once may fail because of the responses."""
+
+    class Misspelt(MessageEnv):
+        def step(self, _: Any) -> Step:
+            if self.record.index < works:
+                return Step(done=True)
+            return Step(rewards=1.0)  # type: ignore[call-arg]
+
+    environment = MessageEnvironment(Misspelt, {**SECTION, "threads": 1})
+    if works:
+        rollouts, *_ = collected([1] * 200, environment, 1, turns=2)
+        assert rollouts.metrics["tool_errors"] == 2 * 199
+    else:
+        with pytest.raises(
+            RewardError, match=r"Misspelt\.step raised on each of the first 256 .*'rewards' \("
+        ):
+            collected([1] * 200, environment, 1, turns=2)
+    told = [record.getMessage() for record in caplog.records if "failed on a response" in record.getMessage()]
+    assert len(told) == 3 and "further ones are counted" in told[2] and __file__ in told[0]
+
+
 def test_answers_that_are_none_are_named() -> None:
-    with pytest.raises(BatchError, match=r"Odd\.step returned a int\. Fix: return a Step"):
+    with pytest.raises(BatchError, match=r"Odd\.step returned 7\. Fix: return a Step, as Step\(reward"):
         odd("wrong")
-    with pytest.raises(BatchError, match=r"returned a NoneType"):
+    with pytest.raises(BatchError, match=r"returned None"):
         odd("none")
 
 
@@ -483,7 +512,7 @@ def test_half_characters_of_an_observation_are_replaced(caplog: pytest.LogCaptur
     text = tokenizer_of("qwen2.5").decode(rollouts.samples["input_ids"][0].tolist())
     assert "<a \ufffd b \U0001f600<" in text and "Error: ValueError: \ufffd" in text
     told = caplog.records[0].getMessage()
-    assert told.endswith("ValueError: " + r"\udfff" * 1000)
+    assert "ValueError: " + r"\udfff" * 1000 + f" ({__file__}:" in told
 
 
 @pytest.mark.usefixtures("hanging")

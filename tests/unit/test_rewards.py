@@ -532,6 +532,10 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     assert made.section["options"] == {"depth": 3}
     with pytest.raises(ConfigError, match=r"env\.environment = .*it lacks fault_of_reference, close"):
         make_environment(section(None, environment=f"{path}:Half"))
+    path = tmp_path / "misspelt.py"
+    path.write_text("from megarl.rollout.message_env import MessageEnv\nclass Steps(MessageEnv): ...\n")
+    with pytest.raises(ConfigError, match=r"it lacks step\. Fix: define it"):
+        make_environment(section(None, environment=f"{path}:Steps"))
 
 
 class Answering:

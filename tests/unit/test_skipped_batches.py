@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.algorithms.loss_functions import NLLLoss
-from megarl.algorithms.skipped_batches import MOST_KEPT, SkippedBatches
+from megarl.algorithms.skipped_batches import MOST_KEPT, EmptySteps, SkippedBatches
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.errors import NonFiniteError
+from megarl.errors import BatchError, NonFiniteError
 
 BATCH = BatchedDataDict(
     {
@@ -112,3 +112,14 @@ def test_rows_that_have_no_room_cost_the_rows_and_not_the_run(
     answer = {"loss": 1.0, "skipped": [found()]}
     assert run(SkippedBatches(tmp_path), answer) is answer
     assert "cannot be written to" in caplog.text
+
+
+@pytest.mark.parametrize(("cut", "causes"), [(0, ["environment"]), (1, ["max_new_tokens", "environment"])])
+def test_steps_without_anything_to_train_on_are_put_down_to_their_causes(cut: int, causes: list[str]) -> None:
+    masks = BatchedDataDict({"token_mask": torch.ones(2, 4), "sample_mask": torch.zeros(2)})
+    truncated = torch.tensor([bool(cut), False])
+    samples = BatchedDataDict({"truncated": truncated, "masked": ~truncated})
+    with pytest.raises(BatchError, match="none of its 2 responses counts") as raised:
+        EmptySteps(1, "grpo").look(masks, samples, 3)
+    fix = str(raised.value).partition("Fix: ")[2]
+    assert [word for word in ("max_new_tokens", "environment") if word in fix] == causes

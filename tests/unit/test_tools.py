@@ -603,7 +603,7 @@ def test_what_an_environment_of_ones_own_does_not_read_is_told(caplog: pytest.Lo
     make_environment({**defaults_of(EnvConfig), **own}).close()  # type: ignore[typeddict-item]
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"env.reward is not used by megarl: the steps of {toy}:TwoTools return the rewards",
+        f"env.reward is not read, since the steps of {toy}:TwoTools return the rewards. Fix: set it to null",
         f"env.tool_parser is null: calls of the tools of {toy}:TwoTools are not parsed",
     ]
     caplog.clear()
@@ -662,6 +662,7 @@ def test_tools_of_ones_own_with_a_wrong_schema_are_refused(tools: Any, message: 
     path = tmp_path / "own.py"
     path.write_text(
         f"from megarl.rollout.message_env import MessageEnv\nclass Own(MessageEnv):\n    tools = {tools!r}\n"
+        "    def step(self, message):\n        pass\n"
     )
     with pytest.raises(ConfigError, match=message):
         make_environment(section(environment=f"{path}:Own", tools={}))

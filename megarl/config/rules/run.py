@@ -445,9 +445,14 @@ def environment_is_known(view: View) -> Iterator[Violation]:
                 bound = f"{key} is {TOOLS}, and a tool's output is read in the turn after the call"
                 yield Violation(turns, 1, bound, "write 2 or more, as many as a conversation may have")
         else:
-            bound, fix = f"{key} is {name!r}, which calls no tools", f"write {key}: {TOOLS}, or remove it"
+            bound = f"only {key}: {TOOLS} reads it, and {key} is {name!r}"
             yield from (
-                Violation(f"{section_key}.{of_tools}", value, bound, fix)
+                Violation(
+                    f"{section_key}.{of_tools}",
+                    value,
+                    bound,
+                    f"write {key}: {TOOLS}, or remove it, on the command line by ~{section_key}.{of_tools}",
+                )
                 for of_tools, value in section.items()
                 if of_tools in OF_TOOLS and value
             )
