@@ -442,6 +442,12 @@ def test_directories_that_are_no_adapters(
         "has no adapter_model.safetensors, only adapter_model.bin",
         refused(trained, tmp_path / "empty", tmp_path, capsys),
     )
+    (tmp_path / "run").mkdir()
+    directory = altered(trained, tmp_path, {})
+    directory.rename(tmp_path / "run" / "checkpoint-500")
+    assert "has no adapter_model.safetensors, only checkpoint-500/adapter_model.safetensors. Fix: give" in (
+        refused(trained, tmp_path / "run", tmp_path, capsys)
+    )
     directory = altered(trained, tmp_path, {})
     (directory / "adapter_config.json").write_text("[" * 100_000)
     assert "cannot be read as JSON" in refused(trained, directory, tmp_path, capsys)
