@@ -306,6 +306,9 @@ class LoraAdapter:
             return [
                 f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"
             ]
+        if not self._config.chooses(module):
+            said = "PEFT drops them: name it there, or take them out"
+            return [f"{module}: has factors, but target_modules does not choose it, so that {said}"]
         if tied and (module == "lm_head" or module.endswith(".embed_tokens")):
             return [
                 (

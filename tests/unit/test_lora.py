@@ -204,6 +204,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a rank and a half": ({"r": 1.5}, "r = 1.5: a rank has to be a whole number"),
     "a rank and a half of a pattern": ({"rank_pattern": {"o_proj": 8.5}}, "o_proj = 8.5: a rank has to be"),
     "a broken pattern": ({"rank_pattern": {"(": 3}}, "is no regular expression"),
+    "a flag inside a pattern": (
+        {"alpha_pattern": {"(?i)Q_PROJ": 3}},
+        "is no regular expression (global flags",
+    ),
+    "a broken expression": ({"target_modules": "("}, "target_modules: '(' is no regular expression"),
+    "factors that no target names": (
+        {"target_modules": ["k_proj"]},
+        "layers.0.self_attn.q_proj: has factors, but target_modules does not choose it",
+    ),
+    "factors that an expression leaves out": (
+        {"target_modules": r".*\.[01]\.self_attn\.q_proj"},
+        "  - model.layers.2.self_attn.q_proj: has factors, but target_modules does not choose it",
+    ),
+    "saved modules that are no list": ({"modules_to_save": True}, "modules_to_save = True: a list"),
+    "a saved module that is no list": ({"modules_to_save": "lm_head"}, "modules_to_save = 'lm_head': a list"),
+    "tokens that are not there": (
+        {"trainable_token_indices": [3, 1]},
+        "missing: the rows that trainable_token_indices lists",
+    ),
     "another rank": (
         {"r": 3},
         "shape: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 42], rank 3",
@@ -597,8 +616,9 @@ def test_names_with_the_marks_of_wrappers(
             "peft_version": "0.18.0",
             "qalora_group_size": 16,
         },
+        {"init_lora_weights": "Gaussian", "enable_lora": None, "merge_weights": False},
     ],
-    ids=["ms-swift", "unsloth", "peft"],
+    ids=["ms-swift", "unsloth", "peft", "early peft"],
 )
 def test_configs_of_other_programs(config: dict[str, Any], trained: Path, tmp_path: Path) -> None:
     run("import", trained / "hf", tmp_path / "mcore", "--lora", altered(trained, tmp_path, config))
