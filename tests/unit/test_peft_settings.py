@@ -283,11 +283,18 @@ def test_names_that_a_model_may_have_are_accepted(recipe: str, changes: list[str
     validate_config(load_config(CONFIGS / f"{recipe}.yaml", words))
 
 
-def test_an_adapter_that_is_not_there_is_found_before_a_run(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_read_is_found_before_a_run(tmp_path: Path) -> None:
+    from megarl.models.engine.adapters import write_peft
+
     recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
-    written = json.dumps({"enabled": True, "adapter_path": str(tmp_path)})
+    start = tmp_path / "adapter"
+    written = json.dumps({"enabled": True, "adapter_path": str(start)})
     config = validate_config(load_config(recipe, [f"policy.peft={written}"]))
     [found] = missing_adapters(config)
-    assert found.key == "policy.peft.adapter_path" and "no adapter_config.json" in found.bound
-    (tmp_path / "adapter_config.json").write_text("{}")
+    assert found.key == "policy.peft.adapter_path" and "is no directory" in found.bound
+    plain = settings().as_peft(LAYERS[:1], LAYERS)
+    write_peft(start, plain, {})
     assert list(missing_adapters(config)) == []
+    (start / "adapter_config.json").write_text(json.dumps({**plain, "use_dora": True, "bias": "all"}))
+    [found] = missing_adapters(config)
+    assert "use_dora = true" in found.bound and "bias = 'all'" in found.bound
