@@ -243,6 +243,26 @@ def test_another_adapter_to_go_on_from_is_refused(
         FirstFactors(other, other.chosen(LAYERS, OTHERS), 0)
 
 
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_classifier_is_no_model_that_scores(tmp_path: Path, labels: int) -> None:
+    """Of whose rows the first is not the score."""
+    from megarl.models.engine.adapters import SAVED_SCORE, factor_name, write_peft
+
+    stored = settings(dim=4, alpha=8, target_modules=["q_proj"], adapter_path=str(tmp_path / "adapter"))
+    stored = dataclasses.replace(stored, scores=True)
+    factors = {
+        factor_name(LAYERS[0], "A"): torch.ones(4, 6),
+        factor_name(LAYERS[0], "B"): torch.ones(6, 4),
+        SAVED_SCORE: torch.ones(labels, 6),
+    }
+    write_peft(tmp_path / "adapter", stored.as_peft(LAYERS[:1], LAYERS), factors)
+    with contextlib.ExitStack() as stack:
+        if labels > 1:
+            stack.enter_context(pytest.raises(ConfigError, match=r"its score layer is \[2, 6\]"))
+        score = FirstFactors(stored, LAYERS[:1], 0).score()
+        assert score is not None and score.shape == (1, 6)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
