@@ -94,6 +94,8 @@ class LoraConfig:
     def chooses(self, module: str) -> bool:
         """Return whether the config lets a module have an adapter. PEFT drops the factors of any other."""
         own = self._own_name(module)
+        if self._is_parameter(module):
+            return True
         if self.expression is not None:
             return self.expression.fullmatch(own) is not None
         return not self.targets or is_among(module, self.targets) or is_among(own, self.targets)
@@ -108,9 +110,14 @@ class LoraConfig:
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
+    def _is_parameter(self, module: str) -> bool:
+        return is_among(f"{module}.weight", self.target_parameters)
+
     def _own_name(self, module: str) -> str:
         in_model, in_patterns = self.beginnings
-        return in_patterns + module.removeprefix(in_model) if module.startswith(in_model) else module
+        # PEFT matches patterns with the name of the parameter, where it is not a module that has the adapter.
+        name = f"{module}.weight" if self._is_parameter(module) else module
+        return in_patterns + name.removeprefix(in_model) if name.startswith(in_model) else name
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
     "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}),
+    "all layers but the experts": ("qwen2_moe", {"target_modules": "all-linear"}),
+    "all layers of a mixture": (
+        "deepseek_v3",
+        {"target_modules": "all-linear", "alpha_pattern": {"mlp.gate.weight": 9}},
+    ),
     "saved modules": (
         "llama",
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]},
@@ -98,7 +103,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
-@sampled(1, case=["saved modules", "tokens"])
+@sampled(1, case=["saved modules", "tokens", "all layers but the experts", "all layers of a mixture"])
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, options = CASES[case]
