@@ -206,6 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
     "an unknown key": ({"a_new_method": {"strength": 2}}, "a_new_method"),
     "no rank": ({"r": 0}, "r = 0: a positive number"),
+    "a scale beyond floats": ({"lora_alpha": 10**400}, "0: a positive number is needed"),
     "a rank and a half": ({"r": 1.5}, "r = 1.5: a rank has to be a whole number"),
     "a rank and a half of a pattern": ({"rank_pattern": {"o_proj": 8.5}}, "o_proj = 8.5: a rank has to be"),
     "a broken pattern": ({"rank_pattern": {"(": 3}}, "is no regular expression"),
