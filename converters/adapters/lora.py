@@ -224,7 +224,11 @@ class LoraAdapter:
             if name in self.replaced
         ]
         untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
-        problems += _left_out(self._config, tensors, set(found), untrained)
+        # Experts are no modules in transformers 5, so that a list of modules does not mean them.
+        stacked = {tensor.name for members in stacks.values() for tensor, _ in members}
+        has_experts = any(f"{module}.weight" in stacked for module in found) or stacked & fitted.keys()
+        modules = {name: tensors[name] for name in tensors if has_experts or name not in stacked}
+        problems += _left_out(self._config, modules, set(found), untrained)
         for stack, members in stacks.items():
             incomplete = any(tensor.name not in fitted for tensor, _ in members)
             if (
@@ -306,6 +310,9 @@ class LoraAdapter:
             return [
                 f"{module}: has {', '.join(names)}; lora_A and lora_B are needed, or those of an embedding"
             ]
+        if not self._config.chooses(module):
+            said = "PEFT drops them: name it there, or take them out"
+            return [f"{module}: has factors, but target_modules does not choose it, so that {said}"]
         if tied and (module == "lm_head" or module.endswith(".embed_tokens")):
             return [
                 (

@@ -57,7 +57,7 @@ _READ = frozenset(
     "trainable_token_indices",
 }
 # The other methods (pissa, olora, corda, loftq ...) subtract something from the base weights before training.
-_UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+_UNCHANGED_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal")
 _FIX = "merge it with peft, or save it in a plain LoRA form"
 
 
@@ -75,6 +75,7 @@ class LoraConfig:
         target_parameters: the same for parameters that are not a module's weight: stacks of experts.
         saved_modules: names, or ends of names, of modules that the adapter stores as a whole.
         token_indices: rows of embeddings that the adapter stores, by the name of the module, or its end.
+        expression: regular expression that names of modules with an adapter match, if the config has one.
         beginnings: prefixes of names in the model and in the patterns, if these differ.
     """
 
@@ -87,7 +88,17 @@ class LoraConfig:
     target_parameters: frozenset[str]
     saved_modules: frozenset[str] = frozenset()
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    expression: re.Pattern[str] | None = None
     beginnings: tuple[str, str] = ("", "")
+
+    def chooses(self, module: str) -> bool:
+        """Return whether the config lets a module have an adapter. PEFT drops the factors of any other."""
+        own = self._own_name(module)
+        if self._is_parameter(module):
+            return True
+        if self.expression is not None:
+            return self.expression.fullmatch(own) is not None
+        return not self.targets or is_among(module, self.targets) or is_among(own, self.targets)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter. As in PEFT, the first matching pattern decides."""
@@ -99,9 +110,14 @@ class LoraConfig:
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
+    def _is_parameter(self, module: str) -> bool:
+        return is_among(f"{module}.weight", self.target_parameters)
+
     def _own_name(self, module: str) -> str:
         in_model, in_patterns = self.beginnings
-        return in_patterns + module.removeprefix(in_model) if module.startswith(in_model) else module
+        # PEFT matches patterns with the name of the parameter, where it is not a module that has the adapter.
+        name = f"{module}.weight" if self._is_parameter(module) else module
+        return in_patterns + name.removeprefix(in_model) if name.startswith(in_model) else name
 
 
 def is_among(name: str, targets: frozenset[str]) -> bool:
@@ -110,8 +126,12 @@ def is_among(name: str, targets: frozenset[str]) -> bool:
 
 
 def _pattern_of(patterns: Mapping[str, Any], module: str) -> str:
-    # Use the expression of PEFT's get_pattern_key, so that both find the same pattern.
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
+    return next((pattern for pattern in patterns if re.match(_at_end(pattern), module)), "")
+
+
+def _at_end(pattern: str) -> str:
+    # This is the expression of PEFT's get_pattern_key, so that both find the same pattern.
+    return rf"(.*\.)?({pattern})$"
 
 
 def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
@@ -125,6 +145,11 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         ConversionError: lists every setting that is not a plain LoRA's.
     """
     problems = list(_refused(config))
+    chosen, saved = config.get("target_modules"), config.get("modules_to_save") or []
+    if not isinstance(saved, list):
+        problems.append(f"modules_to_save = {saved!r}: a list of names of modules is needed")
+        saved = []
+    is_expression = isinstance(chosen, str) and chosen != "all-linear"
     rank, ranks = read_number(config.get("r"), "r", problems), _patterns(config, "rank_pattern", problems)
     for name, value in {"r": rank, **ranks}.items():
         if value != int(value):
@@ -137,8 +162,9 @@ def read_lora_config(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         rank_stabilized=bool(config.get("use_rslora")),
         targets=_listed(config, "target_modules"),
         target_parameters=_listed(config, "target_parameters"),
-        saved_modules=frozenset(map(str, config.get("modules_to_save") or ())),
+        saved_modules=frozenset(map(str, saved)),
         token_indices=_token_indices(config, problems),
+        expression=_compiled("target_modules", str(chosen), problems) if is_expression else None,
     )
     if problems:
         raise ConversionError(f"{path} does not describe a LoRA adapter that can be merged", _FIX, problems)
@@ -156,7 +182,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             "use_dora = true: DoRA scales whole rows of the merged weights, which is not supported"
         )
     start = config.get("init_lora_weights")
-    if not any(start is value or start == value for value in _UNCHANGED_BASE):
+    if str(start).lower() not in _UNCHANGED_BASE:
         problems.append(
             f"init_lora_weights = {start!r}: it changed the base weights when training began, and "
             "those weights are not available"
@@ -171,13 +197,17 @@ def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[
     if not isinstance(patterns, Mapping):
         problems.append(f"{key} = {patterns!r}: an object of patterns and numbers is needed")
         return {}
-    for pattern in patterns:
-        try:
-            re.compile(str(pattern))
-        except re.error as error:
-            problems.append(f"{key}: {pattern!r} is no regular expression ({error})")
-            return {}
+    if not all(_compiled(key, _at_end(pattern), problems) for pattern in patterns):
+        return {}
     return {str(pattern): read_number(value, pattern, problems) for pattern, value in patterns.items()}
+
+
+def _compiled(key: str, pattern: str, problems: list[str]) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        problems.append(f"{key}: {pattern!r} is no regular expression ({error})")
+        return None
 
 
 def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[int, ...]]:

@@ -429,6 +429,8 @@ class MegatronAdapter:
             yield f"{module}: has an adapter for the whole layer and others for its parts"
             return
         columns, runs = rule.parts[0].shape[1], runs_of(rule, self._architecture.head_dim, 0)
+        # In the order of the part's rows: a gated attention stores the queries of a group before its gates.
+        runs = tuple(sorted(runs, key=lambda run: run.start))
         for part in found:
             down, up = (self._place(rule, side, part) for side in _SIDES)
             rows = rows_of(rule) if part is None else rule.parts[part].shape[0]

@@ -87,13 +87,14 @@ def _weights_of(directory: Path) -> Path:
             f"{directory} is no directory", f"give the directory of a PEFT adapter, with {ADAPTER_CONFIG}"
         )
     if not (directory / WEIGHTS_FILE).is_file():
-        others = sorted(path.name for path in directory.glob("adapter_model.*"))
+        # A trainer saves the adapters of its steps in directories inside that of the last one.
+        places = (*sorted(directory.glob("adapter_model*")), *sorted(directory.glob(f"*/{WEIGHTS_FILE}")))
+        others = [str(path.relative_to(directory)) for path in places]
         raise ConversionError(
             f"{directory} has no {WEIGHTS_FILE}" + (f", only {others[0]}" if others else ""),
             (
-                "save the adapter with save_pretrained of a recent peft; only safetensors are read, since "
-                "other "
-                "formats may run code"
+                "give the directory that has it, or save the adapter with save_pretrained of a recent peft; "
+                "only safetensors are read, since other formats may run code"
             ),
         )
     return directory / WEIGHTS_FILE

@@ -82,6 +82,9 @@ class Replacements:
             for name in tensors
             if self._is_saved(name) and name not in self.found
         ]
+        has_tokens = any(name.endswith(_TOKENS) for name in self.names)
+        if any(self._config.token_indices.values()) and not has_tokens:
+            self.problems.append("missing: the rows that trainable_token_indices lists")
         if tied:
             self.problems += self._tie()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from converters.adapters.lora import Factors, LoraAdapter
+from converters.adapters.lora_config import read_lora_config
 from converters.adapters.megatron_adapter import (
     BLOCKS,
     FORM_NOTE,
@@ -179,11 +180,16 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
             f"{name}: saved in full (modules_to_save, trainable_token_indices), which adapters in "
             "Megatron cannot hold"
         )
+    # The config is kept as it is, and read with the names of the model, which may be those of another class.
+    kept = read_lora_config(adapter.directory / ADAPTER_CONFIG, adapter.source.raw_config)
     for name, factors in adapter.factors.items():
+        module = name.removesuffix(".weight")
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
         elif name not in known:
             yield f"{name}: only linear layers of the transformer layers have adapters"
+        elif not kept.chooses(module) or kept.scaling_of(module) != factors.scaling:
+            yield f"{name}: patterns or target_modules of {ADAPTER_CONFIG} name it as another class does"
     for what, values in (
         ("rank", Counter(factors.rank for factors in adapter.factors.values())),
         ("scaling", Counter(factors.scaling for factors in adapter.factors.values())),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 
 Config = Mapping[str, object]
@@ -36,11 +36,11 @@ def read_number(
     """Return a finite number above 0, or with ``may_be_zero`` of at least 0. For any other value, append a
     problem that begins with ``name``, and return ``instead``."""
     value = default if value is None else value
-    # This also refuses NaN, which fails the comparison with 0.
+    # This also refuses NaN, which fails the comparison with 0, and an integer that is no float.
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)
-        and 0 <= value < math.inf
+        and 0 <= value <= sys.float_info.max
         and (value or may_be_zero)
     ):
         return float(value)

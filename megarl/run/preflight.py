@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 from rich.console import Console
 
+from converters.errors import ConversionError
 from megarl import env
 from megarl.checkpoint.manifest import read_signing_key
 from megarl.checkpoint.storage import tree_bytes
@@ -240,14 +241,19 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 
 
 def missing_adapters(config: RunConfig) -> Iterator[Violation]:
-    """Yield directories from which adapters should continue, but which hold none."""
+    """Yield directories from which adapters should continue, but which hold none that can be read."""
+    # It imports torch.
+    from converters.adapters.peft_directory import PeftDirectory
+
     for path in (POLICY, *model_sections(config)):
         peft = adapters_of(at(config, path))
         start = peft and peft["adapter_path"]
-        if start and not (Path(start).expanduser() / "adapter_config.json").is_file():
-            bound = "there is no adapter_config.json in it"
-            fix = "give the directory of an adapter as PEFT saves it"
-            yield Violation(f"{path}.peft.adapter_path", start, bound, fix)
+        try:
+            if start:
+                PeftDirectory(Path(start).expanduser())
+        except ConversionError as error:
+            bound = "; ".join([error.what, *error.details])
+            yield Violation(f"{path}.peft.adapter_path", start, bound, error.fix)
 
 
 def unusable_directories(config: RunConfig) -> Iterator[Violation]:

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "up alone": ("mistral", {"target_modules": ["up_proj"], "use_rslora": True}, "blocks, rank 8, stacked"),
     "nothing fused": ("llama", {"target_modules": ["o_proj", "down_proj"]}, "shared, rank 4, stacked"),
     "latent attention": ("deepseek_v3", {"target_modules": LATENT}, "shared, rank 4, apart"),
+    "gated attention": ("qwen3_5_text", {"target_modules": ["q_proj", "v_proj"]}, "blocks, rank 12, apart"),
     "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}, "blocks, rank 12, stacked"),
 }
 
@@ -61,7 +62,7 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         ), name
 
 
-@sampled(3)
+@sampled(3, case=["gated attention"])
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_bit_for_bit(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And merging is the same, from whichever side."""
@@ -407,6 +408,27 @@ def test_what_has_no_exact_form_in_megatron(
     )
     error = capsys.readouterr().err
     assert "has no exact form in Megatron" in error and said in error and not (tmp_path / "out").exists()
+
+
+def test_patterns_with_the_names_of_another_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint keeps the config as it is: read with the names of the model, it has another scale."""
+    save_tiny(tmp_path / "hf", "llama")
+    peft = adapter(tmp_path / "hf", tmp_path / "peft", target_modules=["q_proj"])
+    named = {
+        name.replace("model.layers", "model.language_model.layers"): tensor
+        for name, tensor in factors(peft).items()
+    }
+    save_file(named, peft / "adapter_model.safetensors")
+    run("adapter", peft, tmp_path / "plain", "--hf-config", tmp_path / "hf")
+    config = json.loads((peft / "adapter_config.json").read_text())
+    for change in (
+        {"alpha_pattern": {r"^model\.language_model\..*q_proj": 9}},
+        {"target_modules": r"model\.language_model\..*q_proj"},
+    ):
+        (peft / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        capsys.readouterr()
+        assert main(["adapter", *map(str, (peft, tmp_path / "out", "--hf-config", tmp_path / "hf"))]) == 2
+        assert "name it as another class does" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

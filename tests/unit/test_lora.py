@@ -49,6 +49,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
     "router": ("qwen3_moe", {"target_modules": ["k_proj", "mlp.gate"]}),
+    "all layers but the experts": ("qwen2_moe", {"target_modules": "all-linear"}),
+    "all layers of a mixture": (
+        "deepseek_v3",
+        {"target_modules": "all-linear", "alpha_pattern": {"mlp.gate.weight": 9}},
+    ),
     "saved modules": (
         "llama",
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]},
@@ -98,7 +103,7 @@ def run(*argv: str | Path) -> None:
     assert main([*map(str, argv)]) == 0, argv
 
 
-@sampled(1, case=["saved modules", "tokens"])
+@sampled(1, case=["saved modules", "tokens", "all layers but the experts", "all layers of a mixture"])
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family, options = CASES[case]
@@ -201,9 +206,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transposed": ({"fan_in_fan_out": True}, "fan_in_fan_out = True"),
     "an unknown key": ({"a_new_method": {"strength": 2}}, "a_new_method"),
     "no rank": ({"r": 0}, "r = 0: a positive number"),
+    "a scale beyond floats": ({"lora_alpha": 10**400}, "0: a positive number is needed"),
     "a rank and a half": ({"r": 1.5}, "r = 1.5: a rank has to be a whole number"),
     "a rank and a half of a pattern": ({"rank_pattern": {"o_proj": 8.5}}, "o_proj = 8.5: a rank has to be"),
     "a broken pattern": ({"rank_pattern": {"(": 3}}, "is no regular expression"),
+    "a flag inside a pattern": (
+        {"alpha_pattern": {"(?i)Q_PROJ": 3}},
+        "is no regular expression (global flags",
+    ),
+    "a broken expression": ({"target_modules": "("}, "target_modules: '(' is no regular expression"),
+    "factors that no target names": (
+        {"target_modules": ["k_proj"]},
+        "layers.0.self_attn.q_proj: has factors, but target_modules does not choose it",
+    ),
+    "factors that an expression leaves out": (
+        {"target_modules": r".*\.[01]\.self_attn\.q_proj"},
+        "  - model.layers.2.self_attn.q_proj: has factors, but target_modules does not choose it",
+    ),
+    "saved modules that are no list": ({"modules_to_save": True}, "modules_to_save = True: a list"),
+    "a saved module that is no list": ({"modules_to_save": "lm_head"}, "modules_to_save = 'lm_head': a list"),
+    "tokens that are not there": (
+        {"trainable_token_indices": [3, 1]},
+        "missing: the rows that trainable_token_indices lists",
+    ),
     "another rank": (
         {"r": 3},
         "shape: base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [4, 42], rank 3",
@@ -442,6 +467,12 @@ def test_directories_that_are_no_adapters(
         "has no adapter_model.safetensors, only adapter_model.bin",
         refused(trained, tmp_path / "empty", tmp_path, capsys),
     )
+    (tmp_path / "run").mkdir()
+    directory = altered(trained, tmp_path, {})
+    directory.rename(tmp_path / "run" / "checkpoint-500")
+    assert "has no adapter_model.safetensors, only checkpoint-500/adapter_model.safetensors. Fix: give" in (
+        refused(trained, tmp_path / "run", tmp_path, capsys)
+    )
     directory = altered(trained, tmp_path, {})
     (directory / "adapter_config.json").write_text("[" * 100_000)
     assert "cannot be read as JSON" in refused(trained, directory, tmp_path, capsys)
@@ -591,8 +622,9 @@ def test_names_with_the_marks_of_wrappers(
             "peft_version": "0.18.0",
             "qalora_group_size": 16,
         },
+        {"init_lora_weights": "Gaussian", "enable_lora": None, "merge_weights": False},
     ],
-    ids=["ms-swift", "unsloth", "peft"],
+    ids=["ms-swift", "unsloth", "peft", "early peft"],
 )
 def test_configs_of_other_programs(config: dict[str, Any], trained: Path, tmp_path: Path) -> None:
     run("import", trained / "hf", tmp_path / "mcore", "--lora", altered(trained, tmp_path, config))

@@ -243,6 +243,26 @@ def test_another_adapter_to_go_on_from_is_refused(
         FirstFactors(other, other.chosen(LAYERS, OTHERS), 0)
 
 
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_classifier_is_no_model_that_scores(tmp_path: Path, labels: int) -> None:
+    """Of whose rows the first is not the score."""
+    from megarl.models.engine.adapters import SAVED_SCORE, factor_name, write_peft
+
+    stored = settings(dim=4, alpha=8, target_modules=["q_proj"], adapter_path=str(tmp_path / "adapter"))
+    stored = dataclasses.replace(stored, scores=True)
+    factors = {
+        factor_name(LAYERS[0], "A"): torch.ones(4, 6),
+        factor_name(LAYERS[0], "B"): torch.ones(6, 4),
+        SAVED_SCORE: torch.ones(labels, 6),
+    }
+    write_peft(tmp_path / "adapter", stored.as_peft(LAYERS[:1], LAYERS), factors)
+    with contextlib.ExitStack() as stack:
+        if labels > 1:
+            stack.enter_context(pytest.raises(ConfigError, match=r"its score layer is \[2, 6\]"))
+        score = FirstFactors(stored, LAYERS[:1], 0).score()
+        assert score is not None and score.shape == (1, 6)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -283,11 +303,18 @@ def test_names_that_a_model_may_have_are_accepted(recipe: str, changes: list[str
     validate_config(load_config(CONFIGS / f"{recipe}.yaml", words))
 
 
-def test_an_adapter_that_is_not_there_is_found_before_a_run(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_read_is_found_before_a_run(tmp_path: Path) -> None:
+    from megarl.models.engine.adapters import write_peft
+
     recipe = CONFIGS / "grpo-qwen2.5-1.5b-1gpu-megatron.yaml"
-    written = json.dumps({"enabled": True, "adapter_path": str(tmp_path)})
+    start = tmp_path / "adapter"
+    written = json.dumps({"enabled": True, "adapter_path": str(start)})
     config = validate_config(load_config(recipe, [f"policy.peft={written}"]))
     [found] = missing_adapters(config)
-    assert found.key == "policy.peft.adapter_path" and "no adapter_config.json" in found.bound
-    (tmp_path / "adapter_config.json").write_text("{}")
+    assert found.key == "policy.peft.adapter_path" and "is no directory" in found.bound
+    plain = settings().as_peft(LAYERS[:1], LAYERS)
+    write_peft(start, plain, {})
     assert list(missing_adapters(config)) == []
+    (start / "adapter_config.json").write_text(json.dumps({**plain, "use_dora": True, "bias": "all"}))
+    [found] = missing_adapters(config)
+    assert "use_dora = true" in found.bound and "bias = 'all'" in found.bound

@@ -39,6 +39,7 @@ ADAPTER_DIRECTORY = "adapter"
 SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
 """PEFT's name of a score layer that is trained with adapters (``modules_to_save``)."""
 _BASE = ".base_layer.weight"
+_AS_STORED = "set dim, alpha, use_rslora and target_modules as in its adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +319,11 @@ class FirstFactors:
                 f"its layers differ: {more[:2]} are only in the adapter, {fewer[:2]} only in {KEY} "
                 f"({len(more)}, {len(fewer)})"
             )
+        if self._settings.scores and source.shape(SAVED_SCORE)[0] != 1:
+            raise self._refusal(
+                f"its score layer is {list(source.shape(SAVED_SCORE))}, a row for each label; one is needed",
+                "take an adapter that was trained with num_labels=1",
+            )
         for module in (*modules, *self._stacked.modules):
             if source.config.rank_of(module) != self._settings.rank:
                 raise self._refusal(
@@ -330,8 +336,7 @@ class FirstFactors:
                     f"{self._settings.scaling:g} here"
                 )
 
-    def _refusal(self, bound: str) -> ConfigError:
-        fix = "set dim, alpha, use_rslora and target_modules as in its adapter_config.json"
+    def _refusal(self, bound: str, fix: str = _AS_STORED) -> ConfigError:
         return ConfigError([Violation(f"{KEY}.adapter_path", str(self._settings.start), bound, fix)])
 
 
