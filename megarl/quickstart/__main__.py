@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     if chosen.backend == "fsdp1" and chosen.adapter != "none":
-        # A rule refuses this too, but only in the second part, minutes later.
+        # A rule refuses this too, but names keys that nobody has written.
         parser.error(f"--adapter {chosen.adapter}: FSDP1 has no adapters; use --backend megatron or dtensor")
     if chosen.family == "qwen3_5" and (refused := _refused_with_gated_delta_nets(chosen)):
         parser.error(
@@ -147,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused_with_gated_delta_nets(chosen: argparse.Namespace) -> str | None:
-    """Return the flag that a rule of the configuration refuses, or None. Otherwise the second part would find
-    it only after the first."""
+    """Return the flag that a rule of the configuration refuses, or None. The rule itself would name keys that
+    nobody has written."""
     if chosen.backend != "megatron":
         return f"--backend {chosen.backend}"
     if chosen.adapter != "none":
@@ -247,8 +247,18 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
     recipes = [CONFIGS / f"{TASKS[changes.task]}{part}.yaml" for part in ("sft", "grpo")]
 
     console.rule(f"seed {seed}: supervised fine-tuning, {BACKENDS[changes.backend]}")
-    sft = directory / "sft"
+    sft, grpo = directory / "sft", directory / "grpo"
     common, layers = [f"seed={seed}"], [CONFIGS / f"{changes.backend}.yaml"]
+    beside = ["asynchronous.yaml"] if changes.asynchronous else []
+    further = (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])
+    sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
+
+    def second_part(start: Path) -> Mapping[str, Any]:
+        overrides = [*common, f"run_dir={grpo}", f"policy.model_name={start}", *sources, *changes.grpo]
+        return load_config(recipes[1], overrides, [*layers, *(CONFIGS / layer for layer in further)])
+
+    # Refuse a wrong override of the second part now, and not once the first part has run.
+    validate_config(second_part(model))
     overrides = [
         *common,
         f"run_dir={sft}",
@@ -260,14 +270,7 @@ def run_once(seed: int, directory: Path, changes: _Changes, console: Console) ->
 
     answering = "" if changes.generation == "policy" else f", {changes.generation} generates"
     console.rule(f"seed {seed}: GRPO, {BACKENDS[changes.backend]}{answering}")
-    grpo = directory / "grpo"
-    sources = [f"data.train.path={train}", f"data.validation.path={validation}"]
-    overrides = [*common, f"run_dir={grpo}", f"policy.model_name={_export(sft)}", *sources, *changes.grpo]
-    beside = ["asynchronous.yaml"] if changes.asynchronous else []
-    layers += [
-        CONFIGS / layer for layer in (*GENERATION[changes.generation], *beside, *ADAPTERS[changes.adapter])
-    ]
-    _train(load_config(recipes[1], overrides, layers))
+    _train(second_part(_export(sft)))
 
     console.rule(f"seed {seed}: plot, and a check of the export by plain transformers")
     plots = plot_run(grpo)

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,7 +136,10 @@ def _of_a_tool(kind: str, drawn: random.Random) -> tuple[bool, str]:
                 server.server_close()
                 hit.append("service")
                 return
-            hosts = _hosts()
+            # A trial without a kill shows nothing: wait for an interpreter.
+            until = time.monotonic() + 5
+            while not (hosts := _hosts()) and time.monotonic() < until:
+                time.sleep(0.05)
             for host in drawn.sample(hosts, min(len(hosts), drawn.randint(1, 2))):
                 host.send_signal(signal.SIGKILL)
                 hit.append(f"interpreter {host.pid}")
@@ -222,10 +226,16 @@ def _of_a_driver(drawn: random.Random, material: Path) -> tuple[bool, str]:
         assert _run(material / "whole", material, None) == 0
         (material / "seconds").write_text(str(time.monotonic() - begun))
     seconds = float((material / "seconds").read_text())
-    directory, kills = material / f"killed-{drawn.getrandbits(32)}", 0
-    for _ in range(drawn.randint(1, 3)):
-        code = _run(directory, material, drawn.random() * seconds * 0.8)
-        kills += code == -signal.SIGKILL
+    directory, wanted, kills = material / f"killed-{drawn.getrandbits(32)}", drawn.randint(1, 3), 0
+    while kills < wanted:
+        if _run(directory, material, drawn.random() * seconds) == -signal.SIGKILL:
+            kills += 1
+        elif kills:
+            break
+        else:
+            # The run ended before it was to be killed: begin again, and kill earlier.
+            shutil.rmtree(directory)
+            seconds /= 2
     code = _run(directory, material, None)
     try:
         check_same(material / "whole", directory)

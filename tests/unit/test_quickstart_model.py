@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from converters.families.read import read_architecture
-from megarl.errors import DataError, ModelError
+from megarl.errors import ConfigError, DataError, ModelError
 from megarl.quickstart import material
-from megarl.quickstart.__main__ import FAMILIES
+from megarl.quickstart.__main__ import FAMILIES, _Changes, run_once
 from megarl.quickstart.__main__ import main as quickstart
 from megarl.quickstart.material import evaluate_checkpoint, main, make_model, read_problems, write_problems
 from tests.tiers import sampled
@@ -105,6 +106,15 @@ def test_adapters_on_fsdp1_are_refused_before_anything_runs(
         quickstart(["--backend", "fsdp1", "--adapter", "lora", "--out", str(tmp_path / "runs")])
     assert ended.value.code == 2 and not (tmp_path / "runs").exists()
     assert "FSDP1 has no adapters; use --backend megatron or dtensor" in capsys.readouterr().err
+
+
+def test_a_wrong_override_of_the_second_part_is_refused_before_the_first(tmp_path: Path) -> None:
+    changes = _Changes(
+        "arithmetic", "qwen2", "megatron", "policy", "none", False, [], ["grpo.max_num_step=2"]
+    )
+    with pytest.raises(ConfigError, match=r"did you mean 'grpo\.max_num_steps'"):
+        run_once(1, tmp_path, changes, Console(quiet=True))
+    assert not (tmp_path / "sft").exists()
 
 
 def test_seed_decides_the_weights_and_leaves_the_callers_random_state(
