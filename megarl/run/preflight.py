@@ -242,14 +242,14 @@ def missing_ledger(config: RunConfig) -> Iterator[Violation]:
 
 def missing_adapters(config: RunConfig) -> Iterator[Violation]:
     """Yield directories from which adapters should continue, but which hold none that can be read."""
-    # It imports torch.
-    from converters.adapters.peft_directory import PeftDirectory
-
     for path in (POLICY, *model_sections(config)):
         peft = adapters_of(at(config, path))
         start = peft and peft["adapter_path"]
         try:
             if start:
+                # It imports torch, which a run without adapters does not need here.
+                from converters.adapters.peft_directory import PeftDirectory
+
                 PeftDirectory(Path(start).expanduser())
         except ConversionError as error:
             bound = "; ".join([error.what, *error.details])
