@@ -465,7 +465,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
         if not callable(getattr(kind, method, None))
     ]
     # A check of a configuration does not import MessageEnv, so that its own step is known by its name.
-    if getattr(kind, "step", None) is not None and kind.step.__qualname__ == "MessageEnv.step":
+    if getattr(getattr(kind, "step", None), "__qualname__", None) == "MessageEnv.step":
         missing.append("step")
     if not callable(kind) or missing:
         bound = f"it lacks {', '.join(missing)}" if missing else "it cannot be called"

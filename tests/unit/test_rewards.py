@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megarl import redaction
-from megarl.config.environments import BUILT_IN_REWARDS, check_reward
+from megarl.config.environments import BUILT_IN_REWARDS, check_reward, environment_class
 from megarl.data.datasets import Example
 from megarl.errors import BatchError, ConfigError, RewardError, StateError
 from megarl.import_path import forget_objects, load_object
@@ -533,7 +533,12 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env\.environment = .*it lacks fault_of_reference, close"):
         make_environment(section(None, environment=f"{path}:Half"))
     path = tmp_path / "misspelt.py"
-    path.write_text("from megarl.rollout.message_env import MessageEnv\nclass Steps(MessageEnv): ...\n")
+    path.write_text(
+        "import functools\nfrom megarl.rollout.message_env import MessageEnv\nclass Steps(MessageEnv): ...\n"
+        "class Partial(MessageEnv): step = functools.partial(print)\n"
+    )
+    kind: Any = environment_class(f"{path}:Partial")
+    assert kind.step.func is print
     with pytest.raises(ConfigError, match=r"it lacks step\. Fix: define it"):
         make_environment(section(None, environment=f"{path}:Steps"))
 
