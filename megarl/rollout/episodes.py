@@ -243,8 +243,13 @@ class EpisodeRunner:
             raise
         finally:
             self._end()
-        if late := [number for number, each in enumerate(episodes) if each.reason is StopReason.LATE]:
-            # Else nobody would know what a run is missing, and why.
+        # Else nobody would know what a run is missing, and why. An environment without this time limit calls
+        # conversations late by a rule of its own.
+        if late := [
+            number
+            for number, each in enumerate(episodes)
+            if each.reason is StopReason.LATE and hasattr(self._owners[number], "step_timeout_s")
+        ]:
             owner = self._owners[late[0]]
             logger.warning(
                 "%d of %d conversations are left out of training, since a step did not return within "

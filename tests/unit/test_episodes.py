@@ -598,6 +598,16 @@ def test_environments_of_batches_go_on_too() -> None:
         collected([2], Batched(), turns=1)
 
 
+def test_an_environment_may_call_a_conversation_late_by_a_rule_of_its_own() -> None:
+    class Impatient(Batched):
+        def step(self, turn: Turn) -> EnvironmentReturn:
+            rows = len(turn.records)
+            return EnvironmentReturn([None] * rows, [True] * rows, [True] * rows, reasons=["late"] * rows)
+
+    rollouts, *_ = collected([1, 2], Impatient(), 1)
+    assert rollouts.samples["ended"] == ["late", "late"] and rollouts.samples["masked"].all()
+
+
 def test_each_environment_answers_its_own_conversations() -> None:
     named = NamedEnvironments({"a": MessageEnvironment(Counting, SECTION), "b": Batched()})
     collector, _, tokenizer = collector_of(named, odd_words)
