@@ -179,6 +179,13 @@ def with_early_gradients(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def in_host_memory(models: Mapping[str, Path], layout: str) -> tuple[int, Any]:
+    """Ranks and policy configuration of a layout whose states are all in host memory."""
+    world, changes = LAYOUTS[layout]
+    states = {"optimizer_offload_fraction": 1.0}
+    return world, with_early_gradients(megatron(models["qwen3"], states, **changes))
+
+
 class Gate:
     """It is closed from a step's start until somebody waits for the thread, in which no slice is stepped
     meanwhile. So nothing here depends on time, and a reader that does not wait leaves it closed."""
@@ -274,9 +281,7 @@ def open_at_calls(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 def test_steps_in_host_memory_go_on_until_the_weights_are_read(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
-    world, changes = LAYOUTS[layout]
-    states = {"optimizer_offload_fraction": 1.0}
-    config = with_early_gradients(megatron(tiny_models["qwen3"], states, **changes))
+    world, config = in_host_memory(tiny_models, layout)
     for found in pool.run(world, open_at_calls, config, tmp_path):
         assert all(found["returned_early"]), found["returned_early"]
         assert found["gathers"] and all(found["gathers"]), found["gathers"]
@@ -317,9 +322,7 @@ def calls_after_a_failed_step(config: Mapping[str, Any], directory: Path) -> dic
 def test_half_a_step_is_never_read(
     pool: WorkerPool, tiny_models: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
-    world, changes = LAYOUTS[layout]
-    states = {"optimizer_offload_fraction": 1.0}
-    config = with_early_gradients(megatron(tiny_models["qwen3"], states, **changes))
+    world, config = in_host_memory(tiny_models, layout)
     *others, last = pool.run(world, calls_after_a_failed_step, config, tmp_path)
     calls = ("refit", "evaluation", "another step", "checkpoint")
     # it is not a micro-batch's lack of memory, by which no weight would be changed
