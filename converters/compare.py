@@ -71,7 +71,7 @@ def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
     left, right = (
         {_spelling(key): value for key, value in side.items() if value is not None} for side in sides
     )
-    for key in sorted({_spelling(key) for key in SPEAKING_KEYS}):
+    for key in sorted(set(map(_spelling, SPEAKING_KEYS))):
         values = [_plain(side.get(key)) for side in (left, right)]
         if values[0] != values[1] and not (key == "dtype" and None in values):
             yield Difference("config", key, f"{values[0]!r} and {values[1]!r}")
@@ -102,7 +102,7 @@ def _hold_the_same(one: Path, other: Path) -> bool:
     if one.suffix != ".json":
         return False
     try:
-        left, right = (read_json_object(path) for path in (one, other))
+        left, right = map(read_json_object, (one, other))
     except ConversionError:  # One of them is not a JSON object.
         return False
     # Ignore the version of transformers: each save writes its own, which does not describe the model.

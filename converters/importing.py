@@ -351,7 +351,7 @@ class _Import(Conversion):
                 )
         finally:
             file.close()
-        return {"items": [dataclasses.astuple(item) for item in file.items]}
+        return {"items": list(map(dataclasses.astuple, file.items))}
 
     def read_chunk(self, record: Mapping[str, Any], number: int, chunk: Chunk) -> Tensor:
         item = _item(record["items"][number])

@@ -277,8 +277,7 @@ class _Variant:
             if tensor not in after or not torch.equal(before[tensor], after[tensor])
         ]
         _refuse(
-            [str(one) for one in differences]
-            + [f"{tensor} differs after the round trip" for tensor in differing]
+            list(map(str, differences)) + [f"{tensor} differs after the round trip" for tensor in differing]
         )
 
     def _accounting(self) -> None:
@@ -391,7 +390,7 @@ def selftest_of(
     facts = {
         "family": family.model_type,
         "passed": not counts["failed"],
-        "findings": [asdict(finding) for finding in findings],
+        "findings": list(map(asdict, findings)),
     }
     return (FAILED if counts["failed"] else 0), facts, "\n".join([*map(str, findings), summary])
 

@@ -205,7 +205,7 @@ def logits_difference(one: Opened, other: Opened) -> float:
     A Megatron checkpoint is exported to a temporary directory first. The models are in memory one after the
     other.
     """
-    results = [_logits(opened) for opened in (one, other)]
+    results = list(map(_logits, (one, other)))
     return float((results[0] - results[1]).abs().max())
 
 
@@ -318,7 +318,7 @@ def verify_paths(
         "tensors": None if _has_kind(found, "keys") else len(one.tensors),
         "checked": checked,
         "not_checked": unchecked,
-        "differences": [asdict(each) for each in found],
+        "differences": list(map(asdict, found)),
     }
     alone = "as its config says; it has no manifest to compare its values with"
     right = alone if one.manifest is None else "as its manifest and its config say"
@@ -342,5 +342,5 @@ def diff_paths(first: Path, second: Path, options: OpeningOptions, excused: Sequ
     """List the differences of two models. Arguments and errors are those of ``verify_paths``."""
     one, other = open_any(first, options), open_any(second, options)
     found = [each for each in differences(one, other, excused) if each.kind != NOT_FINITE]
-    facts = {"equal": not found, "differences": [asdict(each) for each in found]}
+    facts = {"equal": not found, "differences": list(map(asdict, found))}
     return (DIFFERENT if found else 0), facts, "\n".join(map(str, found)) if found else "no difference"

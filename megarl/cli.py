@@ -495,7 +495,7 @@ def load_and_check(
         else:
             require_answers({"CONFIG": path, **{f"--with {layer}": layer for layer in layers}})
             file = find(path)
-            files = [find(layer) for layer in layers]
+            files = list(map(find, layers))
             config = load_config(file, own, files, allow_env=allow_env)
             # A configuration that a run has stored names the recipe that the run was started from.
             config.setdefault("recipe", name_of(file))

@@ -121,7 +121,7 @@ class FromEnvironment(str):
 def is_secret(name: str) -> bool:
     """Return whether a name marks its value as a secret. The name is that of an environment variable
     (``*_TOKEN``, ``*_KEY``, ...), or a dotted key, any part of which may mark it."""
-    return any(_names_secret(part) for part in name.split("."))
+    return any(map(_names_secret, name.split(".")))
 
 
 def _names_secret(part: str) -> bool:
@@ -147,7 +147,7 @@ def redacted(value: Any) -> Any:
             key: _hidden(entry) if is_secret(str(key)) else redacted(entry) for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(entry) for entry in value]
+        return list(map(redacted, value))
     if isinstance(value, FromEnvironment):
         return redacted_text(value.written)
     return redacted_text(value) if isinstance(value, str) else value
@@ -168,7 +168,7 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _hidden(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(entry) for entry in value]
+        return list(map(_hidden, value))
     if isinstance(value, FromEnvironment):
         return value.written
     return value if value is None or isinstance(value, bool) or value == "" else HIDDEN

@@ -287,10 +287,10 @@ class LoraAdapter:
         fitting = [stack for stack, expected in wanted.items() if expected == shapes]
         if len(fitting) != 1:
             listing = ", ".join(
-                f"{stack} needs {[list(shape) for shape in expected]}" for stack, expected in wanted.items()
+                f"{stack} needs {list(map(list, expected))}" for stack, expected in wanted.items()
             )
-            return [f"shape: {down} and {up} are {[list(shape) for shape in shapes]}; {listing}"]
-        dtypes = [self.source.dtype(name) for name in (down, up)]
+            return [f"shape: {down} and {up} are {list(map(list, shapes))}; {listing}"]
+        dtypes = list(map(self.source.dtype, (down, up)))
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
         # Look these up before the loop below adds them.

@@ -229,7 +229,7 @@ def _listed(config: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the targets that a key lists, but only if the list alone decides. Expressions, exceptions and
     choices of layers give an empty set, since the stored tensors show what was chosen."""
     targets = config.get(key)
-    restrictions = [config.get(other) for other in _CHOICE - {"target_modules", "target_parameters"}]
+    restrictions = list(map(config.get, _CHOICE - {"target_modules", "target_parameters"}))
     if not isinstance(targets, list) or any(value not in (None, [], "") for value in restrictions):
         return frozenset()
-    return frozenset(str(target) for target in targets)
+    return frozenset(map(str, targets))

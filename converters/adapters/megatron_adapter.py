@@ -309,7 +309,7 @@ class MegatronAdapter:
             architecture.family,
             architecture.mixture is not None,
         )
-        self._stacked = any(_STACKED.match(key) for key in found)
+        self._stacked = any(map(_STACKED.match, found))
         rules = linears(architecture)
         places = [
             self._place(rule, side, part)

@@ -387,7 +387,7 @@ def _fits(config: Config, kind: _ConfigClass) -> bool:
 
 def _rope(content: Mapping[str, Any], config: Config, config_class: _ConfigClass) -> Config | None:
     """Return the rotary parameters in the format of current transformers, or None if they are not plain."""
-    found = [content.get(key) for key in ("rope_scaling", "rope_parameters")]
+    found = list(map(content.get, ("rope_scaling", "rope_parameters")))
     theta = content.get("rope_theta", config_class.theta)
     if not all(each is None or isinstance(each, Mapping) for each in found) or type(theta) not in (
         int,

@@ -148,7 +148,7 @@ def read_plain(content: Mapping[str, Any]) -> Architecture | None:
     try:
         config = filled_config(content)
         if config is None or any(
-            config.get(key) for key in _DROPOUTS
+            map(config.get, _DROPOUTS)
         ):  # The user has to be notified of a dropout (``config_notes``).
             return None
         return _read(config, frozenset(), None)

@@ -134,7 +134,7 @@ def in_parallel(
         threads: limit of threads; None for the number of cores, but no more than a disk can serve.
     """
     if len(items) < 2:
-        return [function(item) for item in items]
+        return list(map(function, items))
     found: list[Any] = [None] * len(items)
     failures: list[BaseException] = []
     numbers = iter(range(len(items)))

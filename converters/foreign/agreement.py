@@ -153,4 +153,4 @@ def sparse_layers(settings: ForeignSettings) -> list[bool]:
             f"{settings.origin}: moe_layer_freq = {value!r} is no pattern of {layers} layers",
             "pass --hf-config DIRECTORY",
         )
-    return [bool(one) for one in pattern]
+    return list(map(bool, pattern))

@@ -166,7 +166,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         # token itself.
         transformer["window_size"] = (architecture.sliding_window - 1, 0)
     if architecture.window_layers is not None:
-        transformer["window_attn_skip_freq"] = [int(windowed) for windowed in architecture.window_layers]
+        transformer["window_attn_skip_freq"] = list(map(int, architecture.window_layers))
     if architecture.sinks:
         transformer["softmax_type"] = "learnable"
     if architecture.output_gate:
@@ -182,7 +182,7 @@ def megatron_settings(architecture: Architecture) -> MegatronSettings:
         # That one does not support packed sequences.
         attributes |= {
             "gated_delta": architecture.gated_delta,
-            "linear_attention_freq": [int(linear) for linear in architecture.gated_delta.layers],
+            "linear_attention_freq": list(map(int, architecture.gated_delta.layers)),
         }
     if architecture.mixture is not None:
         transformer |= _mixture(architecture.mixture)
@@ -246,9 +246,7 @@ def _mixture(mixture: MixtureOfExperts) -> dict[str, Any]:
         "moe_ffn_hidden_size": mixture.ffn_hidden_size,
         # Avoid a list if all layers have experts: even a list of ones makes Megatron-Core store each layer of
         # a checkpoint separately.
-        "moe_layer_freq": 1
-        if all(mixture.sparse_layers)
-        else [int(sparse) for sparse in mixture.sparse_layers],
+        "moe_layer_freq": 1 if all(mixture.sparse_layers) else list(map(int, mixture.sparse_layers)),
         "moe_router_score_function": routing.score,
         "moe_router_pre_softmax": routing.score == "softmax"
         and (not mixture.normalized or _has_constant_weight(mixture)),

@@ -67,7 +67,7 @@ def read_vision(config: Config, problems: list[str]) -> VisionTower | None:
             f"vision_config.out_hidden_size = {read['out_hidden_size']}: the text needs its hidden_size = "
             f"{width!r}"
         )
-    tokens = [config.get(key) for key in TOKENS]
+    tokens = list(map(config.get, TOKENS))
     return VisionTower(
         layers=read["depth"],
         hidden_size=read["hidden_size"],

@@ -116,4 +116,4 @@ def extra_state_keys(place: StoredPlace) -> Iterator[str]:
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(str(number) for number in numbers)
+    return ".".join(map(str, numbers))

@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return list(map(_plain, value))
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

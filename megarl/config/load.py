@@ -229,7 +229,7 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
 def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[Any, Any]:
     path = path.expanduser().resolve()
     if path in chain:
-        circle = " -> ".join(str(member) for member in (*chain, path))
+        circle = " -> ".join(map(str, (*chain, path)))
         raise ConfigError(
             f"configuration files inherit from each other in a circle: {circle}. Fix: remove one of the "
             "'defaults'"

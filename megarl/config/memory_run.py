@@ -218,7 +218,7 @@ def host_memory(
         return 2 * rank.reference_weights + rank.host_optimizer + moved
 
     models = (ranks, *beside.values())
-    together = sum(max(of_rank(rank) for rank in each) for each in models)
+    together = sum(max(map(of_rank, each)) for each in models)
     # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
         together -= sum(

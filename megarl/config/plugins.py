@@ -180,5 +180,5 @@ class EngineKind:
 
     def missing_package(self) -> str | None:
         """Return the name of the engine's package if it is not installed, otherwise None."""
-        is_there = not self.distributions or any(installed_version(name) for name in self.distributions)
+        is_there = not self.distributions or any(map(installed_version, self.distributions))
         return None if is_there else self.distributions[0]

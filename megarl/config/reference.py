@@ -203,7 +203,7 @@ def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
     if origin is dict or annotation is dict:
         return "keys and values"
     if parts:
-        return " or ".join(dict.fromkeys(_kind(part) for part in parts))
+        return " or ".join(dict.fromkeys(map(_kind, parts)))
     return _WORDS.get(annotation, str(annotation))
 
 

@@ -185,7 +185,7 @@ def values_for(
         name: _value(name, arguments, values, columns)
         for name in (*arguments.positional, *arguments.keywords)
     }
-    positional = [named.pop(name) for name in arguments.positional]
+    positional = list(map(named.pop, arguments.positional))
     named |= {name: _listed(columns[name], arguments) for name in arguments.optional if name in columns}
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}

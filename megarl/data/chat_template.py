@@ -177,10 +177,10 @@ class ChatTemplate:
     def _call(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> Any:
-        further = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        further = {"tools": list(map(dict, tools))} if tools else {}
         with _bounded():
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], **options, **further, **self._clock, **self._values
+                list(map(dict, messages)), **options, **further, **self._clock, **self._values
             )
 
     def _failing_turn(

@@ -196,7 +196,7 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
 def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
     """Return the reading of a row that is a text by itself, as language models are trained on."""
     usual = (_PROMPTS, _TEXTS, _ANSWERS, _FINAL_ANSWERS, _CONVERSATIONS, _SYSTEMS, _TOOLS, _BESIDE_TEXTS)
-    others = set(itertools.chain(*usual)) & row.keys() or any(source.get(key) for key in FIELD_KEYS)
+    others = set(itertools.chain(*usual)) & row.keys() or any(map(source.get, FIELD_KEYS))
     text = row.get("text")
     is_alone = kind is Kind.ANSWERS and isinstance(text, str) and not others and not _roles(text)
     return [{"prompt_key": [], "answer_key": "text"}] if is_alone else []
@@ -330,7 +330,7 @@ def _beside(
 def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
     """Return whether the system message of a record contains a list of tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
-    systems: list[Any] = [row.get(name) for name in _SYSTEMS]
+    systems: list[Any] = list(map(row.get, _SYSTEMS))
     # Ignore the error here, because the reader of the record reports it.
     with contextlib.suppress(RecordError):
         stored = value_of(row, first, origin) if isinstance(first, str) else None
@@ -362,4 +362,4 @@ def _roles(value: Any) -> list[str | None]:
     except RecordError:
         # Ignore the error here, because the reader of the record reports it.
         found = value
-    return [role_of(message) for message in found] if are_messages(found) else []
+    return list(map(role_of, found)) if are_messages(found) else []

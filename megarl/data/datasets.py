@@ -481,7 +481,7 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     # Include the versions: a bug fix in these libraries may change tokens although the tokenizer's files stay
     # the same.
-    installed = [env.installed_version(package) for package in ("transformers", "tokenizers")]
+    installed = list(map(env.installed_version, ("transformers", "tokenizers")))
     return [
         type(tokenizer).__name__,
         hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),

@@ -104,7 +104,7 @@ class ObservationEncoder:
             RecordError: the template cannot write such messages after a response.
         """
         if self.template.is_passthrough:
-            return self.tokens("".join(_text(message) for message in messages))
+            return self.tokens("".join(map(_text, messages)))
         ids = self._framed(messages)
         if ids is None:
             for message in messages:
@@ -299,9 +299,7 @@ class ObservationEncoder:
     def added_places(self, text: str) -> list[int]:
         """Return where added tokens begin that a tokenizer recognises as a whole, independently of their
         surroundings."""
-        names = sorted(
-            (str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True
-        )
+        names = sorted(map(str, self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return (
             [match.start() for match in re.finditer("|".join(map(re.escape, names)), text)] if names else []
         )
@@ -384,7 +382,7 @@ def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     words, and that share characters with the begin or end of another one.
     """
     added = list(tokenizer.added_tokens_decoder.values())
-    names = [str(token) for token in added]
+    names = list(map(str, added))
     found = [
         str(token)
         for token in added

@@ -460,7 +460,7 @@ def _are_tests(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     if all(isinstance(each, str) for each in value):
-        return all(_STATEMENT.search(each) for each in value)
+        return all(map(_STATEMENT.search, value))
     return all(isinstance(each, Mapping) and {"input", "output"} <= each.keys() for each in value)
 
 
@@ -594,7 +594,7 @@ def without_padding(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
-    return [without_padding(inner) for inner in value] if isinstance(value, list) else value
+    return list(map(without_padding, value)) if isinstance(value, list) else value
 
 
 def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:

@@ -325,11 +325,11 @@ class PromptEncoder:
         Raises:
             DataError: the chat template cannot be applied to a prompt; names the record.
         """
-        return self.encode_texts([self.text(record) for record in records])
+        return self.encode_texts(list(map(self.text, records)))
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode the texts that ``text`` returned for many records."""
-        return [self._conversations.led(row) for row in _tokens(self._tokenizer, texts)]
+        return list(map(self._conversations.led, _tokens(self._tokenizer, texts)))
 
     def beginning(self, text: str, limit: int) -> str:
         """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has
@@ -436,7 +436,7 @@ class PromptEncoder:
         system = self._system if record.system is None else [{"role": "system", "content": record.system}]
         if record.has_system or record.system == "":
             system = []
-        return [*system, *(dict(turn) for turn in turns)]
+        return [*system, *map(dict, turns)]
 
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:
@@ -474,9 +474,7 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return (
-        [list(row) for row in tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
-    )
+    return list(map(list, tokenizer(list(texts), add_special_tokens=False)["input_ids"])) if texts else []
 
 
 def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:

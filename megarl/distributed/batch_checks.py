@@ -167,7 +167,7 @@ def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
     wrong = outside.logical_and_(mask)
     if not bool(wrong.any()):
         return []
-    row, column = (int(index) for index in wrong.nonzero()[0])
+    row, column = map(int, wrong.nonzero()[0])
     return [
         f"token_mask[{row}, {column}] = {float(mask[row, column]):g} beyond input_lengths[{row}] = "
         f"{int(lengths[row])}: "
@@ -182,7 +182,7 @@ def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
     # Compute a mask over all tokens only for a batch that is refused: every correct one passes the two
     # reductions above.
     wrong = (ids < 0) | (ids >= vocab_size)
-    row, column = (int(index) for index in wrong.nonzero()[0])
+    row, column = map(int, wrong.nonzero()[0])
     where = "padding" if column >= int(lengths[row]) else "a token"
     return [
         f"input_ids[{row}, {column}] = {int(ids[row, column])} ({where}): token ids lie in [0, "

@@ -109,7 +109,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
             f"ranks {ranks} hold a tensor that has no rows, more than {_MAX_DIMENSIONS} dimensions or an "
             "unsupported dtype; "
             f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of "
-            f"{[str(dtype) for dtype in _DTYPES]}"
+            f"{list(map(str, _DTYPES))}"
         )
     # Compare all entries but entry 2, the number of rows, which alone may differ.
     if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
@@ -791,4 +791,4 @@ def _arrived(
 
 
 def _row_numbers(indices: Sequence[int] | Tensor) -> list[int]:
-    return [int(index) for index in indices]
+    return list(map(int, indices))

@@ -98,7 +98,7 @@ class NamedSharding:
             if not 0 <= index < self.get_axis_size(axis):
                 return []
         selected = self._layout[self._selector(coords)]
-        return sorted(int(rank) for rank in np.ravel(selected))
+        return sorted(map(int, np.ravel(selected)))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
         """Return the sub-grid at the given coordinates, over the axes that are not named, or a plain rank if

@@ -420,7 +420,7 @@ def _redact_what_workers_print() -> None:
 
     @functools.wraps(real)
     def printed(data: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
-        real({**data, "lines": [redacted_text(line) for line in data["lines"]]}, *arguments, **options)
+        real({**data, "lines": list(map(redacted_text, data["lines"]))}, *arguments, **options)
 
     worker.print_to_stdstream = printed
 

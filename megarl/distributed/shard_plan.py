@@ -84,7 +84,7 @@ class ShardPlan:
     def add_chunk(self, rows: Sequence[int], ranges: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Append one chunk's rows and micro-batches."""
         self.rows.extend(rows)
-        self.micro_batch_indices.append([list(limits) for limits in ranges])
+        self.micro_batch_indices.append(list(map(list, ranges)))
         self.micro_batch_lengths.append(list(lengths))
         self.elem_counts_per_gb.append(len(rows))
 

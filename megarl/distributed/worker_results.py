@@ -150,7 +150,7 @@ class WorkerRegistry:
             StateError: a worker is.
         """
         if self.has_unfinished():
-            stuck = ", ".join(self.label(reference) for reference in self._unfinished)
+            stuck = ", ".join(map(self.label, self._unfinished))
             raise StateError(
                 f"{what}: an earlier call failed and these workers still hang in it: {stuck}. Fix: shut the "
                 "group down and rebuild it"
@@ -187,11 +187,7 @@ def await_results(
         # failure.
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
-            reason = (
-                ""
-                if deadline.left() == 0
-                else watch.give_up([registry.process(reference) for reference in pending])
-            )
+            reason = "" if deadline.left() == 0 else watch.give_up(list(map(registry.process, pending)))
             if deadline.left() != 0 and not reason:
                 continue
             registry.set_unfinished(pending)
@@ -314,8 +310,8 @@ def _deadline_error(
     reason: str,
 ) -> DeadlineError:
     """Return the error for workers that were late or, with a reason, given up earlier."""
-    labels = [registry.label(reference) for reference in pending]
-    processes = [registry.process(reference) for reference in pending]
+    labels = list(map(registry.label, pending))
+    processes = list(map(registry.process, pending))
     looks = looks_at(processes)
     details = "".join(_described(label, look) for label, look in zip(labels, looks, strict=True))
     if not reason:

@@ -86,7 +86,7 @@ def any_is_stopped(looks: Sequence[ProcessLook | None]) -> bool:
 def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
     """Return whether no worker has made progress over some samples, neither in its position in the code nor
     in its use of resources."""
-    return all(_stands_still(of_one) for of_one in zip(*looks, strict=True))
+    return all(map(_stands_still, zip(*looks, strict=True)))
 
 
 def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:

@@ -114,7 +114,7 @@ def read_driver() -> Driver | DriverFault | None:
         return DriverFault(str(error))
     try:
         # NVML also lists GPUs that CUDA_VISIBLE_DEVICES hides from torch.
-        gpus = tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        gpus = tuple(map(_gpu, range(pynvml.nvmlDeviceGetCount())))
         return Driver(pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2(), gpus)
     except pynvml.NVMLError as error:
         return DriverFault(str(error))

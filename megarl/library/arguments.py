@@ -126,7 +126,7 @@ class Call:
     def require(self) -> None:
         """Raise ConfigError with all faults, if there are any."""
         if self.faults:
-            raise ConfigError([self.named(fault) for fault in self.faults])
+            raise ConfigError(list(map(self.named, self.faults)))
 
 
 def begin(algorithm: str, backend: Backend) -> Call:
@@ -304,7 +304,7 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
         require_columns(argument, source, kind)
     except ConfigError as error:
         # If the reward function uses only the response, the rows need no reference answers.
-        if not is_written or not call.given or any(_takes_answer(path) for path in call.given):
+        if not is_written or not call.given or any(map(_takes_answer, call.given)):
             raise
         write_empty_answers(source, call.made)
         try:
@@ -415,7 +415,7 @@ def require_parameters_in_data(call: Call) -> None:
         if isinstance(source.get(key), str)
     }
     named = {name for function in functions for name in unknown_parameters(function)}
-    read = [arguments_of(function) for function in functions]
+    read = list(map(arguments_of, functions))
     named.update(*(each.optional for each in read))
     reads_all = any(each.reads_record for each in read)
     for key in ("data.train", "data.validation"):
@@ -519,7 +519,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return list(map(_plain, value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Enum):

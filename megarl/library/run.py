@@ -40,7 +40,7 @@ class Metrics(dict[str, list[Any]]):
         """Return the cells of a table with the most important metrics, newest steps last."""
         names = ["step", *(name for name in _SHOWN if name in self)] if "step" in self else []
         columns = [list(map(_number, self[name])) for name in names]
-        rows = [list(row) for row in zip(*columns, strict=True)]
+        rows = list(map(list, zip(*columns, strict=True)))
         return [[name.partition("/")[2] or name for name in names], *rows[-_ROWS:]]
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Run:
         columns: dict[str, list[Any]] = {"step": steps}
         for name, each in series.items():
             known = dict(zip(each.steps, each.values, strict=True))
-            columns[name] = [known.get(step) for step in steps]
+            columns[name] = list(map(known.get, steps))
         return Metrics(columns)
 
     def samples(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:

@@ -197,7 +197,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         {step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ())
     )
     heights = {name: phase.on(steps) for name, phase in phases.items()}
-    covered = [sum(column) for column in zip(*heights.values(), strict=True)]
+    covered = list(map(sum, zip(*heights.values(), strict=True)))
     if total is not None:
         heights["other"] = [
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)

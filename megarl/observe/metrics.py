@@ -68,11 +68,11 @@ def reduce_values(values: Sequence[float], reduction: Reduction) -> float:
     Raises:
         ValueError: there is no value.
     """
-    numbers = [float(value) for value in values]
+    numbers = list(map(float, values))
     if not numbers:
         raise ValueError(f"{reduction.name} of no values is undefined; give at least one value")
     # Check for NaN first, because Python's min and max keep or lose a NaN depending on its position.
-    if any(math.isnan(number) for number in numbers):
+    if any(map(math.isnan, numbers)):
         return math.nan
     if reduction is Reduction.MIN:
         return min(numbers)

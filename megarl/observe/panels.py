@@ -315,9 +315,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: Runs) -> list[Any]:
             else:
                 _draw_alone(axes, curve, found, (COLOURS[1], COLOURS[4], COLOURS[0])[index])
     _set_limits(axes, panel, min(drawn), max(drawn))
-    return (
-        [_without_colour(line) for line in kinds.values()] if kinds else axes.get_legend_handles_labels()[0]
-    )
+    return list(map(_without_colour, kinds.values())) if kinds else axes.get_legend_handles_labels()[0]
 
 
 def _set_limits(axes: Axes, panel: Panel, low: float, high: float) -> None:

@@ -129,7 +129,7 @@ def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[f
 def mean_over_runs(curves: Sequence[Series]) -> Series:
     """Return the mean of several runs' curves at the steps that all of them have."""
     by_run = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-    common = set.intersection(*(set(run) for run in by_run)) if by_run else set()
+    common = set.intersection(*map(set, by_run)) if by_run else set()
     return _sorted_series({step: math.fsum(run[step] for run in by_run) / len(by_run) for step in common})
 
 

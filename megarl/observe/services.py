@@ -121,9 +121,9 @@ class WandbSink(_RunSink):
         The table is attached to W&B's current row, since the row of its own step may be gone already, and W&B
         accepts no earlier step. Token ids are not sent; the parts of a reward are columns ``reward/NAME``.
         """
-        rows = [_as_columns(sample) for sample in samples]
+        rows = list(map(_as_columns, samples))
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        data = [[row.get(name) for name in columns] for row in rows]
+        data = [list(map(row.get, columns)) for row in rows]
         # Allow mixed types, because an infinite number is written as text.
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table}, commit=False)

@@ -161,7 +161,7 @@ def _one(runner: CaseRunner, case: Case, fault: Fault | None, options: Options, 
         {
             "case": str(case),
             "passes": outcome.passes,
-            "differences": [asdict(found) for found in outcome.differences],
+            "differences": list(map(asdict, outcome.differences)),
         },
     )
     return 0 if outcome.passes else 1

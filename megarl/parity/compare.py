@@ -180,7 +180,7 @@ def _restored(
 ) -> list[Difference]:
     """Return the differences of the log-probabilities of all data-parallel ranks, in the order of the batch:
     that of the worst token, and the root mean square."""
-    given, asked = [len(part) for part in parts], [shard.size for shard in dealt.shards]
+    given, asked = list(map(len, parts)), [shard.size for shard in dealt.shards]
     if given != asked:
         return [
             Difference(
@@ -237,7 +237,7 @@ def _evaluation(
 def _losses(answer: Mapping[str, object]) -> list[float]:
     losses = answer["global_loss"]
     assert isinstance(losses, Tensor)
-    return [float(loss) for loss in losses]
+    return list(map(float, losses))
 
 
 def _call(

@@ -193,7 +193,7 @@ def _measure(worker: Any, case: Case, config: PolicyConfig, batch: Mapping[str, 
     logprobs, repeated = score()
     evaluation = train(first_step(case, batch), evaluate=True) if case.evaluate else None
     worker.prepare_for_training()
-    calls = [train(data) for data in calls_of(case, batch)]
+    calls = list(map(train, calls_of(case, batch)))
     worker.prepare_for_lp_inference()
     # Copy the weights, because an export may reuse its buffers.
     weights = {name: tensor.detach().cpu().clone() for name, tensor in worker.backend.export_hf()}

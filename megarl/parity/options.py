@@ -189,4 +189,4 @@ def _fault_of_numbers(word: str, listed: tuple[Numbers, ...]) -> str:
         numbers = [float(text) for text in given if text != "none"]
     except ValueError:
         return f"{word!r}: expected numbers, or none"
-    return "" if all(math.isfinite(number) for number in numbers) else f"{word!r}: expected finite numbers"
+    return "" if all(map(math.isfinite, numbers)) else f"{word!r}: expected finite numbers"

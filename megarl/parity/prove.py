@@ -117,9 +117,7 @@ def prove(
                 )
             shown.advance()
             if file is not None:
-                file.write_text(
-                    json.dumps([asdict(verdict) for verdict in verdicts], indent=1) + "\n", encoding="utf-8"
-                )
+                file.write_text(json.dumps(list(map(asdict, verdicts)), indent=1) + "\n", encoding="utf-8")
     return _report(verdicts, faults, console)
 
 

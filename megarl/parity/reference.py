@@ -341,7 +341,7 @@ class ReferenceTrainer:
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         self.model.zero_grad()
         self._routers.forget()
-        scores = [self._read(each) for each in self._scores(data)]
+        scores = list(map(self._read, self._scores(data)))
         loss, metrics = self._loss_fn(data, sequences, tokens, *scores)
         routing = self._routers.judged(data)
         # Compute this before the backward pass, which frees the graph.

@@ -150,7 +150,7 @@ def evaluate_conversations(
     # Pad on the left, so that all responses begin in one column.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
-    rows = [json.loads(line) for line in problems_path.read_text(encoding="utf-8").splitlines()]
+    rows = list(map(json.loads, problems_path.read_text(encoding="utf-8").splitlines()))
     begin = "<tools>calculator</tools>" if with_tool else ""
 
     def answers_to(texts: Sequence[str]) -> list[str]:

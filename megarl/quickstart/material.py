@@ -420,7 +420,7 @@ def new_tokenizer(texts: Sequence[str], marks: Sequence[str] = ()) -> PreTrained
     backend.train_from_iterator(texts, trainer)
     # The tokenizer's backend exposes its merges only in its JSON.
     model = json.loads(backend.to_str())["model"]
-    tokenizer = _qwen2(model["vocab"], [tuple(pair) for pair in model["merges"]])
+    tokenizer = _qwen2(model["vocab"], list(map(tuple, model["merges"])))
     tokenizer.add_tokens(list(marks))
     return tokenizer
 

@@ -171,7 +171,7 @@ def chosen_letter(response: str) -> str | None:
         # The letter that an earlier choice names as its alternative is not a choice either.
         chosen = None if second is not None or choice.start(1) == hedged else choice[1]
         if second is not None:
-            hedged = max(second.start(group) for group in range(1, len(second.groups()) + 1))
+            hedged = max(map(second.start, range(1, len(second.groups()) + 1)))
     return chosen
 
 

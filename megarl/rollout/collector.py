@@ -218,7 +218,7 @@ class Collector:
             for place, (record, prompt) in enumerate(zip(records, prompts, strict=True))
             for generation in range(generations)
         ]
-        engines = _Engines(self, [len(prompt) for prompt in prompts], greedy=greedy, sampling=sampling)
+        engines = _Engines(self, list(map(len, prompts)), greedy=greedy, sampling=sampling)
         if self.scorer is not None:
             self.scorer.begin([episode.segment for episode in episodes], generations)
         runner = EpisodeRunner(
@@ -368,7 +368,7 @@ class _Engines:
             self._generation.finish_generation()
         segments = [segment for episode in episodes for segment in episode.segments]
         lengths, prompts = (
-            np.array([len(each) for each in segments]),
+            np.array(list(map(len, segments))),
             np.array([len(each.prompt) for each in segments]),
         )
         self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))

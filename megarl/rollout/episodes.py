@@ -607,7 +607,7 @@ def _whole_characters(value: Any) -> Any:
         )
     if isinstance(value, Mapping):
         return {_whole_characters(key): _whole_characters(inner) for key, inner in value.items()}
-    return [_whole_characters(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return list(map(_whole_characters, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_encodable(text: str) -> bool:
@@ -629,7 +629,7 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
             f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn "
             "(megarl.rollout.environment)"
         )
-    sizes = [len(column) for column in _columns_of(said)]
+    sizes = list(map(len, _columns_of(said)))
     if {*sizes} - {rows, 0} or sizes[: len(_NEEDED)] != [rows] * len(_NEEDED):
         wrong = {
             name: size

@@ -99,7 +99,7 @@ def agree(reference: str, response: str) -> bool:
     by_choice = _choices_agree(reference, response)
     if by_choice is not None:
         return by_choice
-    readings = ([spell(each) for each in _readings(text)] for text in (reference, response))
+    readings = (list(map(spell, _readings(text))) for text in (reference, response))
     return any(_spelled_agree(wanted, given) for wanted, given in product(*readings))
 
 
@@ -339,7 +339,7 @@ def _ratios_agree(reference: str, response: str) -> bool | None:
 
     2:05, however, is a time.
     """
-    wanted, given = ([number(each) for each in text.split(":")] for text in (reference, response))
+    wanted, given = (list(map(number, text.split(":"))) for text in (reference, response))
     if (len(wanted) < 2 and len(given) < 2) or None in wanted or None in given:
         return None
     if re.search(r":0[0-9]", reference + response):
@@ -462,7 +462,7 @@ def _without_name_of_list(text: str) -> str:
     """Return a list without a single name before its first value: ``x = 1, 2``."""
     parts = _split(text)
     named = _ASSIGNED.match(parts[0]) if len(parts) > 1 else None
-    if named is None or any(_COMPARED.search(part) for part in parts[1:]):
+    if named is None or any(map(_COMPARED.search, parts[1:])):
         return text
     return text[named.start(1) :]
 
@@ -563,7 +563,7 @@ def _texts_agree(first: _Piece, second: _Piece) -> bool:
     """Compare two answers without values: words, or the letter of a choice."""
     if first.value or second.value or not first.words or not second.words:
         return False
-    names = [[plain_words(each) for each in _BETWEEN_NAMES.split(piece.words)] for piece in (first, second)]
+    names = [list(map(plain_words, _BETWEEN_NAMES.split(piece.words))) for piece in (first, second)]
     return plain_words(first.words) == plain_words(second.words) or (
         len(names[0]) > 1 and sorted(names[0]) == sorted(names[1])
     )
@@ -604,8 +604,8 @@ def _values_agree(
 ) -> bool:
     """Compare two texts without words, each multiplied by its factor."""
     reference, response = _same_side(reference, response)
-    exact = [number(text) for text in (reference, response)]
-    if any(_SEVERAL_NUMBERS.search(text) for text in (reference, response)):
+    exact = list(map(number, (reference, response)))
+    if any(map(_SEVERAL_NUMBERS.search, (reference, response))):
         # Compare the texts, because the library would read 10 00 as 1000.
         return _squeezed(reference) == _squeezed(response)
     if exact[0] is not None and exact[1] is not None:

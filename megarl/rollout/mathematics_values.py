@@ -181,9 +181,7 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
         getattr(grader, name)
     # Patch the module, because math_verify accepts no comparison functions: its grader calls these by name.
     with patched(*((grader, name, function) for name, function in exact.items())):
-        return library.verify(
-            [_exact(each) for each in reference], [_exact(each) for each in response], timeout_seconds=None
-        )
+        return library.verify(list(map(_exact, reference)), list(map(_exact, response)), timeout_seconds=None)
 
 
 def _numbers_equal(one: Any, other: Any, *_: Any) -> bool:
@@ -305,7 +303,7 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
     numbers = [sympy.N(each, digits) for each in (first, second)]
     if not all(each.is_number and each.is_finite for each in numbers):
         return None
-    size = max(abs(each) for each in numbers)
+    size = max(map(abs, numbers))
     tolerance = sympy.Float(10, digits) ** (_ROOM - digits)
     if size > tolerance:
         return bool(abs(numbers[0] - numbers[1]) <= size * tolerance)
@@ -330,7 +328,7 @@ def _as_set(value: Any, with_equations: bool = False) -> Any:
         return None
     if len(set().union(*(each.free_symbols for each in parts))) != 1:
         return None
-    return or_none(lambda: sympy.Intersection(*(_solutions(each) for each in parts)))
+    return or_none(lambda: sympy.Intersection(*map(_solutions, parts)))
 
 
 def _solutions(inequality: Any) -> Any:

@@ -137,7 +137,7 @@ class NemoRLEnvironment:
 
     def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
         # Pass copies of the messages, because an environment may change what it receives.
-        logs = [[dict(message) for message in each.messages] for each in conversations]
+        logs = [list(map(dict, each.messages)) for each in conversations]
         metadata = [each.metadata for each in conversations]
         found = _within(lambda: self._environment.step(logs, metadata), self.step_timeout_s)
         return _converted(found, conversations)
@@ -231,7 +231,7 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
     if rewards.ndim == 2:
         parts = {f"reward{place + 1}": column for place, column in enumerate(rewards.T.tolist())}
         rewards = rewards.sum(dim=1)
-    ended = [bool(each) for each in found.terminateds]
+    ended = list(map(bool, found.terminateds))
     observations = [
         None if end else _message(each) for each, end in zip(found.observations, ended, strict=True)
     ]

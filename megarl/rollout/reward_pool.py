@@ -408,7 +408,7 @@ class _Process:
         teller.start()
         # Send this through the pipe and not on the command line, which everybody on the machine may read: an
         # address may hold a password.
-        told = json.dumps([_as_told(spec) for spec in specs]).encode() + b"\n"
+        told = json.dumps(list(map(_as_told, specs))).encode() + b"\n"
         process = cls(child, specs, teller, unsent=told)
         # Do not block: neither a process that does not read nor one that writes half a line may stop the
         # driver.
@@ -712,7 +712,7 @@ def main() -> None:
 
     try:
         specs = _read_told(tasks.readline())
-        rewards = [get_reward(spec) for spec in specs]
+        rewards = list(map(get_reward, specs))
     except ConfigError as error:
         violation = error.violations[0]
         tell(-1, _UNUSABLE, [violation.value, violation.bound, violation.fix])

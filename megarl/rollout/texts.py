@@ -64,7 +64,7 @@ def _final_message(
 ) -> str:
     """Return the last message of the final channel: the whole text if there are no channels, and an empty
     text if no channel is final."""
-    tokens = [int(token) for token in ids]
+    tokens = list(map(int, ids))
     ends = set(marks.values())
     if marks["<|channel|>"] not in tokens:
         return text

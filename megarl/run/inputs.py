@@ -120,7 +120,7 @@ def _load_validation(config: RunConfig, load: _Load) -> Dataset:
     """Load the validation data. A set keeps its name if its records turn out to have the form of a
     known set."""
     sources = validation_sources(config)
-    names = [set_name(source) for source in sources]
+    names = list(map(set_name, sources))
     dataset = load(sources)
     for source, name in zip(sources, names, strict=True):
         if set_name(source) != name and generates(config):

@@ -165,7 +165,7 @@ class WriteOfNodes:
     def has_ended(self) -> bool:
         """Return whether all nodes have finished, or one has failed."""
         ready, left = ray_calls.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
-        return not left or any(_has_failed(call) for call in ready)
+        return not left or any(map(_has_failed, ready))
 
     def wait(self, longest_s: float) -> float:
         """Wait for all nodes, see ``Write``. The first node that fails ends the others too."""
@@ -222,7 +222,7 @@ class WriteOfNodes:
             )
 
     def _named(self, nodes: Mapping[str, Any] | Sequence[str]) -> str:
-        return "node " + ", ".join(self._memory.name_of(node) for node in nodes)
+        return "node " + ", ".join(map(self._memory.name_of, nodes))
 
 
 def reason_of(error: RayError, node: str) -> str:

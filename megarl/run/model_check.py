@@ -140,7 +140,7 @@ def check_models_beside(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
         with _named(path):
             vocab_size = check_model(section)
         # Check these facts now, because those of a model that had to be fetched were not known before.
-        facts = [facts_of_policy(each) for each in (config[POLICY], section)]
+        facts = list(map(facts_of_policy, (config[POLICY], section)))
         for fault in backbone_is_that_of_the_policy(path, kind, section["model_name"], *facts):
             raise ConfigError([fault])
         _check_vocabulary(config[POLICY], section, path, vocab_size, tokenizer)
@@ -372,7 +372,7 @@ def tokens_of_pictures(policy: PolicyConfig) -> frozenset[int]:
     this disk."""
     file = config_file(policy["model_name"])
     content = {} if file is None else read_json_object(file)
-    found = (content.get(key) for key in TOKENS) if "vision_config" in content else ()
+    found = map(content.get, TOKENS) if "vision_config" in content else ()
     return frozenset(token for token in found if isinstance(token, int))
 
 

@@ -67,7 +67,7 @@ class ModelFlops:
         chunks are only a way to compute it.
         """
         matrices: Counter[str] = Counter()
-        kinds = [facts.kind_of(layer) for layer in range(facts.num_layers)]
+        kinds = list(map(facts.kind_of, range(facts.num_layers)))
         for kind, layers in Counter(kinds).items():
             matrices.update(
                 {

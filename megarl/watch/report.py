@@ -129,7 +129,7 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
     Raises:
         DataError: a directory is not that of a run, or no run has logged anything that is shown.
     """
-    states = [read_run_state(run_dir) for run_dir in run_dirs]
+    states = list(map(read_run_state, run_dirs))
     labels = run_labels([state.directory for state in states])
     restarts = _steps_of_restarts(states[0].launches) if len(states) == 1 else []
     pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)

@@ -98,7 +98,7 @@ class Manifest:
         """
         try:
             infos = [
-                TensorInfo(str(name), tuple(int(size) for size in shape), dtype)
+                TensorInfo(str(name), tuple(map(int, shape)), dtype)
                 for name, (shape, dtype) in description.items()
             ]
             return cls._checked(infos)

@@ -254,7 +254,7 @@ class _Root:
             (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
         )
         row = math.prod(self.whole[1:])
-        return (range(first // row, last // row + 1), *(range(size) for size in self.whole[1:]))
+        return (range(first // row, last // row + 1), *map(range, self.whole[1:]))
 
     def note(self, view: torch.Tensor) -> None:
         """Record that a view is read."""

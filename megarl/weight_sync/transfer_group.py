@@ -236,7 +236,7 @@ class TransferGroup:
             # below.
             groups[index].abort()
         self._rendezvous.close()
-        if not all(_ends(work) for work in self._started):
+        if not all(map(_ends, self._started)):
             threading.Thread(
                 target=_outlast, args=(self._started, list(groups)), name="weights-in-flight", daemon=True
             ).start()

@@ -310,8 +310,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "deadlines: one rank at rest is enough": Row(
         "megarl/distributed/worker_watch.py",
-        "return all(_stands_still(of_one)",
-        "return any(_stands_still(of_one)",
+        "return all(map(_stands_still",
+        "return any(map(_stands_still",
         ("unit/test_worker_watch.py",),
     ),
     "deadlines: a start of Ray that hangs is the user's fault": Row(

@@ -58,7 +58,7 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
         yield Violation(
             key, parts, "selective recomputation needs at least one part", "write for example [core_attn]"
         )
-    layers = [view.facts.is_sparse(layer) for layer in range(view.facts.num_layers)]
+    layers = list(map(view.facts.is_sparse, range(view.facts.num_layers)))
     for part, without in (("mlp", all(layers)), ("moe", not any(layers))):
         if part in parts and without:
             kind = "dense layers" if part == "mlp" else "layers with experts"

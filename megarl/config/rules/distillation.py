@@ -73,7 +73,7 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
             )
         return
     view.require(view.has("data.train") and not view.has_faults("data.train"))
-    keys = [source_key(source) for source in train_sources(view["data"])]
+    keys = list(map(source_key, train_sources(view["data"])))
     for key in dict.fromkeys(keys):
         if key not in chosen:
             yield Violation(

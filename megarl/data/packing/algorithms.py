@@ -85,7 +85,7 @@ class SequencePacker(ABC):
             PackingError: a length is negative or above the capacity, or there are fewer sequences than bins
                 to fill.
         """
-        lengths = [int(length) for length in sequence_lengths]
+        lengths = list(map(int, sequence_lengths))
         self._validate(lengths)
         bins = self._pack_implementation(lengths)
         wanted = self._wanted_bin_count(len(bins), len(lengths))

@@ -187,4 +187,4 @@ def martello_toth_lower_bound(sequence_lengths: Sequence[int], bin_capacity: int
         small_tokens = total_up_to[first_above_half] - total_up_to[first_small]
         return above_half + max(0, -(-(small_tokens - room) // bin_capacity))
 
-    return max(bound_at(threshold) for threshold in {0, *ascending[:first_above_half]})
+    return max(map(bound_at, {0, *ascending[:first_above_half]}))

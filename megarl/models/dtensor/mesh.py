@@ -129,7 +129,7 @@ def context_parallel(
         else ContextShare()
     )
     # Compare by identity, because == of tensors compares their elements.
-    kept = {id(buffer) for buffer in no_restore}
+    kept = set(map(id, no_restore))
     whole = [None if id(buffer) in kept else buffer.clone() for buffer in buffers]
     for buffer, dimension in zip(buffers, dimensions, strict=True):
         part = buffer.index_select(dimension, share.index((0, buffer.shape[dimension]), buffer.device))

@@ -310,9 +310,7 @@ class _Decoding:
         # Read a prompt once for all its responses, the usual case in GRPO.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
         prompts = list(places)
-        ends = (
-            [len(prompts)] if self.decoder.one_pass else ends_of_passes([len(prompt) for prompt in prompts])
-        )
+        ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes(list(map(len, prompts)))
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
             # Rows are sorted by length, and prompts of one length are in one pass, so that the rows of a pass
@@ -329,7 +327,7 @@ class _Decoding:
         tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        lengths = torch.tensor(list(map(len, prompts)))
         return forward.read(tokens.to(self.decoder.device), lengths, self._on_device(prompt_of), end)
 
     def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:

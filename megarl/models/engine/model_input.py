@@ -151,7 +151,7 @@ def lay_out_all(
     ]
     device = micro_batches[0].input_ids.device if micro_batches else torch.device("cpu")
     sent = iter(
-        sent_to(torch.from_numpy(np.concatenate(numbers)), device).split([len(array) for array in numbers])
+        sent_to(torch.from_numpy(np.concatenate(numbers)), device).split(list(map(len, numbers)))
         if numbers
         else ()
     )

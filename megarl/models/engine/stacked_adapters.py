@@ -152,5 +152,5 @@ def listed(names: Collection[str], others: Collection[str]) -> list[str]:
     def end(name: str) -> str:
         return ".".join(name.split(".")[-2:])
 
-    unlike = {end(name) for name in others}
+    unlike = set(map(end, others))
     return sorted({end(name) if end(name) not in unlike else name for name in names})

@@ -55,7 +55,7 @@ def held_by(model: nn.Module) -> dict[str, Held]:
         return model.get_submodule(owner), attribute
 
     return {
-        all_[0]: Held(tuple(all_), tuple(place(name) for name in all_), parameter.shape)
+        all_[0]: Held(tuple(all_), tuple(map(place, all_)), parameter.shape)
         for parameter, all_ in names.items()
     }
 

@@ -239,7 +239,7 @@ class EngineGroup(RolloutEngine):
             [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
             ranks = tuple(slices for _, slices in first)
             # All engines must read the same slices: one sends its slices, the others a digest of theirs.
-            digests = [slices_digest(slices) for slices in ranks]
+            digests = list(map(slices_digest, ranks))
             if any([digest for _, digest in engine] != digests for engine in engines):
                 logger.warning(
                     "engines of one model read different slices of its weights, so they get full weights"

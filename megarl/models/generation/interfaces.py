@@ -108,7 +108,7 @@ def verify_right_padding(
     wrong = beyond & (tokens != pad_value)
     if not bool(wrong.any()):
         return True, None
-    row, column = (int(index) for index in wrong.nonzero()[0])
+    row, column = map(int, wrong.nonzero()[0])
     message = (
         f"{token_key}[{row}, {column}] = {int(tokens[row, column])}: non-padding token after the sequence's "
         f"{int(lengths[row])} tokens; "

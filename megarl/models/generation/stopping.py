@@ -24,7 +24,7 @@ class StopRules:
         self, stop_token_ids: Sequence[int], stop_strings: Sequence[Sequence[str]], tokenizer: Any
     ) -> None:
         self._token_ids = np.array(sorted(set(stop_token_ids)), dtype=np.int64)
-        self._strings = [tuple(strings) for strings in stop_strings]
+        self._strings = list(map(tuple, stop_strings))
         self._tokenizer = tokenizer
 
     def finished(self, rows: np.ndarray, newest: np.ndarray, answers: np.ndarray) -> np.ndarray:

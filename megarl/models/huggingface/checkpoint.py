@@ -212,8 +212,8 @@ def install(
     # Compare names and their order: torch assigns state by number, and would give it to other parameters.
     if here != there:
         raise CheckpointError(
-            f"the optimizer checkpoint is for groups of {[len(group) for group in there]} "
-            f"parameters, this optimizer has groups of {[len(group) for group in here]}, or other "
+            f"the optimizer checkpoint is for groups of {list(map(len, there))} "
+            f"parameters, this optimizer has groups of {list(map(len, here))}, or other "
             "parameters; check model_name and policy.optimizer"
         )
     groups, first = [], 0

@@ -174,7 +174,7 @@ class LooseParameters:
         memories = self._memories()
         if place == "host":
             own = [memory for memory in memories if memory._cdata not in self._shared]
-            copies = iter(self._copies.fill([bytes_of(memory) for memory in own]))
+            copies = iter(self._copies.fill(list(map(bytes_of, own))))
             self._away = [
                 self._shared[memory._cdata][1] if memory._cdata in self._shared else next(copies)
                 for memory in memories

@@ -61,7 +61,7 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
 def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
     """Return the token and sequence counts of the global batch; ``inputs`` are this data-parallel rank's
     share of it. A collective over the data-parallel group."""
-    lengths = [_counted_lengths(model_input) for model_input in inputs]
+    lengths = list(map(_counted_lengths, inputs))
     # Count in float64, which holds every count exactly, and reduce both numbers in one collective.
     figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
     # Sum over data parallelism only: context and pipeline ranks have the same rows, and would count them
@@ -111,7 +111,7 @@ class RecordedPasses:
     def forward_backward(self, inputs: Sequence[ModelInput], head: Head) -> list[HeadOutput]:
         """Run one pass with gradients over a global batch. If the balancing loss needs counts of the whole
         batch, a pass without gradients comes first."""
-        sequences = [sequence_numbers(model_input) for model_input in inputs]
+        sequences = list(map(sequence_numbers, inputs))
         self._record.open(take_census(inputs, self._groups))
         try:
             if self._settings.counts_ahead:
@@ -172,9 +172,9 @@ def in_step(
         sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas
     )
     # All replicas raise the same error, because all have the same list; a mismatch would hang in a layer.
-    if len({len(replica) for replica in sizes}) > 1:
+    if len(set(map(len, sizes))) > 1:
         raise BatchError(
-            f"data-parallel replicas that share experts have {[len(replica) for replica in sizes]} "
+            f"data-parallel replicas that share experts have {list(map(len, sizes))} "
             "micro-batches; "
             "give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
         )

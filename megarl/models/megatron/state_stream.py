@@ -62,7 +62,7 @@ class _Source:
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
-        self._own = [self._kept_of(index) for index in range(len(optimizer.gbuf_ranges))]
+        self._own = list(map(self._kept_of, range(len(optimizer.gbuf_ranges))))
         # States in formats other than float32 that are read in several pieces, each with the number of
         # missing elements.
         self._gathering: dict[tuple[torch.nn.Parameter, str], tuple[torch.Tensor, int]] = {}

@@ -438,7 +438,7 @@ class _Interpreter:
         # Ask for the arguments back if one has a name, because the statement may read a list after a function
         # has changed it.
         back = any(isinstance(node, ast.Name) for node in nodes)
-        sent = [self._sendable(argument) for argument in arguments]
+        sent = list(map(self._sendable, arguments))
         value, left = self._program.call_and_see(function, sent, keywords, back=back)
         # Do not require equal lengths, because the program decides how many arguments it returns.
         for argument, changed in zip(arguments, left, strict=False):
@@ -471,7 +471,7 @@ class _Interpreter:
                 # Send only one argument, because a second one may be the expected value.
                 [value] = arguments
                 return self._program.call(Remote(builtin=name), [value])
-            arguments = [self._iterated(each) for each in arguments]
+            arguments = list(map(self._iterated, arguments))
         refuse_large(name, arguments)
         return FUNCTIONS[name](*arguments, **keywords)
 

@@ -352,7 +352,7 @@ def _descendants(number: int = 0) -> list[int]:
     while unseen:
         for path in Path(f"/proc/{unseen.pop()}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                children = [int(each) for each in path.read_text().split()]
+                children = list(map(int, path.read_text().split()))
                 _send(children, number)
                 unseen += children
                 found += children

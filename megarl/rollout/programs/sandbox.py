@@ -144,7 +144,7 @@ def _paths_of_python() -> Iterator[str]:
     home = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, home)):
         yield from (os.path.join(prefix, name) for name in _OF_PYTHON)
-    yield from (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    yield from map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _is_covered(path: str, places: Iterable[str]) -> bool:

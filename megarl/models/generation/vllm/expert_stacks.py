@@ -149,7 +149,7 @@ def _stacks_of(
     for shard, parameter, module in (*shards, ("w2", "w2_weight", layer.ckpt_down_proj_name)):
         experts = range(layer.moe_config.num_experts)
         names = [f"{name.removesuffix(_INNER)}.{expert}.{module}.weight" for expert in experts]
-        places = [layer.expert_map_manager.map_global_to_local(expert) for expert in experts]
+        places = list(map(layer.expert_map_manager.map_global_to_local, experts))
         here = [expert for expert in experts if places[expert] >= 0]
         if not here or any(name not in infos for name in names):
             continue

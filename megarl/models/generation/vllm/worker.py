@@ -89,7 +89,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
 
 
 def _devices() -> list[str]:
-    return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+    return list(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]))
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
