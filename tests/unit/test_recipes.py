@@ -348,7 +348,7 @@ def test_the_plan_of_a_mixture_of_30b_on_one_node() -> None:
         assert moment is not None
         plans.append(moment.total / GIB)
     assert plans[0] < 62 and plans[1] < 70 and plans[2] > 78
-    assert f"({plans[1]:.1f} GiB of a GPU)" in recipe.read_text()
+    assert f"({plans[1]:.1f} GiB per GPU)" in recipe.read_text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
