@@ -1,4 +1,4 @@
-"""A toy environment with two tools of its own, whose calls it makes itself and rewards."""
+"""A toy environment that runs the calls of its two tools and rewards each."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ TOOLS: dict[str, Callable[..., int]] = {"product": product, "length": length}
 
 
 class TwoTools(MessageEnv):
-    """Answers calls until a response has none, which is compared with the record's answer."""
+    """Run tool calls until a response has none, and compare that response with the record's answer."""
 
     tools = [get_json_schema(tool) for tool in TOOLS.values()]  # noqa: RUF012 - as a person writes it
 
     def step(self, message: Mapping[str, Any]) -> Step:
-        """Answer a response."""
-        answers = []
+        """Return the results of the response's tool calls, or the final reward."""
+        results = []
         for call in message.get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            said = TOOLS[name](**arguments)  # what this raises is told to the policy
-            answers.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": str(said)})
-        if answers:
-            return Step(answers, reward=0.1, metrics={"calls": len(answers)})
-        right = float(message["content"].strip() == self.record.answer)
-        return Step(
-            reward=right, accuracy=right, done=True
-        )  # without accuracy, the sum of all rewards is reported as it
+            result = TOOLS[name](**arguments)  # an exception becomes a message to the policy
+            results.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": str(result)})
+        if results:
+            return Step(results, reward=0.1, metrics={"calls": len(results)})
+        correct = float(message["content"].strip() == self.record.answer)
+        # without accuracy, the sum of all rewards is reported as the accuracy
+        return Step(reward=correct, accuracy=correct, done=True)
