@@ -201,7 +201,7 @@ head_is_up_or_gone() { [[ -s "$DIR/head" || -e "$DIR/ended" ]]; }
 
 join_head() {
     wait_until "$TIMEOUT_S" head_is_up_or_gone || { say "the first node did not come up within $TIMEOUT_S s. Fix: see $DIR/node-0.log"; exit 1; }
-    # It has said why.
+    # It has reported the reason.
     [[ -s "$DIR/head" ]] || exit 0
     RAY_ADDRESS=$(<"$DIR/head")
     start_ray --address="$RAY_ADDRESS"

@@ -21,7 +21,7 @@ NEEDS_CHECKPOINT=1
 CHECKED_RUN=()
 # The command of that check: it runs once Ray is up on all nodes, and has to end with 0 before the job's own command begins.
 PREFLIGHT=()
-# More threads than these have nothing to do in a rank beside a GPU: copies, tokenizing, files.
+# A rank with a GPU has no use for more threads than this: they only copy, tokenize and read files.
 MOST_THREADS=16
 
 say() { printf 'megarl: %s\n' "$*" >&2; }
@@ -101,7 +101,7 @@ check_model_cache() {
             [[ "$HF_HOME/" != "${mount%/}/"* ]] || return 0
         done < <(tr , "\n" <<<"$1")
     fi
-    say "HF_HOME = ${HF_HOME:-} is not on a directory that the container sees: models and data sets would be fetched anew by every job, or not be" \
+    say "HF_HOME = ${HF_HOME:-} is not on a directory that the container sees: models and data sets would be fetched again by every job, or be missing" \
         "found. Fix: export HF_HOME=DIRECTORY on a disk that all nodes share, and MEGARL_CONTAINER_MOUNTS=DIRECTORY:DIRECTORY"
 }
 
@@ -117,7 +117,7 @@ gpus_of_node() {
     printf "%d\n" "${gpus:-0}"
 }
 
-# OpenMP threads of a rank: its share of the cores where it works beside a GPU; one on a CPU, where the ranks fill the cores.
+# OpenMP threads per rank: its share of the cores if it has a GPU; one on a CPU, where the ranks themselves fill the cores.
 threads_of_rank() {
     local gpus cpus threads=1
     gpus=$(gpus_of_node) cpus=$(cpus_of_nodes)
@@ -126,7 +126,7 @@ threads_of_rank() {
     printf "%d\n" $((threads > 1 ? threads : 1))
 }
 
-# --overlap: also inside of salloc or another step, where srun would wait for ever for nodes that its own job holds.
+# --overlap: also inside of salloc or another step, where srun would wait indefinitely for nodes that its own job holds.
 build_srun() {
     local extra cpus
     SRUN=(srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --overlap --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL)

@@ -40,7 +40,7 @@ chooses_tests() {
     return 1
 }
 
-# The directories of tests: distributed ones in one process, and beside them the quick ones first, so that a broken thing shows early. One that
+# The directories of tests: distributed ones in one process, and at the same time the quick ones first, so that a broken thing shows early. One that
 # is not named here comes last.
 test_rooms() {
     local room
@@ -120,7 +120,7 @@ prepare_slurm() {
     fi
 }
 
-# Puts Triton on Python's path for the tests of this part, beside the environment: where other libraries find it, they take other ways.
+# Puts Triton on Python's path for the tests of this part only: with Triton in the environment, other libraries take other code paths.
 prepare_triton() {
     local place="$ROOT/.venv-triton-$TRITON"
     [[ -d "$place/triton" ]] || run_step "installing Triton $TRITON (0.2 GB to fetch)" "$place.log" \
@@ -129,7 +129,7 @@ prepare_triton() {
     PYTHONPATH="$place${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# Puts torchvision where engines of the tests that need it find it. It is built for CUDA: beside a torch for CPUs its operators do not load, and the
+# Puts torchvision where engines of the tests that need it find it. It is built for CUDA: with a torch for CPUs its operators do not load, and the
 # file that describes their shapes fails. Models of text call none of them.
 prepare_torchvision() {
     MEGARL_TEST_TORCHVISION="$ROOT/.venv-torchvision-$TORCHVISION"

@@ -32,7 +32,7 @@ def page() -> str:
         "",
         (
             "Written by `python -m tests.evidence` from `tests/data/evidence.yaml`. Shown on CPUs over gloo, "
-            "where nothing else is said."
+            "unless a row says otherwise."
         ),
     ]
     for title, table in tables().items():

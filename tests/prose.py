@@ -40,6 +40,7 @@ GLOSSARY = (
     *("halvings", "parcels", "ticket", "broken off", "brought up to date", "played", "census"),
 )
 """Words of our own for which the field has others."""
+DOCUMENTS = ("*.md", "configs/*.yaml", "launch/*.sh", "launch/*.sbatch", "tests/data/evidence.yaml")
 _COUNTED = re.compile(rf"\b({'|'.join(map(re.escape, GLOSSARY))})\b", re.IGNORECASE)
 _LAYOUT = {
     tokenize.NL,
@@ -94,6 +95,26 @@ def figures(paths: Iterable[Path]) -> Figures:
     found = Figures()
     for path in paths:
         _add(found, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    return found
+
+
+def words_of_documents() -> list[str]:
+    """Return the places of glossary words in documents, recipes and scripts, as ``file:line: word``. Words in
+    backticks, in blocks of code and in commands are names."""
+    listed = subprocess.run(
+        ["git", "ls-files", *DOCUMENTS], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    found = list[str]()
+    for name in listed.splitlines():
+        in_code = False
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1):
+            if name.endswith(".md") and line.startswith("```"):
+                in_code = not in_code
+            text = re.sub(r"`[^`]*`", "", line)
+            if not name.endswith((".md", "evidence.yaml")):
+                text = text.partition("#")[2]
+            if not in_code:
+                found.extend(f"{name}:{number}: {word}" for word in _COUNTED.findall(text))
     return found
 
 

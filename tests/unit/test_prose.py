@@ -3,6 +3,7 @@ prints the figures."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_the_whole_tree_goes_towards_the_aims(everything: Figures) -> None:
     assert 1000 * everything.comprehensions <= MOST_COMPREHENSIONS * everything.lines
     assert everything.wide_text == [], f"docstrings and comments have at most {prose.WIDTH} columns"
     assert everything.words.total() <= MOST_WORDS, f"take the field's words: {everything.words}"
+
+
+def test_documents_use_the_words_of_the_field() -> None:
+    assert prose.words_of_documents() == []
+
+
+def test_words_of_documents_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.md").write_text("As told.\n```\nsaid\n```\n`drawn` is a name, judged is not.\n")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "b.yaml").write_text("said: 1  # beside\n")
+    subprocess.run("git init -q . && git add .", cwd=tmp_path, shell=True, check=True)
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    assert prose.words_of_documents() == ["a.md:1: told", "a.md:5: judged", "configs/b.yaml:1: beside"]
 
 
 def test_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
