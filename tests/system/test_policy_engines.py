@@ -55,7 +55,7 @@ def test_other_weights_are_named(pair: Pair) -> None:
         pair.check.check()
     # as of engines that keep weights in forms of their own
     pair.engines.weight_digests = lambda: None  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(MismatchError, match=r"log-probabilities of .* apart"):
+    with pytest.raises(MismatchError, match=r"log-probabilities of .* differ from the policy"):
         pair.check.check()
     del pair.engines.weight_digests
     pair.refit.stale = True
