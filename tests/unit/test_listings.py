@@ -43,7 +43,7 @@ def test_all_shipped_files_are_listed_with_whole_sentences(capsys: pytest.Captur
     assert by_name["distillation-qwen2.5-1.5b-from-7b-8gpu-megatron"].endswith(
         "its teacher tensor parallel 2 and data parallel 4."
     )
-    assert by_name["base/vllm"].endswith("by its defaults or by --with.")
+    assert by_name["base/vllm"].endswith("in its defaults or by --with.")
 
 
 def test_a_part_of_a_recipe_is_found_by_half_its_name(capsys: pytest.CaptureFixture[str]) -> None:
