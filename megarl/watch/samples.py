@@ -218,12 +218,8 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         table = Table(expand=True, show_lines=False)
         for step, row in zip(steps, (one, other), strict=True):
             table.add_column(Text(f"step {step}\n").append_text(_figures(row)), ratio=1, overflow="fold")
-        common = sum(
-            1
-            for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)
-            )
-        )
+        pairs = zip(one["answer"], other["answer"], strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         # Dim the common beginning, so that the eye finds where the two responses diverge.
         table.add_row(
             *(
