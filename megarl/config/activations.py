@@ -159,7 +159,7 @@ def sparse_layer_activation_bytes(
     assert mixture is not None, facts.family
     sizes, attention = (
         (tokens, tensor, sequence_parallel, kept),
-        [part for part in recomputed if part == "core_attn"],
+        {"core_attn"}.intersection(recomputed),
     )
     # In this case the layer is a dense one whose MLP keeps nothing.
     if "moe" in recomputed:

@@ -600,8 +600,11 @@ def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
     """Return the weight of each reward under ``rewards`` by its name, over all environments of an ``env``
     section."""
-    several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
-    return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
+    weights = {}
+    for inner in environments_of(section).values():
+        for name, reward in (inner.get("rewards") or {}).items():
+            weights[name] = reward.get("weight", 1.0)
+    return weights
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:

@@ -156,16 +156,11 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 
 def _refuse_hidden(resolved: Any) -> None:
     """Raise ConfigError if a value was hidden as a secret when the configuration file was written."""
-    found = [
-        Violation(
-            key,
-            value,
-            "it was hidden when this file was written",
-            f"give the value itself, for example with {key}=...",
-        )
-        for key, value in _texts(resolved)
-        if value == HIDDEN or _PART_HIDDEN.search(value)
-    ]
+    found = []
+    for key, value in _texts(resolved):
+        if value == HIDDEN or _PART_HIDDEN.search(value):
+            fix = f"give the value itself, for example with {key}=..."
+            found.append(Violation(key, value, "it was hidden when this file was written", fix))
     if found:
         raise ConfigError(found)
 

@@ -261,9 +261,13 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
 def checkpoint_bytes_beside(config: RunConfig) -> int:
     """Return the bytes that trained models other than the policy add to a checkpoint, without models of
     unknown size."""
-    sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
-    known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
-    return sum(checkpoint_bytes(section, facts) for section, facts in known)
+    total = 0
+    for path, section in model_sections(config).items():
+        model = at(config, path)
+        facts = facts_of_policy(model) if section.is_trained else None
+        if facts is not None:
+            total += checkpoint_bytes(model, facts)
+    return total
 
 
 def checkpoints_kept(config: RunConfig) -> int:
