@@ -124,11 +124,10 @@ def move_to(
         key: sent_to(value, device) if isinstance(value, torch.Tensor) else value
         for key, value in data.items()
     }
-    return {
-        **moved,
-        HOST_LENGTHS: data["input_lengths"].tolist(),
-        **({} if wanted is None else {WANTED: wanted}),
-    }
+    moved[HOST_LENGTHS] = data["input_lengths"].tolist()
+    if wanted is not None:
+        moved[WANTED] = wanted
+    return moved
 
 
 def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
