@@ -420,9 +420,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         self._check(data)
         stop_strings_of_rows(generation["stop_strings"], data.get("stop_strings"), data.size)
-        needed: BatchedDataDict[Any] = BatchedDataDict(
-            {name: data[name] for name in GENERATION_INPUTS if name in data}
-        )
+        needed = data.select_columns(GENERATION_INPUTS)
         if "sampling_seeds" not in needed:
             needed["sampling_seeds"] = seeds_of_call(self._seed, self.generate_calls, data.size)
         options = {"greedy": greedy, **({} if sampling is None else {"sampling": sampling})}
@@ -591,7 +589,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def mailboxes(self) -> dict[str, Any]:
         """Mailboxes through which engine ranks on the same devices get weights, by device, for ``meet``. The
         workers are asked once."""
-        return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
+        mailboxes: dict[str, Any] = {}
+        for own in self._results("mailbox"):
+            mailboxes |= own
+        return mailboxes
 
     def hand_over_weights(
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
@@ -683,7 +684,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         # Use known peaks only if all are known, because a sum of measured and published peaks would be
         # meaningless.
         if all(known):
-            return [peak for peak in known if peak]
+            return list(filter(None, known))
         return self._results("measure_peak_flops")
 
     def start_gpu_profiling(self) -> None:
@@ -700,7 +701,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:
         """Stop the recordings, write each to ``<stem>_rank<N>.json``, and return the files."""
-        return [path for path in self._results("stop_torch_profiling", stem=stem) if path is not None]
+        return list(filter(None, self._results("stop_torch_profiling", stem=stem)))
 
     def shutdown(self) -> bool:
         """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
@@ -787,17 +788,13 @@ def _with_rows_of_batch(
 ) -> list[dict[str, Any]]:
     """Return the workers' reports of global batches without a step, with row numbers of the whole batch
     instead of those of a replica."""
-    return [
-        {
-            **batch,
-            "rows": [batch["global_batch"] * global_batch, (batch["global_batch"] + 1) * global_batch],
-            "seen": [
-                {**seen, "rows": sorted(sharded.rows_of(seen["data_rank"], *seen["rows"]))}
-                for seen in batch["seen"]
-            ],
-        }
-        for batch in skipped
-    ]
+    translated = []
+    for batch in skipped:
+        first, seen = batch["global_batch"] * global_batch, []
+        for each in batch["seen"]:
+            seen.append({**each, "rows": sorted(sharded.rows_of(each["data_rank"], *each["rows"]))})
+        translated.append({**batch, "rows": [first, first + global_batch], "seen": seen})
+    return translated
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
