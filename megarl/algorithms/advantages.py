@@ -422,7 +422,8 @@ def generalized_advantages(
         Advantages and returns; 0 where nothing counts.
     """
     counts = mask != 0
-    rewards, values = (torch.where(counts, column, 0.0).double() for column in (rewards, values))
+    rewards = torch.where(counts, rewards, 0.0).double()
+    values = torch.where(counts, values, 0.0).double()
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()
