@@ -242,14 +242,18 @@ def _judge(config: RunConfig) -> list[Any]:
     """Return everything that decides whether a reference answer is usable: the section of the environment,
     and the user's own code."""
     section = config.get("env") or {}
-    places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
-    # The environment has been built, so that the modules that it names have been imported.
-    files = [
-        Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places
-    ]
-    texts = [file.read_bytes() for file in files if file.is_file()]
-    texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
-    code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
+    sources, objects = [], []
+    for text in _texts_in(section):
+        if is_import_path(text):
+            place = text.rpartition(":")[0]
+            # The environment has been built, so that the modules that it names have been imported.
+            file = Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser()
+            if file.is_file():
+                sources.append(file.read_bytes())
+        pickled = pickled_object(text)
+        if pickled is not None:
+            objects.append(pickled)
+    code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in sources + objects]
     # Include both versions, because another version of either package may score the same answer differently.
     return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 

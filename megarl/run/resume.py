@@ -461,11 +461,10 @@ class CheckpointWriter:
             if role.directory is not None:
                 self.turns.bring(role)
                 places = directories(role)
-                weights, optimizer, tokenizer = (
-                    _below(places, role.directory, part) for part in (WEIGHTS, OPTIMIZER, TOKENIZER)
-                )
                 model.save_checkpoint(
-                    weights_path=weights, optimizer_path=optimizer, tokenizer_path=tokenizer
+                    weights_path=_below(places, role.directory, WEIGHTS),
+                    optimizer_path=_below(places, role.directory, OPTIMIZER),
+                    tokenizer_path=_below(places, role.directory, TOKENIZER),
                 )
 
     def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:

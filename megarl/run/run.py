@@ -438,11 +438,9 @@ def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
     figures = models[ACTOR].memory_figures()
     for role, model in models.items():
         if role != ACTOR:
-            figures |= {
-                f"{role.name}_{name}": value
-                for name, value in model.memory_figures().items()
-                if name in _OF_PROCESSES
-            }
+            for name, value in model.memory_figures().items():
+                if name in _OF_PROCESSES:
+                    figures[f"{role.name}_{name}"] = value
     return figures
 
 
