@@ -179,14 +179,10 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     """Return why Transformer Engine does not load, and how to fix it."""
     part = installed_version("transformer-engine-torch")
     # Name the core for torch's CUDA: without it, pip would install the core for CUDA 12.
-    core = next(
-        (
-            found[1]
-            for one in _requirements("torch")
-            if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))
-        ),
-        None,
-    )
+    core = ""
+    for requirement in _requirements("torch"):
+        found = re.fullmatch(r"nvidia-nccl-(cu\d+)", requirement.name)
+        core = found[1] if found else core
     wanted = (
         f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
     )
