@@ -221,11 +221,9 @@ def host_memory(
     together = sum(max(map(of_rank, each)) for each in models)
     # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
-        together -= sum(
-            min(rank.frozen for rank in (*ranks, *each))
-            for path, each in beside.items()
-            if share_a_base(config["policy"], at(config, path))
-        )
+        for path, each in beside.items():
+            if share_a_base(config["policy"], at(config, path)):
+                together -= min(rank.frozen for rank in (*ranks, *each))
     if on_cpu:
         # A model has its own base until it is built.
         together = max(together, sum(max(rank.weights + rank.gradients for rank in each) for each in models))

@@ -65,10 +65,10 @@ def renamed(violation: Violation, path: str) -> Violation:
     renamed to that path."""
     key = path if violation.key == POLICY else renamed_text(violation.key, path)
     bound, fix = renamed_text(violation.bound, path), renamed_text(violation.fix, path)
-    candidates = tuple(
-        {renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates
-    )
-    return Violation(key, violation.value, bound, fix, candidates)
+    candidates = []
+    for each in violation.candidates:
+        candidates.append({renamed_text(name, path): value for name, value in each.items()})
+    return Violation(key, violation.value, bound, fix, tuple(candidates))
 
 
 def renamed_text(text: str, path: str) -> str:

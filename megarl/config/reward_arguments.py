@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -73,9 +74,6 @@ _NAMED = (
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.KEYWORD_ONLY,
 )
-
-
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +190,15 @@ def values_for(
         for name in (*arguments.positional, *arguments.keywords)
     }
     positional = list(map(named.pop, arguments.positional))
-    named |= {name: _listed(columns[name], arguments) for name in arguments.optional if name in columns}
+    for name in arguments.optional:
+        if name in columns:
+            named[name] = _listed(columns[name], arguments)
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
-        further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
         # In this order: a column called `prompts` is not what TRL gives under that name.
-        rest |= {name: _value(name, arguments, values, columns) for name in further}
+        for name in chain.from_iterable(GIVEN_BY_CALLERS.get(each, ()) for each in taken):
+            rest[name] = _value(name, arguments, values, columns)
         named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 

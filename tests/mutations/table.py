@@ -1043,8 +1043,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "extremes-summed": Row(
         "megarl/models/engine/step.py",
-        "        else list(values)\n",
-        "        else [sum(values)]\n",
+        "if is_sum else list(values)",
+        "if is_sum else [sum(values)]",
         cases=("loss=pg mbs=2 micro=2 length=8",),
     ),
     "likeliest-at-another-temperature": Row(

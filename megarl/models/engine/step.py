@@ -499,11 +499,10 @@ def _averaged_over_batches(
     """Divide metrics that are sums over a global batch by ``count``, the number of global batches, so that
     their sum is a mean over global batches."""
     declared = getattr(loss_fn, "metric_reductions", {})
-    return {
-        name: [value / count for value in values]
+    averaged = {}
+    for name, values in metrics.items():
         # Divide sums by the number of global batches, with which they would grow. Means and maxima do not
         # grow.
-        if declared.get(name, default_reduction(name)) is Reduction.SUM
-        else list(values)
-        for name, values in metrics.items()
-    }
+        is_sum = declared.get(name, default_reduction(name)) is Reduction.SUM
+        averaged[name] = [value / count for value in values] if is_sum else list(values)
+    return averaged

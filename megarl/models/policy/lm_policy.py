@@ -189,7 +189,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._token_column("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
+        return self._token_columns("get_logprobs", ["logprobs"], data, {"skip_masked": skip_masked})
 
     def get_reference_policy_logprobs(
         self,
@@ -202,7 +202,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
-        return self._token_column("get_reference_policy_logprobs", "reference_logprobs", data, options)
+        return self._token_columns("get_reference_policy_logprobs", ["reference_logprobs"], data, options)
 
     def get_topk_logits(
         self,
@@ -248,7 +248,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         """Return the value of a scoring model (``policy.reward_model_cfg``) at each token of ``data``, in its
         order."""
-        return self._token_column("get_values", "values", data, {})
+        return self._token_columns("get_values", ["values"], data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
         """Return the scores of the sequences of ``data``, in its order: the output of a scoring model at the
@@ -257,11 +257,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return BatchedDataDict(
             {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
         )
-
-    def _token_column(
-        self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]
-    ) -> BatchedDataDict[Any]:
-        return self._token_columns(method, (key,), data, options)
 
     def _token_columns(
         self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]
@@ -776,11 +771,13 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "power_w": ("power_w", sum),
         "utilization_percent": ("utilization_percent", fmean),
     }
-    return {
-        name: combine([info[key] for info in infos])
-        for name, (key, combine) in ways.items()
-        if all(key in info for info in infos)
-    }
+    metrics = {}
+    for name, (key, combine) in ways.items():
+        values = [info[key] for info in infos if key in info]
+        # Some devices do not report a figure, and a part of them says nothing of all.
+        if len(values) == len(infos):
+            metrics[name] = combine(values)
+    return metrics
 
 
 def _with_rows_of_batch(
