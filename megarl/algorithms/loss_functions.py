@@ -340,10 +340,10 @@ class ClippedPGLossFn:
             # the bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
-        judged = weight
+        compared = weight
         if self.truncation == "seq-mask-tis":
-            judged = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
-        return torch.where((judged >= self.weight_min) & (judged <= self.weight_max), weight, 0.0)
+            compared = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
+        return torch.where((compared >= self.weight_min) & (compared <= self.weight_max), weight, 0.0)
 
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
         """Return the objective of every token, [B, S-1], to be minimised."""

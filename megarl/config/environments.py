@@ -421,8 +421,8 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
         return
     seen: set[str] = set()
     for place, tool in enumerate(tools):
-        said = tool.get("function") if isinstance(tool, Mapping) else None
-        function = said if isinstance(said, Mapping) else {}
+        declared = tool.get("function") if isinstance(tool, Mapping) else None
+        function = declared if isinstance(declared, Mapping) else {}
         parameters, called = function.get("parameters", {"type": "object"}), function.get("name")
         if not isinstance(called, str) or not called:
             yield Violation(key, name, f"tools[{place}] = {repr(tool)[:60]} names no function", fix)

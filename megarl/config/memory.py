@@ -166,7 +166,8 @@ def _stage_memory(
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     layers = [list(itertools.chain.from_iterable(of_stage)) for of_stage in chunks]
     shared = stage_parameters(facts, layout.tensor, stage, layers)
-    expert, expert_tensor = _expert_sizes(megatron)
+    expert = megatron["expert_model_parallel_size"]
+    expert_tensor = megatron["expert_tensor_parallel_size"]
     kinds = layers_by_kind(facts, layers[stage])
     experts = sparse_layers(kinds) * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
@@ -221,12 +222,6 @@ def _stage_memory(
         host_optimizer=int(in_host),
         frozen=(parameters - trained_parameters) * element if adapters is not None else 0,
     )
-
-
-def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
-    """Return the number of ranks that the experts are distributed over, and of ranks that share each
-    expert."""
-    return megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
 
 
 @dataclass(frozen=True, slots=True)

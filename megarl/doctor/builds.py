@@ -256,13 +256,13 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
         return f"importing {module} took more than {timeout_s:g} s"
     if answer.returncode == 0:
         return ""
-    told = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
-    if told:
-        return told[-1].removeprefix(_MARK)
+    reported = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
+    if reported:
+        return reported[-1].removeprefix(_MARK)
     if answer.returncode < 0:
         return f"importing {module} ended with signal {-answer.returncode}"
-    said = [line for line in answer.stderr.splitlines() if line.strip()]
-    return said[-1] if said else f"importing {module} ended with {answer.returncode}"
+    lines = [line for line in answer.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"importing {module} ended with {answer.returncode}"
 
 
 def _is_of_another_build(error: str) -> bool:

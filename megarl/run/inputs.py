@@ -149,14 +149,14 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     sections = at(config, "env") or {}
     names = bool(named_environments(sections))
     pairs = algorithm_class(config["algorithm"]).PAIRS
-    told = tools_told(environment)
-    if any(told.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
+    tools = tools_told(environment)
+    if any(tools.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
         logger.warning(
             "the chat template does not show the policy the tools of the environment: describe in "
             "the prompts the tools and the form of a call"
         )
     if (at(config, f"{algorithm_class(config['algorithm']).section()}.max_rollout_turns") or 1) > 1:
-        _check_observations(policy, tokenizer, stops, with_tools=any(told.values()))
+        _check_observations(policy, tokenizer, stops, with_tools=any(tools.values()))
     reading = Reading(
         data,
         tokenizer,
@@ -168,7 +168,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
         pairs,
         stops,
         _template_date(policy, tokenizer),
-        told,
+        tools,
     )
 
     def load(sources: DataSource | Sequence[DataSource]) -> Dataset:
@@ -363,14 +363,14 @@ def _stops_in_words(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
     prompts = dataset.examples.lengths(with_answers=False)
     records = f"{len(dataset):,} {'records' if dataset.of_record == 1 else 'pairs'}"
-    said = (
+    text = (
         f"{key}: {records}; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} "
         "on average"
     )
     if len(dataset.sources) > 1:
-        said += "; " + ", ".join(
+        text += "; " + ", ".join(
             f"{source.name}: {source.end - source.start:,}" for source in dataset.sources
         )
     if not with_answers:
-        return said
-    return f"{said}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"
+        return text
+    return f"{text}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"

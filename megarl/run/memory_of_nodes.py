@@ -81,8 +81,8 @@ class MemoryOfNodes:
         """Open the files on each node, see ``CheckpointMemory``."""
         failed = self._answers(self._begin("hold"))[1]
         if failed:
-            said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
-            raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {said}")
+            reasons = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
+            raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {reasons}")
 
     def write(self, target: Path) -> WriteOfNodes:
         """Begin to write on each node, see ``CheckpointMemory``."""

@@ -178,8 +178,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     nodes, ranks = training_shape(View(config))
     apart = generation_shape(View(config)) if engine_of(config) is not None else None
     needed = nodes * ranks + (math.prod(apart) if apart is not None else 0)
-    said = env.text("MEGARL_DEVICE", "auto")
-    wanted, present = {config["cluster"]["device"], said} - {"auto"}, _visible_gpus()
+    from_environment = env.text("MEGARL_DEVICE", "auto")
+    wanted, present = {config["cluster"]["device"], from_environment} - {"auto"}, _visible_gpus()
     # Without a GPU, auto means the CPU. ``start.uses_gpus`` refuses it if GPUs are to be expected.
     if "cpu" in wanted or not (wanted or present):
         workers, slots = needed * len(model_roles(config)), local_slots()

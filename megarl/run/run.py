@@ -165,7 +165,9 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         # Decide the device once: after the loss of a node, auto could select another one.
-        placed = _with_decided_device(config) if make_policy is None and restarts.most else config
+        placed = config
+        if make_policy is None and restarts.most:
+            placed = put(config, "cluster.device", decided_device(config))
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
             sinks = _open_sinks(config, run_dir, stack)
@@ -362,10 +364,6 @@ def _checkpoint_memory(
         # Custom policies need no Ray actors to hold the memory of other nodes.
         return OwnMemory(manager.checkpoint_dir)
     return checkpoint_memory(manager.checkpoint_dir, models, stack)
-
-
-def _with_decided_device(config: RunConfig) -> RunConfig:
-    return put(config, "cluster.device", decided_device(config))
 
 
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:

@@ -146,12 +146,16 @@ def uses_gpus(device: str, gpus: float) -> bool:
     """
     from megarl.distributed.device import wanted_device
 
-    said = wanted_device()
-    wanted = {device, said} - {"auto"}
+    from_environment = wanted_device()
+    wanted = {device, from_environment} - {"auto"}
     if len(wanted) > 1:
-        fix = f"unset MEGARL_DEVICE, or write cluster.device={said}"
+        fix = f"unset MEGARL_DEVICE, or write cluster.device={from_environment}"
         raise ConfigError(
-            [Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {said}", fix)]
+            [
+                Violation(
+                    "cluster.device", device, f"the environment has MEGARL_DEVICE = {from_environment}", fix
+                )
+            ]
         )
     if wanted:
         return wanted == {"cuda"}

@@ -216,14 +216,14 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield the facts and the best values of a run as markup."""
     for name, text in facts(state):
-        said = html.escape(text.plain)
+        shown = html.escape(text.plain)
         if name == "state":
             name_of_style = state.state.replace(" ", "-")
-            behind = said.removeprefix(state.state)
-            said = f'<span class="{name_of_style}">{state.state}</span>{behind}'
+            behind = shown.removeprefix(state.state)
+            shown = f'<span class="{name_of_style}">{state.state}</span>{behind}'
         elif text.style == BAD:
-            said = f'<span class="not-finite">{said}</span>'
-        yield name, said
+            shown = f'<span class="not-finite">{shown}</span>'
+        yield name, shown
     for name, curve, better in shown_metrics(state.series):
         if better is not None:
             best = best_of(curve, better).replace(" at ", " at step ")

@@ -236,11 +236,13 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
     )  # This run is from before launches were recorded.
     # An owner without a launch was killed before its first step could begin, so that the outcome of an
     # earlier launch does not apply to it.
-    told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
-    if reached or told == FINISHED:
+    outcome = (
+        launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
+    )
+    if reached or outcome == FINISHED:
         return "finished", f"all {total} steps"
-    if told is not None:
-        return "ended", f"{told}; {again}"
+    if outcome is not None:
+        return "ended", f"{outcome}; {again}"
     if owner is not None or launches:
         return (
             "killed",

@@ -138,13 +138,13 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
-    judged = rows if order == "longest" else [row for row in rows if row.get("masked") is not True]
+    scored = rows if order == "longest" else [row for row in rows if row.get("masked") is not True]
 
     def key(row: Sample) -> tuple[bool, float]:
         number = _number(row.get(name))
         return math.isnan(number), 0.0 if math.isnan(number) else sign * number
 
-    return sorted(judged, key=key)
+    return sorted(scored, key=key)
 
 
 def _number(value: Any) -> float:

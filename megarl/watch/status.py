@@ -200,10 +200,10 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
     if not any(counts.values()):
         return ""
     last = [restart for launch in launches for restart in launch.restarts][-1]
-    said = " and ".join(
+    times = " and ".join(
         f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count
     )
-    return f"; within launches {said}, the last because of {last.reason}"
+    return f"; within launches {times}, the last because of {last.reason}"
 
 
 def _progress(state: RunState) -> Text:
@@ -280,14 +280,14 @@ def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
 def _reward_faults(series: Mapping[str, Series]) -> str:
     """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if every response had a
     reward."""
-    said = []
+    faults = []
     for name, curve in _fault_curves(series).items():
         last = max(index for index, value in enumerate(curve.values) if value)
-        said.append(
+        faults.append(
             f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step "
             f"{curve.steps[last]}"
         )
-    return "; ".join(said)
+    return "; ".join(faults)
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:

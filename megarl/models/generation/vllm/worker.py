@@ -142,11 +142,11 @@ class Engine:
         while not wait([answer], LOOK_SECONDS).done:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
-                said = ", ".join(
+                deaths = ", ".join(
                     f"{process.name} (process {process.pid}, exit code {process.exitcode})"
                     for process in dead
                 )
-                raise RuntimeError(f"vLLM died in {method}(): {said}.{note_of_full_memory()}")
+                raise RuntimeError(f"vLLM died in {method}(): {deaths}.{note_of_full_memory()}")
         return answer.result()
 
     def _answer(
