@@ -146,16 +146,12 @@ def uses_gpus(device: str, gpus: float) -> bool:
     """
     from megarl.distributed.device import wanted_device
 
-    from_environment = wanted_device()
-    wanted = {device, from_environment} - {"auto"}
+    setting = wanted_device()
+    wanted = {device, setting} - {"auto"}
     if len(wanted) > 1:
-        fix = f"unset MEGARL_DEVICE, or write cluster.device={from_environment}"
+        fix = f"unset MEGARL_DEVICE, or write cluster.device={setting}"
         raise ConfigError(
-            [
-                Violation(
-                    "cluster.device", device, f"the environment has MEGARL_DEVICE = {from_environment}", fix
-                )
-            ]
+            [Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {setting}", fix)]
         )
     if wanted:
         return wanted == {"cuda"}
