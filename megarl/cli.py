@@ -726,7 +726,7 @@ def require_runs(arguments: argparse.Namespace) -> None:
     """Raise an error if the file system of a run's directory does not respond."""
     from megarl.config.places import require_answers
 
-    runs = getattr(arguments, "runs", None) or [run for run in [getattr(arguments, "run", None)] if run]
+    runs = getattr(arguments, "runs", None) or filter(None, [getattr(arguments, "run", None)])
     require_answers({f"RUN {run}": run for run in runs})
 
 

@@ -45,7 +45,7 @@ class Range:
     def __str__(self) -> str:
         low = "" if self.low is None else f"{'more than' if self.low_open else 'at least'} {self.low:g}"
         high = "" if self.high is None else f"{'less than' if self.high_open else 'at most'} {self.high:g}"
-        return " and ".join(part for part in (low, high) if part)
+        return " and ".join(filter(None, (low, high)))
 
 
 AT_LEAST_1 = Range(low=1)
@@ -89,10 +89,12 @@ class Key:
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
     """Return the ``Key`` of each field of a section that has one."""
-    found = {
-        name: _key_in(annotation) for name, annotation in get_type_hints(section, include_extras=True).items()
-    }
-    return {name: key for name, key in found.items() if key is not None}
+    fields = {}
+    for name, annotation in get_type_hints(section, include_extras=True).items():
+        key = _key_in(annotation)
+        if key is not None:
+            fields[name] = key
+    return fields
 
 
 def defaults_of(section: Any) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def _key_in(annotation: Any) -> Key | None:
     """Return the ``Key`` inside an annotation, looking through NotRequired; None if there is none."""
     if get_origin(annotation) is Annotated:
         return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
-    return next((key for part in get_args(annotation) if (key := _key_in(part)) is not None), None)
+    return next(filter(None, map(_key_in, get_args(annotation))), None)
 
 
 def section_types(annotation: Any) -> Iterator[Any]:

@@ -230,9 +230,9 @@ def learn(values: Mapping[str, Any]) -> None:
     redacted line by line.
     """
     for value in _secrets(values, within=False):
-        _learned.update(
-            text for text in (value, *map(str.strip, value.splitlines())) if len(text) >= _SHORTEST
-        )
+        for text in (value, *map(str.strip, value.splitlines())):
+            if len(text) >= _SHORTEST:
+                _learned.add(text)
 
 
 def _secrets(value: Any, within: bool) -> Iterator[str]:

@@ -193,7 +193,9 @@ def estimated_advantages(
     name = settings["adv_estimator"]["name"]
     estimate = estimator or estimator_of(name)
     # Built-in estimators change no input, so only a user's estimator gets a copy of all columns.
-    found = estimate(inputs) if name in ESTIMATORS else _checked(estimate(_copied(inputs)), inputs, name)
+    found = (
+        estimate(inputs) if name in ESTIMATORS else _checked(estimate(copy.deepcopy(inputs)), inputs, name)
+    )
     by_token = found.unsqueeze(1) if found.ndim == 1 else found
     return torch.where((sample_mask.unsqueeze(1) if found.ndim == 1 else inputs.mask) == 0, 0.0, by_token).to(
         inputs.rewards.dtype
@@ -225,11 +227,6 @@ def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
     """
     found: Estimator = _ESTIMATORS[name] if name in _ESTIMATORS else load_object(name, key)
     return found
-
-
-def _copied(inputs: AdvantageInputs) -> AdvantageInputs:
-    """Copy the inputs for a custom estimator, which may change them without changing the batch."""
-    return copy.deepcopy(inputs)
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
@@ -422,7 +419,8 @@ def generalized_advantages(
         Advantages and returns; 0 where nothing counts.
     """
     counts = mask != 0
-    rewards, values = (torch.where(counts, column, 0.0).double() for column in (rewards, values))
+    rewards = torch.where(counts, rewards, 0.0).double()
+    values = torch.where(counts, values, 0.0).double()
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()

@@ -4,6 +4,7 @@ gives them (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired
@@ -190,10 +191,7 @@ class Distillation(Sampled):
         """Yield the rows of each teacher that has any, in the order of the teachers."""
         # Records are numbered through all sources, in their order.
         ends = [source.end for source in self.train_data.sources]
-        names = [
-            self.teacher_of_source[next(place for place, end in enumerate(ends) if record < end)]
-            for record in records
-        ]
+        names = [self.teacher_of_source[bisect.bisect_right(ends, record)] for record in records]
         # Go by teacher, not by row, so that each teacher is loaded onto the devices once per step.
         for name in self.teachers:
             rows = [row for row, other in enumerate(names) if other == name]
@@ -206,10 +204,9 @@ class Distillation(Sampled):
         import torch
 
         from megarl.algorithms.distillation_loss import TOPK_INDICES, TOPK_LOGITS
-        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
 
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: batch[key] for key in MODEL_INPUTS})
+        inputs = batch.select_columns(MODEL_INPUTS)
         columns: dict[str, Tensor] = {}
         with self.timer.phase("teacher_logprobs"):
             for name, rows in rows_of.items():

@@ -366,14 +366,10 @@ class GRPO(Sampled):
         import torch
 
         from megarl.algorithms.advantages import PART
-        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.collector import accuracies_of
 
         model.prepare_for_lp_inference()
-        inputs: BatchedDataDict[Any] = BatchedDataDict(
-            {key: samples[key] for key in ("input_ids", "input_lengths")}
-        )
-        scores = model.score(inputs)["scores"]
+        scores = model.score(samples.select_columns(("input_ids", "input_lengths")))["scores"]
         # scored=0, because a score layer has one output, which costs nothing compared with a vocabulary's.
         self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         if not bool(scores.isfinite().all()):

@@ -340,10 +340,10 @@ class ClippedPGLossFn:
             # the bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
-        judged = weight
+        compared = weight
         if self.truncation == "seq-mask-tis":
-            judged = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
-        return torch.where((judged >= self.weight_min) & (judged <= self.weight_max), weight, 0.0)
+            compared = torch.exp(_row_sums(log_weights, mask, average=True))[:, None]
+        return torch.where((compared >= self.weight_min) & (compared <= self.weight_max), weight, 0.0)
 
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
         """Return the objective of every token, [B, S-1], to be minimised."""
@@ -420,9 +420,8 @@ def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor
         data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
     """
     counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
-    previous, reference = (
-        torch.where(counts, data[key], 0.0) for key in ("prev_logprobs", "reference_policy_logprobs")
-    )
+    previous = torch.where(counts, data["prev_logprobs"], 0.0)
+    reference = torch.where(counts, data["reference_policy_logprobs"], 0.0)
     filled: dict[str, Any] = {**defaults_of(ClippedPGLossConfig), **cfg}
     bounds = filled["kl_input_clamp_value"], filled["kl_output_clamp_value"]
     return calculate_kl(previous, reference, filled["reference_policy_kl_type"], *bounds)

@@ -179,15 +179,11 @@ class PPO(GRPO):
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Score samples as GRPO does, and add ``values`` [B, S]: the critic's value at each token, before it
         is trained."""
-        from megarl.distributed.batched_data_dict import BatchedDataDict
-
         batch = super().score(samples)
         self.turns.take(CRITIC)
         with self.timer.phase("values"):
             self.critic.prepare_for_lp_inference()
-            inputs: BatchedDataDict[Any] = BatchedDataDict(
-                {key: batch[key] for key in ("input_ids", "input_lengths")}
-            )
+            inputs = batch.select_columns(("input_ids", "input_lengths"))
             batch["values"] = self.critic.get_values(inputs)["values"]
             self.timer.passed(Sequences(samples["input_lengths"].numpy(), scored=0))
         return batch
@@ -258,14 +254,13 @@ class PPO(GRPO):
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
         """Train the critic, and after the first ``critic_warmup_steps`` the actor too."""
-        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
+        of_critic = batch.select_columns((*MODEL_INPUTS, RESPONSE))
         # Remove these columns from the batch, because the actor's workers do not need them.
-        learned = {key: batch.pop(key) for key in ("prev_values", "returns")}
-        inputs = [key for key in (*MODEL_INPUTS, RESPONSE) if key in batch]
-        of_critic: BatchedDataDict[Any] = BatchedDataDict({**{key: batch[key] for key in inputs}, **learned})
+        for key in ("prev_values", "returns"):
+            of_critic[key] = batch.pop(key)
         epochs_of_critic = self.config["critic_ppo_epochs"]
         # Train the critic first, so that the actor has the devices when the next step samples.
         with self.timer.phase(TRAIN_CRITIC):

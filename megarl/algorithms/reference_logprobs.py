@@ -11,6 +11,7 @@ digest, because they change numbers by rounding only.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -193,12 +194,12 @@ def model_identity(policy: PolicyConfig) -> list[list[str]]:
         ConversionError: there is no such model.
     """
     directory = locate_source(policy["model_name"])
-    files = sorted({file for pattern in _FILES for file in directory.glob(pattern)})
+    files = sorted(set(itertools.chain.from_iterable(map(directory.glob, _FILES))))
     family = at(policy, "megatron_cfg.family_file")
     files += [Path(family)] if family else []
     if policy["merged_adapter"] is not None:
         adapter = Path(policy["merged_adapter"]).expanduser()
-        files += sorted({file for pattern in _ADAPTER_FILES for file in adapter.glob(pattern)})
+        files += sorted(set(itertools.chain.from_iterable(map(adapter.glob, _ADAPTER_FILES))))
     with ThreadPoolExecutor() as pool:
         return [
             [file.name, digest] for file, digest in zip(files, pool.map(_file_digest, files), strict=True)

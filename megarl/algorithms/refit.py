@@ -105,7 +105,7 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
         # the next one.
         outcomes = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
         outcomes += [_failure_of(generation.results, future) for future in receiving]
-        failures = [failure for failure in outcomes if failure is not None]
+        failures = list(filter(None, outcomes))
         if not failures:
             return
         generation.disconnect()

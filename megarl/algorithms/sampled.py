@@ -410,14 +410,12 @@ class Sampled(Algorithm):
         on request, the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the
         reference, ``reference_policy_logprobs``."""
         from megarl.algorithms.train_results import scored_tokens
-        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.collector import PREV_LOGPROBS
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 
-        inputs: BatchedDataDict[Any] = BatchedDataDict({key: samples[key] for key in MODEL_INPUTS})
-        further = {key: samples[key] for key in ("generation_logprobs", RESPONSE) if key in samples}
-        batch: BatchedDataDict[Any] = BatchedDataDict({**inputs, **further})
+        inputs = samples.select_columns(MODEL_INPUTS)
+        batch = samples.select_columns((*MODEL_INPUTS, "generation_logprobs", RESPONSE))
         # The log-probabilities were computed in parts while other responses were sampled (ScoredAhead).
         if previous and PREV_LOGPROBS in samples:
             batch[PREV_LOGPROBS], previous = samples[PREV_LOGPROBS], False

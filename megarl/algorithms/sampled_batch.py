@@ -71,21 +71,22 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     from safetensors.torch import save
 
     samples, judged = batch.rollouts.samples, batch.judged
-    tensors = {
-        f"{_SAMPLES}{name}": value for name, value in samples.items() if isinstance(value, torch.Tensor)
-    }
+    parts: dict[str, Mapping[str, Any]] = {_SAMPLES: samples}
     # Mostly both are the same object, which is then written once and read as one object again.
     if judged is not samples:
-        tensors |= {
-            f"{_JUDGED}{name}": value for name, value in judged.items() if isinstance(value, torch.Tensor)
-        }
-    tensors |= {f"{_EARLIER}{name}": value for name, value in (batch.rollouts.earlier or {}).items()}
+        parts[_JUDGED] = judged
+    parts[_EARLIER] = batch.rollouts.earlier or {}
+    tensors = {}
+    for prefix, columns in parts.items():
+        for name, value in columns.items():
+            if isinstance(value, torch.Tensor):
+                # Clone the tensors, because safetensors refuses tensors that share memory.
+                tensors[f"{prefix}{name}"] = value.clone().contiguous()
     path = _path_of(place, number)
-    # Clone the tensors, because safetensors refuses tensors that share memory. Its save_file would make the
-    # file private: a colleague could not replay the run.
-    path.write_bytes(save({name: value.clone().contiguous() for name, value in tensors.items()}))
+    # safetensors's save_file would make the file private: a colleague could not replay the run.
+    path.write_bytes(save(tensors))
     numbers: dict[int, int] = {}
-    told = {
+    description = {
         "records": [record.index for record in batch.rollouts.records],
         # Rows of one prompt share an object, by which samples are numbered; a step may have a record twice.
         "prompts": [numbers.setdefault(id(record), len(numbers)) for record in batch.rollouts.records],
@@ -96,7 +97,7 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
         "epoch": batch.epoch,
         "digest": hash_of(path),
     }
-    path.with_suffix(".json").write_text(json.dumps(told), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(description), encoding="utf-8")
     return [path, path.with_suffix(".json")]
 
 
@@ -112,8 +113,11 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
     """
     place = directory / DIRECTORY
     try:
-        numbers = [int(path.stem.removeprefix("step_")) for path in sorted(place.glob("step_*.safetensors"))]
-        return {number: load_batch(place, number, data) for number in numbers}
+        batches = {}
+        for path in sorted(place.glob("step_*.safetensors")):
+            number = int(path.stem.removeprefix("step_"))
+            batches[number] = load_batch(place, number, data)
+        return batches
     except ValueError as error:
         what = f"the batches in {place} that wait to be trained on cannot be read ({error})"
         raise UnusableCheckpointError(
@@ -150,11 +154,11 @@ def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
 
     path = _path_of(place, number)
     try:
-        told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        description = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         # Batches of earlier versions have no digest.
-        if told.get("digest", "") not in {"", hash_of(path)}:
+        if description.get("digest", "") not in {"", hash_of(path)}:
             raise ValueError(f"{path} was changed after it was written")
-        return _read(path, told, data)
+        return _read(path, description, data)
     # A file that holds another kind of JSON has no keys to look up.
     except (OSError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
@@ -164,7 +168,7 @@ def _path_of(place: Path, number: int) -> Path:
     return place / f"step_{number}.safetensors"
 
 
-def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
+def _read(path: Path, description: Mapping[str, Any], data: Dataset) -> Sampling:
     from safetensors import safe_open
 
     from megarl.distributed.batched_data_dict import BatchedDataDict
@@ -172,23 +176,27 @@ def _read(path: Path, told: Mapping[str, Any], data: Dataset) -> Sampling:
 
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    found = {
-        name: tensors[f"{_SAMPLES}{name}"] if f"{_SAMPLES}{name}" in tensors else told["others"][name]
-        for name in told["columns"]
-    }
-    samples: BatchedDataDict[Any] = BatchedDataDict(found)
-    judged = {
-        name.removeprefix(_JUDGED): value for name, value in tensors.items() if name.startswith(_JUDGED)
-    }
-    earlier = {
-        name.removeprefix(_EARLIER): value for name, value in tensors.items() if name.startswith(_EARLIER)
-    }
-    records = data.select(told["records"])
+
+    def part(prefix: str) -> dict[str, Any]:
+        return {
+            name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)
+        }
+
+    values, judged, earlier = {**description["others"], **part(_SAMPLES)}, part(_JUDGED), part(_EARLIER)
+    samples: BatchedDataDict[Any] = BatchedDataDict({name: values[name] for name in description["columns"]})
+    records = data.select(description["records"])
     prompts: dict[int, Example] = {}
     # Batches of earlier versions do not record which rows share a prompt.
     shared = [
         prompts.setdefault(number, record)
-        for number, record in zip(told.get("prompts", range(len(records))), records, strict=True)
+        for number, record in zip(description.get("prompts", range(len(records))), records, strict=True)
     ]
-    rollouts = Rollouts(samples, shared, told["metrics"], BatchedDataDict(earlier) if earlier else None)
-    return Sampling(rollouts, BatchedDataDict(judged) if judged else samples, told["sampling"], told["epoch"])
+    rollouts = Rollouts(
+        samples, shared, description["metrics"], BatchedDataDict(earlier) if earlier else None
+    )
+    return Sampling(
+        rollouts,
+        BatchedDataDict(judged) if judged else samples,
+        description["sampling"],
+        description["epoch"],
+    )

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.observe.timing import LOGPROBS, LOGPROBS_BESIDE, PhaseTimer, Sequences
 
@@ -98,14 +98,11 @@ class ScoredAhead:
 
     def _scored(self, rows: Sequence[Segment]) -> Tensor:
         from megarl.algorithms.train_results import scored_tokens
-        from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.trajectory import batch_of
 
         samples = batch_of(rows, self._pad)
         # Leave out the mask of responses: which ones are left out is known only when all are scored.
-        inputs: BatchedDataDict[Any] = BatchedDataDict(
-            {name: samples[name] for name in ("input_ids", "input_lengths", "token_mask")}
-        )
+        inputs = samples.select_columns(("input_ids", "input_lengths", "token_mask"))
         with self._own_timer.phase(LOGPROBS_BESIDE):
             self._policy.prepare_for_lp_inference()
             found: Tensor = self._policy.get_logprobs(inputs, skip_masked=True)["logprobs"]

@@ -95,15 +95,11 @@ class ServedCheck:
         """Choose the sequences of the next check from a batch, by the seed and the step."""
         import torch
 
-        from megarl.distributed.batched_data_dict import BatchedDataDict
-
         usable = samples["sample_mask"].nonzero().flatten().tolist()
         rows = sorted(random.Random(f"{self._seed}:{step}").sample(usable, min(self._count, len(usable))))
         if rows:
-            names = ("input_ids", "input_lengths", "token_mask")
-            batch: BatchedDataDict[Any] = BatchedDataDict(
-                {name: samples[name] for name in names}
-            ).select_indices(rows)
+            columns = samples.select_columns(("input_ids", "input_lengths", "token_mask"))
+            batch = columns.select_indices(rows)
             # An engine that scores a prompt samples a token after it, for which a sequence of maximum length
             # would have no room.
             batch["input_lengths"] = batch["input_lengths"] - 1
@@ -151,7 +147,7 @@ class ServedCheck:
             return None
         ours = self._policy.weight_digests()
         wrong = [name for name in ours if any(digests.get(name) != ours[name] for digests in theirs)]
-        wrong += sorted({name for digests in theirs for name in digests} - {*ours})
+        wrong += sorted(set().union(*theirs).difference(ours))
         if not wrong:
             return None
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,7 @@ class SkippedBatches:
         # Count the files in the directory, so that a resumed run continues the count.
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
-        rows = sorted({row for found in skipped for row in _rows(found)})
+        rows = sorted(set(chain.from_iterable(map(_rows, skipped))))
         report = {
             "step": step,
             "skipped": _plain(skipped),
@@ -319,12 +320,10 @@ def likely_causes(
     samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig
 ) -> Iterator[str]:
     """Yield likely reasons why all rewards are equal, from the responses and the references."""
-    rewards = [
-        reward
-        for key, section in environments_of(config["env"]).items()
-        for reward in rewards_of(section, key).values()
-    ]
-    names = {reward.get("reward") for reward in rewards}
+    names = set()
+    for key, section in environments_of(config["env"]).items():
+        for reward in rewards_of(section, key).values():
+            names.add(reward.get("reward"))
     marks = [mark for mark in _WHOLE_SOLUTIONS if any(mark in record.answer for record in records)]
     if "exact_match" in names and marks:
         yield (

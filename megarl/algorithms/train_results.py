@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +33,15 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
 def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, float]:
     """Return the metrics of several training calls with one batch: the minimum or maximum of metrics that the
     loss reduces so, the mean of others. A metric that only some calls have is reduced over these."""
-    found = [step_metrics(result, loss_fn) for result in results]
-    values = {
-        name: [metrics[name] for metrics in found if name in metrics]
-        for name in dict.fromkeys(name for each in found for name in each)
-    }
-    declared = getattr(loss_fn, "metric_reductions", {})
-    ways = {name: declared.get(name, default_reduction(name)) for name in values}
-    return {
-        name: reduce_values(each, Reduction.MEAN if ways[name] is Reduction.SUM else ways[name])
-        for name, each in values.items()
-    }
+    values: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for name, value in step_metrics(result, loss_fn).items():
+            values[name].append(value)
+    declared, metrics = getattr(loss_fn, "metric_reductions", {}), {}
+    for name, each in values.items():
+        way = declared.get(name, default_reduction(name))
+        metrics[name] = reduce_values(each, Reduction.MEAN if way is Reduction.SUM else way)
+    return metrics
 
 
 def trained_sequences(

@@ -27,9 +27,10 @@ class Turns:
     def take(self, role: Role) -> None:
         """Offload all other models. The model of ``role`` is loaded by its own ``prepare_for_training`` or a
         similar method."""
-        for other in [each for each in self._models if each in self._may_be_there and each != role]:
-            self._models[other].offload_after_refit()
-            self._may_be_there.remove(other)
+        for other, model in self._models.items():
+            if other in self._may_be_there and other != role:
+                model.offload_after_refit()
+                self._may_be_there.remove(other)
         self._may_be_there.add(role)
 
     def bring(self, role: Role) -> None:

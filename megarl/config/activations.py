@@ -159,7 +159,7 @@ def sparse_layer_activation_bytes(
     assert mixture is not None, facts.family
     sizes, attention = (
         (tokens, tensor, sequence_parallel, kept),
-        [part for part in recomputed if part == "core_attn"],
+        {"core_attn"}.intersection(recomputed),
     )
     # In this case the layer is a dense one whose MLP keeps nothing.
     if "moe" in recomputed:
@@ -205,7 +205,7 @@ def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) 
     filled = max(micro_batches, stages)
     group = stages if filled % stages == 0 else filled
     # Groups of micro-batches pass one after another, each through all chunks.
-    order = [chunk for _ in range(filled // group) for chunk in range(chunks) for _ in range(group)]
+    order = [chunk for chunk in range(chunks) for _ in range(group)] * (filled // group)
     warm_up = min(2 * before + (chunks - 1) * group, len(order))
     peak = held = sum(kept[chunk] for chunk in order[:warm_up])
     # Then a backward pass, through the chunks in reverse, follows each forward pass.

@@ -12,7 +12,7 @@ from converters.mapping.rule import HuggingFaceTensor, Kind, Rule, expert_index,
 from converters.model_config.architecture import ModelFacts
 from megarl.config.nested import at
 from megarl.config.parameters import model_rules, rules_of_layer, vocabulary_rules
-from megarl.config.policy import MegatronConfig, PeftConfig, PolicyConfig
+from megarl.config.policy import PeftConfig, PolicyConfig
 
 _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -34,15 +34,16 @@ def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
 def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
     """Return whether two models train adapters of the same weights, which their ranks divide alike, so that
     each rank can hold them once."""
-    parts = [
-        (each["model_name"], each["precision"], each["dtensor_cfg"], _without_steps(each["megatron_cfg"]))
-        for each in (policy, other)
-    ]
-    return all(adapters_of(each) is not None for each in (policy, other)) and parts[0] == parts[1]
+    if adapters_of(policy) is None or adapters_of(other) is None:
+        return False
+    return _base_settings(policy) == _base_settings(other)
 
 
-def _without_steps(megatron: MegatronConfig) -> dict[str, object]:
-    return {key: value for key, value in megatron.items() if key not in ("optimizer", "scheduler")}
+def _base_settings(policy: PolicyConfig) -> tuple[object, ...]:
+    megatron = dict(policy["megatron_cfg"])
+    megatron.pop("optimizer", None)
+    megatron.pop("scheduler", None)
+    return policy["model_name"], policy["precision"], policy["dtensor_cfg"], megatron
 
 
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
@@ -82,8 +83,9 @@ def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
     for rule in itertools.chain(model_rules(facts), layers):
         if not left:
             break
-        names = [part.name.removesuffix(".weight") for part in rule.parts]
-        left -= {pattern for pattern in left if any(is_named(name, expanded([pattern])) for name in names)}
+        for part in rule.parts:
+            name = part.name.removesuffix(".weight")
+            left -= {pattern for pattern in left if is_named(name, expanded([pattern]))}
     return sorted(left)
 
 
@@ -121,7 +123,8 @@ def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor
     targets, excluded = section["target_modules"], section["exclude_modules"]
     found = {"embed": 0, "lm": 0}
     for rule in vocabulary_rules(facts):
-        [(name, (rows, columns))] = [(part.name.removesuffix(".weight"), part.shape) for part in rule.parts]
+        [part] = rule.parts
+        name, (rows, columns) = part.name.removesuffix(".weight"), part.shape
         if is_named(name, targets) and not is_named(name, excluded):
             padded = padded_vocab_size(rows, tensor)
             found["embed" if rule.megatron_name.startswith("embedding.") else "lm"] = section["dim"] * (
@@ -138,7 +141,9 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()
-    for part in (part for part in rule.parts if len(part.shape) == 2):
+    for part in rule.parts:
+        if len(part.shape) != 2:
+            continue
         rows, columns = part.shape
         # The factor on the divided side is divided, whereas the other one is held in full.
         rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
@@ -155,10 +160,9 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
     """Return the name of the stacked parameter in which transformers' model holds this matrix for all
     experts. None for a tensor that is not part of a stack."""
+    stack = None
     # If a family is published under other names, the last location is that of transformers' model.
-    places = [
-        place.name
-        for place in tensor.places
-        if place.index is not None and len(place.shape) == 3 and place.written
-    ]
-    return places[-1] if places else None
+    for place in tensor.places:
+        if place.index is not None and len(place.shape) == 3 and place.written:
+            stack = place.name
+    return stack

@@ -195,16 +195,20 @@ def models_of(name: object) -> Mapping[str, ModelSection]:
 @cache
 def built_in_models() -> Mapping[str, ModelSection]:
     """Return the built-in algorithms' sections for models other than the policy, by name."""
-    return {section: model for name in ALGORITHMS for section, model in algorithm_class(name).MODELS.items()}
+    models: dict[str, ModelSection] = {}
+    for name in ALGORITHMS:
+        models |= algorithm_class(name).MODELS
+    return models
 
 
 @cache
 def built_in_sections() -> Mapping[str, Any]:
     """Return the built-in algorithms' own sections, TypedDicts by name."""
-    return {
-        algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()]
-        for name in ALGORITHMS
-    }
+    sections = {}
+    for algorithm in map(algorithm_class, ALGORITHMS):
+        name = algorithm.section()
+        sections[name] = algorithm.SECTIONS[name]
+    return sections
 
 
 def run_type(name: object) -> Any:

@@ -294,11 +294,9 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
         if isinstance(value, list)
         else {f"data.{key}": value}
     )
-    yield from (
-        (path, cast(ValidationSource, source))
-        for path, source in places.items()
-        if isinstance(source, Mapping)
-    )
+    for path, source in places.items():
+        if isinstance(source, Mapping):
+            yield path, cast(ValidationSource, source)
 
 
 def set_module(source: DataSource) -> str | None:

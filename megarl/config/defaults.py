@@ -271,8 +271,12 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """Return the section, followed by the defaults of its absent keys."""
-    # Copy the defaults, because all configurations would share a list or a section otherwise.
-    return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
+    filled = dict(section)
+    for key, value in defaults.items():
+        if key not in filled:
+            # Copy the default, because all configurations would share a list or a section otherwise.
+            filled[key] = copy.deepcopy(value)
+    return filled
 
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:

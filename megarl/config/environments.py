@@ -421,8 +421,8 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
         return
     seen: set[str] = set()
     for place, tool in enumerate(tools):
-        said = tool.get("function") if isinstance(tool, Mapping) else None
-        function = said if isinstance(said, Mapping) else {}
+        declared = tool.get("function") if isinstance(tool, Mapping) else None
+        function = declared if isinstance(declared, Mapping) else {}
         parameters, called = function.get("parameters", {"type": "object"}), function.get("name")
         if not isinstance(called, str) or not called:
             yield Violation(key, name, f"tools[{place}] = {repr(tool)[:60]} names no function", fix)
@@ -600,8 +600,11 @@ def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
     """Return the weight of each reward under ``rewards`` by its name, over all environments of an ``env``
     section."""
-    several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
-    return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
+    weights = {}
+    for inner in environments_of(section).values():
+        for name, reward in (inner.get("rewards") or {}).items():
+            weights[name] = reward.get("weight", 1.0)
+    return weights
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:

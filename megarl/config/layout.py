@@ -72,7 +72,7 @@ def layers_per_stage(
             raise ValueError("with one pipeline stage there is no first or last stage to give layers to")
         return [num_layers]
     fixed = [count for count in (first, last) if count is not None]
-    if any(count < 1 for count in fixed):
+    if min(fixed, default=1) < 1:
         raise ValueError("a pipeline stage needs at least one layer")
     rest, others = num_layers - sum(fixed), stages - len(fixed)
     if others == 0:
@@ -147,7 +147,7 @@ def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[ran
         )
         number = pipeline_chunks(megatron)
         counts = layers_per_stage(num_layers, stages, first, last)
-        chunks = [count // number for _ in range(number) for count in counts]
+        chunks = [count // number for count in counts] * number
     else:
         chunks = [chunk.count("t") for chunk in read_pipeline_layout(layout)]
         if len(chunks) % stages:

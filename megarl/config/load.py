@@ -156,16 +156,11 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 
 def _refuse_hidden(resolved: Any) -> None:
     """Raise ConfigError if a value was hidden as a secret when the configuration file was written."""
-    found = [
-        Violation(
-            key,
-            value,
-            "it was hidden when this file was written",
-            f"give the value itself, for example with {key}=...",
-        )
-        for key, value in _texts(resolved)
-        if value == HIDDEN or _PART_HIDDEN.search(value)
-    ]
+    found = []
+    for key, value in _texts(resolved):
+        if value == HIDDEN or _PART_HIDDEN.search(value):
+            fix = f"give the value itself, for example with {key}=..."
+            found.append(Violation(key, value, "it was hidden when this file was written", fix))
     if found:
         raise ConfigError(found)
 
@@ -353,14 +348,14 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
             IndexError,
             AttributeError,
         ) as error:
-            said = str(error) if isinstance(error, OverridesError) else None
-            text = said or (
+            own_message = str(error) if isinstance(error, OverridesError) else None
+            text = own_message or (
                 f"override {override!r} cannot be applied: {_first_line(error)}. Fix: write "
                 "key.of.section=value"
             )
             hidden = _without_secret(text, override)
             # Omit the cause if it would show the secret.
-            raise OverridesError(hidden) from (None if said or hidden != text else error)
+            raise OverridesError(hidden) from (None if own_message or hidden != text else error)
     _drop_replaced(changed, overrides)
     return changed
 
@@ -513,6 +508,10 @@ def with_environment(config: Mapping[str, Any]) -> Config:
                 )
             ]
         )
-    told = {"steps": numbers, "nsys_workers": workers}
-    filled = {key: value for key, value in told.items() if value is not None and section.get(key) is None}
+    from_environment = {"steps": numbers, "nsys_workers": workers}
+    filled = {
+        key: value
+        for key, value in from_environment.items()
+        if value is not None and section.get(key) is None
+    }
     return {**config, "profiler": {**section, **filled}}

@@ -166,7 +166,8 @@ def _stage_memory(
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     layers = [list(itertools.chain.from_iterable(of_stage)) for of_stage in chunks]
     shared = stage_parameters(facts, layout.tensor, stage, layers)
-    expert, expert_tensor = _expert_sizes(megatron)
+    expert = megatron["expert_model_parallel_size"]
+    expert_tensor = megatron["expert_tensor_parallel_size"]
     kinds = layers_by_kind(facts, layers[stage])
     experts = sparse_layers(kinds) * expert_layer_parameters(facts, expert, expert_tensor)
     parameters = shared + experts
@@ -193,9 +194,7 @@ def _stage_memory(
     overlaps = megatron["distributed_data_parallel_config"]["overlap_grad_reduce"] is not False
     early = gradient * (overlaps and policy["precision"] != "float16")
     in_host = share * state * (each + 4 * (element == 4) + early) / each if share else 0
-    tokens, scored = (
-        -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
-    )
+    tokens, scored = _tokens_on_a_rank(policy, layout, plan)
     sizes = (facts, layout.tensor, megatron["sequence_parallel"], expert_tensor, kept)
     trained = _Layers(kinds, tokens, *sizes)
     logits, last = _Logits(), stage == layout.pipeline - 1
@@ -223,12 +222,6 @@ def _stage_memory(
         host_optimizer=int(in_host),
         frozen=(parameters - trained_parameters) * element if adapters is not None else 0,
     )
-
-
-def _expert_sizes(megatron: MegatronConfig) -> tuple[int, int]:
-    """Return the number of ranks that the experts are distributed over, and of ranks that share each
-    expert."""
-    return megatron["expert_model_parallel_size"], megatron["expert_tensor_parallel_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +323,7 @@ def logit_bytes(
         padded_vocabulary(facts.vocab_size, layout.tensor) // layout.tensor,
         BYTES[policy["precision"]],
     )
-    training, scoring = (
-        -(-tokens // layout.context)
-        for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
-    )
+    training, scoring = _tokens_on_a_rank(policy, layout, plan)
     # With adapters the output layer is not trained, so that its weight has no gradient.
     chunk, weight = (
         policy["logprob_chunk_size"],
@@ -348,9 +338,11 @@ def logit_bytes(
     )
 
 
-def _logprob_tokens(policy: PolicyConfig, plan: BatchPlan) -> int:
-    """Return the maximum number of tokens in a micro-batch of a log-probability pass."""
-    return int(plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length)
+def _tokens_on_a_rank(policy: PolicyConfig, layout: Layout, plan: BatchPlan) -> tuple[int, int]:
+    """Return the maximum number of tokens that a rank has of a micro-batch of training, and of one of a
+    log-probability pass."""
+    scored = plan.logprob_token_budget or policy["logprob_batch_size"] * plan.sequence_length
+    return -(-plan.tokens_per_micro_batch // layout.context), -(-scored // layout.context)
 
 
 def _scoring(layers: _Layers, logits: _Logits) -> int:
@@ -434,9 +426,7 @@ def estimate_sharded(
         if dtensor
         else policy["activation_checkpointing_enabled"]
     )
-    tokens, scored = (
-        -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
-    )
+    tokens, scored = _tokens_on_a_rank(policy, layout, plan)
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
     # The torch backends support neither mixtures of experts nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}

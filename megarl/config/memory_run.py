@@ -221,11 +221,9 @@ def host_memory(
     together = sum(max(map(of_rank, each)) for each in models)
     # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
-        together -= sum(
-            min(rank.frozen for rank in (*ranks, *each))
-            for path, each in beside.items()
-            if share_a_base(config["policy"], at(config, path))
-        )
+        for path, each in beside.items():
+            if share_a_base(config["policy"], at(config, path)):
+                together -= min(rank.frozen for rank in (*ranks, *each))
     if on_cpu:
         # A model has its own base until it is built.
         together = max(together, sum(max(rank.weights + rank.gradients for rank in each) for each in models))
@@ -261,9 +259,13 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
 def checkpoint_bytes_beside(config: RunConfig) -> int:
     """Return the bytes that trained models other than the policy add to a checkpoint, without models of
     unknown size."""
-    sections = [at(config, path) for path, section in model_sections(config).items() if section.is_trained]
-    known = [(section, facts) for section in sections if (facts := facts_of_policy(section)) is not None]
-    return sum(checkpoint_bytes(section, facts) for section, facts in known)
+    total = 0
+    for path, section in model_sections(config).items():
+        model = at(config, path)
+        facts = facts_of_policy(model) if section.is_trained else None
+        if facts is not None:
+            total += checkpoint_bytes(model, facts)
+    return total
 
 
 def checkpoints_kept(config: RunConfig) -> int:

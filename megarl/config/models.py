@@ -63,11 +63,12 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 def renamed(violation: Violation, path: str) -> Violation:
     """Return a violation that was found while the section at ``path`` replaced ``policy``, with its keys
     renamed to that path."""
-    key, bound, fix = (renamed_text(text, path) for text in (violation.key, violation.bound, violation.fix))
-    candidates = tuple(
-        {renamed_text(name, path): value for name, value in each.items()} for each in violation.candidates
-    )
-    return Violation(path if key == POLICY else key, violation.value, bound, fix, candidates)
+    key = path if violation.key == POLICY else renamed_text(violation.key, path)
+    bound, fix = renamed_text(violation.bound, path), renamed_text(violation.fix, path)
+    candidates = []
+    for each in violation.candidates:
+        candidates.append({renamed_text(name, path): value for name, value in each.items()})
+    return Violation(key, violation.value, bound, fix, tuple(candidates))
 
 
 def renamed_text(text: str, path: str) -> str:

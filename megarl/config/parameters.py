@@ -49,14 +49,13 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: Sequenc
     ``tensor``.
     """
     first, last = stage == 0, stage == len(layers) - 1
-    rules = [
-        rule
-        for rule in model_rules(facts)
-        if (first if rule.megatron_name.startswith("embedding.") else last)
-    ]
-    # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
-    outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
-    return outside + sum(layer_parameters(facts, layer, tensor) for layer in layers[stage])
+    total = sum(layer_parameters(facts, layer, tensor) for layer in layers[stage])
+    for rule in model_rules(facts):
+        is_held = first if rule.megatron_name.startswith("embedding.") else last
+        # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
+        if is_held and (rule.emits or not first):
+            total += _on_a_rank(rule, tensor)
+    return total
 
 
 def layer_parameters(facts: ModelFacts, layer: int, tensor: int) -> int:
@@ -134,7 +133,8 @@ def _is_of_first_expert(rule: Rule) -> bool:
 def _on_a_rank(rule: Rule, tensor: int) -> int:
     """Return the number of elements of a parameter on one of ``tensor`` ranks."""
     if rule.kind is Kind.VOCAB:
-        [(rows, columns)] = [part.shape for part in rule.parts]
+        [part] = rule.parts
+        rows, columns = part.shape
         return padded_vocabulary(rows, tensor) // tensor * columns
     elements = sum(math.prod(part.shape) for part in rule.parts)
     return elements if rule.kind is Kind.REPLICATED else elements // tensor

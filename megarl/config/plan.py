@@ -11,7 +11,7 @@ from typing import cast
 
 from converters.model_config.architecture import ModelFacts
 from megarl.config.algorithms import generates, roles, rows_of_record, step_size
-from megarl.config.arithmetic import BatchPlan
+from megarl.config.arithmetic import BatchPlan, each_of
 from megarl.config.backend import enabled_backend, generation_of
 from megarl.config.engines import OF_THE_POLICY, kind_of
 from megarl.config.layout import Layout
@@ -192,8 +192,8 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 def state_bytes(config: RunConfig) -> int:
     """Return the bytes of weights, gradients and optimizer state on a rank of a checked run, for the model
     and stage that have the most."""
-    of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
-    return max((rank.state for ranks in of_models for rank in ranks), default=0)
+    ranks = itertools.chain(memory_of_run(config)[1], *memory_of_models(config).values())
+    return max((rank.state for rank in ranks), default=0)
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
@@ -263,14 +263,13 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
         config: a run with its defaults.
         whole: leave out changes with which only weights, gradients and optimizer state fit.
     """
-    steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
-    pairs = (
-        [{**one, **other} for one, other in itertools.product(*both)]
-        for both in itertools.combinations(steps, 2)
-    )
+    kinds: list[Sequence[Mapping[str, object]]]
+    kinds = list(itertools.starmap(each_of, _remedies(config).items()))
+    for both in list(itertools.combinations(kinds, 2)):
+        kinds.append([{**one, **other} for one, other in itertools.product(*both)])
     fitting: list[Mapping[str, object]] = []
     state_only: list[Mapping[str, object]] = []
-    for kind in itertools.chain(steps, pairs):
+    for kind in kinds:
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
         # Skip a pair if one of its changes is enough by itself.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
@@ -331,11 +330,9 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
         found[share] = [part for part in (0.7, 0.6, 0.5, 0.4, 0.3) if part < given]
     optimizer = f"{section}.optimizer"
     if backend == "megatron" and at(config, f"{optimizer}.use_distributed_optimizer"):
-        found |= {
-            f"{optimizer}.{key}": ["bfloat16", "8bit"]
-            for key in MOMENT_KEYS
-            if at(config, f"{optimizer}.{key}") == "float32"
-        }
+        for key in MOMENT_KEYS:
+            if at(config, f"{optimizer}.{key}") == "float32":
+                found[f"{optimizer}.{key}"] = ["bfloat16", "8bit"]
         host = f"{optimizer}.optimizer_offload_fraction"
         found[host] = [part for part in (0.5, 1.0) if part > at(config, host)]
     tensor = {

@@ -112,19 +112,13 @@ def is_recipe(text: str) -> bool:
 def missing_recipe(words: Iterable[str]) -> Violation:
     """Return the violation for a command line without a configuration, with the recipes that match its other
     words best."""
-    said = {
-        part
-        for word in words
-        for part in re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", word.lower())
-        if len(part) > 1
-    }
+    split = re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", " ".join(words).lower())
+    wanted = {part for part in split if len(part) > 1}
 
     def likeness(recipe: Recipe) -> tuple[int, bool, int]:
-        parts = {
-            part for word in recipe.name.split("-") for part in (word, *re.split(r"(?<=[a-z])(?=\d)", word))
-        }
+        parts = {*recipe.name.split("-"), *re.split(r"-|(?<=[a-z])(?=\d)", recipe.name)}
         # Among equally likely recipes, prefer the simplest.
-        return len(parts & said), "1gpu" in recipe.name, -recipe.name.count("-")
+        return len(parts & wanted), "1gpu" in recipe.name, -recipe.name.count("-")
 
     likeliest = ", ".join(recipe.name for recipe in sorted(recipes(), key=likeness, reverse=True)[:3])
     fix = f"name one, for example {likeliest}; megarl recipes lists them, and arguments key=value change them"

@@ -78,7 +78,9 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     ``kwargs`` and options, which the user writes, such a key counts as a change from or to None.
     """
     changes: dict[str, tuple[Any, Any]] = {}
-    for key in [key for key in before if key in now]:
+    for key in before:
+        if key not in now:
+            continue
         old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if key in _BY_A_PERSON:
@@ -93,17 +95,11 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
     """Turn two equally long lists of sections into mappings by index, so that a difference inside a section
     can be named. Other values are returned unchanged."""
-    both = (old, new)
-    if all(
-        isinstance(value, list)
-        and len(value) == len(old)
-        and all(isinstance(each, Mapping) for each in value)
-        for value in both
-    ):
-        return {str(place): each for place, each in enumerate(old)}, {
-            str(place): each for place, each in enumerate(new)
-        }
-    return both
+    are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+    if are_lists and all(isinstance(each, Mapping) for each in (*old, *new)):
+        places = list(map(str, range(len(old))))
+        return dict(zip(places, old, strict=True)), dict(zip(places, new, strict=True))
+    return old, new
 
 
 def check_changes(
@@ -122,9 +118,9 @@ def check_changes(
         ConfigError: a change cannot take effect; or it changes what defines the run, such as its data or
             schedule, and is not accepted.
     """
-    changes, models = changed_keys(before, now), tuple(model_sections(now).items())
-    trained = [path for path, section in models if section.is_trained]
-    others = [path for path, section in models if not section.is_trained]
+    changes, models = changed_keys(before, now), model_sections(now)
+    trained = [path for path, section in models.items() if section.is_trained]
+    others = [path for path in models if path not in trained]
     violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
     # Leave out models that are not trained, because they have no state.
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
@@ -133,7 +129,7 @@ def check_changes(
         *_without_effect(of_state, trained, checkpoint),
     ]
     if not accepted:
-        violations += _broken_promises(changes, [path for path, _ in models], _PROMISED, checkpoint)
+        violations += _broken_promises(changes, list(models), _PROMISED, checkpoint)
         violations += _broken_promises(of_state, trained, _SCHEDULE, checkpoint)
     if violations:
         raise ConfigError(violations)

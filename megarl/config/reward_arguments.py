@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -75,9 +76,6 @@ _NAMED = (
 )
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments for a call of a reward function.
@@ -118,24 +116,29 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     if parameters is None:
         # Some functions in C have no signature, and therefore no names of parameters.
         return Arguments((RESPONSE, ANSWER), ())
-    names = [each.name for each in parameters if each.kind in _NAMED]
-    # A parameter with a known name gets its value even if it has a default; one with an unknown name keeps
-    # its default.
-    given = [
-        each
-        for each in parameters
-        if each.kind in _NAMED and (each.default is inspect.Parameter.empty or _is_known(each.name))
-    ]
-    optional = [each.name for each in parameters if each.kind in _BY_NAME and each not in given]
-    rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    several = any(name in SEVERAL for name in names)
+    positional, keywords, optional, names, takes_rest = [], [], [], set(), False
+    for each in parameters:
+        takes_rest = takes_rest or each.kind is inspect.Parameter.VAR_KEYWORD
+        if each.kind not in _NAMED:
+            continue
+        names.add(each.name)
+        # A parameter with a known name gets its value even if it has a default; one with an unknown name
+        # keeps its default.
+        if each.default is not inspect.Parameter.empty and not _is_known(each.name):
+            if each.kind is not inspect.Parameter.POSITIONAL_ONLY:
+                optional.append(each.name)
+        elif each.kind is inspect.Parameter.POSITIONAL_ONLY:
+            positional.append(each.name)
+        else:
+            keywords.append(each.name)
+    several = not names.isdisjoint(SEVERAL)
     return Arguments(
-        tuple(each.name for each in given if each.kind is inspect.Parameter.POSITIONAL_ONLY),
-        tuple(each.name for each in given if each.kind is not inspect.Parameter.POSITIONAL_ONLY),
+        tuple(positional),
+        tuple(keywords),
         optional=tuple(optional),
-        takes_rest=rest,
+        takes_rest=takes_rest,
         is_of_several=several,
-        takes_messages=several or bool(_OF_VERIFIERS & set(names)),
+        takes_messages=several or bool(_OF_VERIFIERS & names),
     )
 
 
@@ -146,11 +149,12 @@ def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = 
         function: the user's function.
         columns: data fields that records keep (``extra_keys``); a parameter may have the name of one.
     """
-    parameters = _parameters_of(function) or ()
-    required = [
-        each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty
-    ]
-    return [name for name in required if not _is_known(name) and name not in columns]
+    unknown = []
+    for each in _parameters_of(function) or ():
+        is_required = each.kind in _NAMED and each.default is inspect.Parameter.empty
+        if is_required and not _is_known(each.name) and each.name not in columns:
+            unknown.append(each.name)
+    return unknown
 
 
 def takes_a_response(function: Callable[..., Any]) -> bool:
@@ -186,13 +190,15 @@ def values_for(
         for name in (*arguments.positional, *arguments.keywords)
     }
     positional = list(map(named.pop, arguments.positional))
-    named |= {name: _listed(columns[name], arguments) for name in arguments.optional if name in columns}
+    for name in arguments.optional:
+        if name in columns:
+            named[name] = _listed(columns[name], arguments)
     if arguments.takes_rest:
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
-        further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
         # In this order: a column called `prompts` is not what TRL gives under that name.
-        rest |= {name: _value(name, arguments, values, columns) for name in further}
+        for name in chain.from_iterable(GIVEN_BY_CALLERS.get(each, ()) for each in taken):
+            rest[name] = _value(name, arguments, values, columns)
         named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 

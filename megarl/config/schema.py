@@ -209,11 +209,11 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
 
 def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix: str) -> Violation:
     path = ".".join(map(str, location))
-    key = ".".join(part for part in (prefix, path) if part)
+    key = ".".join(filter(None, (prefix, path)))
     kind, value = fault["type"], fault["input"]
     if kind == "extra_forbidden":
         near = nearest(path, known_paths(section))
-        full = ".".join(part for part in (prefix, near or "") if part)
+        full = ".".join(filter(None, (prefix, near)))
         return Violation(
             key, value, "there is no such key", f"did you mean {full!r}?" if near else "remove it"
         )

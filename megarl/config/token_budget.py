@@ -37,11 +37,11 @@ def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -
     Raises:
         ConfigError: no budget fits, the plan lacks information, or another value is wrong.
     """
-    for key in (f"{section}.train_mb_tokens" for section in SECTIONS):
+    for section in SECTIONS:
+        key = f"{section}.train_mb_tokens"
         if at(given, key) != AUTO:
             continue
         checked = validate(put(given, key, _LARGEST))
-        section = key.rpartition(".")[0]
         # Nothing is read from a section that is not enabled.
         tokens = (
             _chosen(checked, key)

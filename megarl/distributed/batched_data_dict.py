@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
+from itertools import chain
 from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
@@ -85,7 +86,7 @@ def gather_jagged_object_lists(
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, objects, group=group)
-    return [item for part in gathered for item in part]
+    return list(chain.from_iterable(gathered))
 
 
 def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
@@ -103,8 +104,8 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     headers = [part.tolist() for part in gathered]
-    if any(entry[0] < 0 for entry in headers):
-        ranks = [rank for rank, entry in enumerate(headers) if entry[0] < 0]
+    ranks = [rank for rank, entry in enumerate(headers) if entry[0] < 0]
+    if ranks:
         raise BatchError(
             f"ranks {ranks} hold a tensor that has no rows, more than {_MAX_DIMENSIONS} dimensions or an "
             "unsupported dtype; "
@@ -183,7 +184,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
         BatchError: the tensors do not fit together.
     """
     if all(isinstance(value, list) for value in values):
-        return [item for value in values for item in value]
+        return list(chain.from_iterable(values))
     if not all(isinstance(value, Tensor) for value in values):
         kinds = sorted({type(value).__name__ for value in values})
         raise NotImplementedError(
@@ -292,7 +293,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         # Compare the columns before any tensor is gathered: if a rank lacked one, the others would wait in
         # its collective.
         of_ranks = gather_jagged_object_lists([columns], group)
-        if any(other != of_ranks[0] for other in of_ranks):
+        if of_ranks.count(columns) < len(of_ranks):
             raise BatchError(
                 f"the ranks of the group hold different columns, in rank order {of_ranks}; give all ranks "
                 "the same keys and types"
@@ -381,6 +382,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         for key, value in self.data.items():
             selected[key] = take_rows(value, rows)
         return selected
+
+    def select_columns(self, keys: Iterable[str]) -> BatchedDataDict[Any]:
+        """Return the columns with these keys, not copied; keys without a column are left out."""
+        return BatchedDataDict({key: self.data[key] for key in keys if key in self.data})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Return every row ``num_repeats`` times in a row; repeated list items are deep copies."""
@@ -637,10 +642,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         planned: list[tuple[int, int, int]] = []
         offset = 0
         for ranges, lengths in zip(self.micro_batch_indices, self.micro_batch_lengths, strict=True):
-            planned.extend(
-                (offset + start, offset + end, length)
-                for (start, end), length in zip(ranges, lengths, strict=True)
-            )
+            for (start, end), length in zip(ranges, lengths, strict=True):
+                planned.append((offset + start, offset + end, length))
             # The end of the last micro-batch equals the number of rows of its global batch.
             offset += ranges[-1][1]
         return planned
@@ -680,7 +683,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def _lengths_and_width(self, args: DynamicBatchingArgs | SequencePackingArgs) -> tuple[list[int], int]:
         """Return the checked lengths of all rows, and S."""
-        inputs, lengths = (self._column(args[name], name) for name in ("input_key", "input_lengths_key"))
+        inputs = self._column(args["input_key"], "input_key")
+        lengths = self._column(args["input_lengths_key"], "input_lengths_key")
         if inputs.ndim < 2:
             raise BatchError(
                 f"batch key {args['input_key']!r} has shape {tuple(inputs.shape)}, it must be [B, S]; name "
@@ -751,7 +755,9 @@ class DealtRows:
 
     def shard(self) -> SlicedDataDict:
         """Return the rows, copied."""
-        shard = SlicedDataDict({key: take_rows(value, self.rows) for key, value in self._batch.data.items()})
+        shard = SlicedDataDict()
+        for key, value in self._batch.data.items():
+            shard[key] = take_rows(value, self.rows)
         vars(shard).update(self._micro_batches)
         return shard
 

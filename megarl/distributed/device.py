@@ -167,7 +167,7 @@ class DeviceRuntime:
             )
             return MemoryFigures(*(figure / MEBIBYTE for figure in figures))
         # Read the kernel's figures for this process, because torch has no allocator statistics on a CPU.
-        resident, peak = (status_bytes(key) / MEBIBYTE for key in ("VmRSS", "VmHWM"))
+        resident, peak = status_bytes("VmRSS") / MEBIBYTE, status_bytes("VmHWM") / MEBIBYTE
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:

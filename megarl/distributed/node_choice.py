@@ -39,10 +39,10 @@ class RayNode:
 
     def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
         """Return the node with some bundles reserved by others."""
-        total, free = (
-            {kind: amount - count * bundle.get(kind, 0.0) for kind, amount in amounts.items()}
-            for amounts in (self.total, self.free)
-        )
+        total, free = dict(self.total), dict(self.free)
+        for amounts in (total, free):
+            for kind in amounts:
+                amounts[kind] -= count * bundle.get(kind, 0.0)
         return replace(self, total=total, free=free)
 
 
@@ -83,14 +83,13 @@ def _match(
     left = list(nodes)
     chosen: dict[int, RayNode] = {}
     for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
-        fitting = (
-            node for node in left if _capacity(bundle, node.free if free else node.total) >= counts[index]
-        )
-        node = next(fitting, None)
-        if node is None:
+        for node in left:
+            if _capacity(bundle, node.free if free else node.total) >= counts[index]:
+                left.remove(node)
+                chosen[index] = node
+                break
+        else:
             return None
-        left.remove(node)
-        chosen[index] = node
     return [chosen[index] for index in range(len(counts))]
 
 

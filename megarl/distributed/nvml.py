@@ -116,9 +116,7 @@ def _handle(nvml: Any, device_idx: int) -> Any:
     """Return NVML's handle of the GPU that ``CUDA_VISIBLE_DEVICES``, with indices or UUIDs, names at this
     position."""
     # Map the position here, because NVML counts all GPUs of the machine and does not read this variable.
-    visible = [
-        name.strip() for name in (env.text("CUDA_VISIBLE_DEVICES", "") or "").split(",") if name.strip()
-    ]
+    visible = list(filter(None, map(str.strip, (env.text("CUDA_VISIBLE_DEVICES") or "").split(","))))
     if not visible:
         return nvml.nvmlDeviceGetHandleByIndex(device_idx)
     if not 0 <= device_idx < len(visible):

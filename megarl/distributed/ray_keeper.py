@@ -96,7 +96,7 @@ def listen(driver: int) -> Kept:
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     while True:
-        ready = [descriptor for descriptor, _ in poll.poll()]
+        ready = dict(poll.poll())
         data = os.read(sys.stdin.fileno(), 1 << 16) if sys.stdin.fileno() in ready else b""
         said += data
         *lines, said = said.split(b"\n")

@@ -7,6 +7,7 @@ n1,n2 --timeout 600``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
@@ -32,29 +33,23 @@ def alive_nodes() -> list[RayNode]:
     with ray_calls.calling("ray.available_resources_per_node"):
         # Use a private function: Ray's public one sums over the cluster, while a part has to fit on one node.
         free = available_resources_per_node()
-    living = [node for node in ray_calls.nodes() if node["Alive"]]
-    nodes = [
-        # A node that joined between the two calls is missing in the first result, and counts as reserved for
-        # now.
-        RayNode(node["NodeName"], node["NodeID"], node["Resources"], free.get(node["NodeID"], {}))
-        for node in living
-    ]
+    nodes = []
+    for node in ray_calls.nodes():
+        if node["Alive"]:
+            # A node that joined between the two calls is missing in the first result, and counts as reserved
+            # for now.
+            resources = free.get(node["NodeID"], {})
+            nodes.append(RayNode(node["NodeName"], node["NodeID"], node["Resources"], resources))
     return sorted(nodes, key=lambda node: _natural(node.name))
 
 
 def lost_node_name(node_id: str) -> str | None:
     """Return the name of a node that has left the cluster; None if it lives, or if Ray cannot tell."""
-    try:
-        return next(
-            (
-                node["NodeName"]
-                for node in ray_calls.nodes()
-                if node["NodeID"] == node_id and not node["Alive"]
-            ),
-            None,
-        )
-    except (RayError, RuntimeError, OSError):
-        return None
+    with contextlib.suppress(RayError, RuntimeError, OSError):
+        for node in ray_calls.nodes():
+            if node["NodeID"] == node_id and not node["Alive"]:
+                return str(node["NodeName"])
+    return None
 
 
 def wait_for_nodes(

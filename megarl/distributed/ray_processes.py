@@ -116,7 +116,8 @@ def _private_directory(log_dir: str | None) -> Path:
         if log_dir is not None
         else [env.text("MEGARL_RAY_TEMP"), env.text("RAY_TMPDIR"), tempfile.gettempdir()]
     )
-    for parent in [str(Path(path).expanduser().absolute()) for path in wanted if path]:
+    for path in filter(None, wanted):
+        parent = str(Path(path).expanduser().absolute())
         # mkdtemp appends eight letters.
         if len(os.fsencode(os.path.join(parent, f"{PREFIX}12345678", _OF_RAY))) > LONGEST_DIRECTORY:
             logger.warning(

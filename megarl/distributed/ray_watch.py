@@ -210,7 +210,7 @@ class ProcessWatch:
                     )
                 )
                 return
-        if all(descriptor != self._closed for descriptor, _ in ready) and self._is_lost():
+        if self._closed not in dict(ready) and self._is_lost():
             self._on_lost(_lost(f"{self._name}, process {self._process_id}, is gone"))
 
     def _is_stopped(self) -> bool:
@@ -297,14 +297,10 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
     # Start with this limit, because the calls below are calls of Ray, which may hang like any other.
     stack.enter_context(ray_calls.bounded(least_s, leave_late))
     stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
-    own = next(
-        (node for node in ray_calls.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()),
-        None,
-    )
-    if own is not None:
-        stack.callback(
-            PortWatch(RAYLET, f"{own['NodeManagerAddress']}:{own['NodeManagerPort']}", silent_s).close
-        )
+    for node in ray_calls.nodes():
+        if node["NodeID"] == ray.get_runtime_context().get_node_id():
+            address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+            stack.callback(PortWatch(RAYLET, address, silent_s).close)
     raylet = own_raylet()
     if raylet is not None:
         # Notice only the end of the process, at once. The watch of its port notices that it is stopped.

@@ -313,14 +313,11 @@ def set_group_timeouts(seconds: float) -> None:
     # Use private names: torch has no public way to change the timeout of an existing group, and Megatron-Core
     # creates its own groups.
     for group in list(distributed_c10d._world.pg_map):
-        backends = {
-            # Distinguish backends by identity, because one backend may serve several devices of its group.
-            id(backend): backend
-            for device in group._device_types
-            if (backend := _innermost(group._get_backend(device)))
-        }
-        for backend in backends.values():
-            backend._set_default_timeout(timeout)
+        # One backend may serve several devices of its group; setting its timeout again does no harm.
+        for device in group._device_types:
+            backend = _innermost(group._get_backend(device))
+            if backend:
+                backend._set_default_timeout(timeout)
 
 
 def _innermost(backend: Any) -> Any | None:

@@ -45,9 +45,9 @@ def proof(purpose: str, *parts: str, secret: str | None = None) -> str:
         secret: None for that of this process's run.
     """
     key = own_secret() if secret is None else secret
-    message = b"".join(
-        len(part).to_bytes(8, "big") + part for part in (text.encode() for text in (purpose, *parts))
-    )
+    message = b""
+    for part in map(str.encode, (purpose, *parts)):
+        message += len(part).to_bytes(8, "big") + part
     return hmac.new(key.encode(), message, "sha256").hexdigest()
 
 

@@ -102,9 +102,8 @@ def plan_uneven(total: int, shards: int) -> list[list[int]]:
     """Return the rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
     shards may be smaller or empty."""
     share = -(-total // shards)
-    return [
-        list(range(min(shard * share, total), min((shard + 1) * share, total))) for shard in range(shards)
-    ]
+    rows = list(range(total))
+    return [rows[shard * share : (shard + 1) * share] for shard in range(shards)]
 
 
 def plan_dynamic(
@@ -138,21 +137,23 @@ def plan_dynamic(
             f"max_tokens_per_microbatch = {budget}; raise the token budget to at least the padded length or "
             "shorten the sequences"
         )
+
+    def longest_row(rows: range) -> int:
+        return max(lengths[rows.start : rows.stop])
+
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
         groups = [range(first, first + together) for first in range(start, start + batch_size, together)]
         # sorted keeps the order of equal items, so that all ranks of a run, and a resumed run, make the same
         # plan.
-        shortest_first = sorted(groups, key=lambda rows: max(lengths[row] for row in rows))
+        shortest_first = sorted(groups, key=longest_row)
         # A slot has one group for each shard. Groups are in ascending order, so the last one of a slot is the
         # longest. All shards pad to its length, and so run the same number of micro-batches: otherwise a rank
         # would wait in a collective without end.
-        slot_lengths = [
-            padded(max(lengths[row] for row in rows)) for rows in shortest_first[shards - 1 :: shards]
-        ]
+        slot_lengths = [padded(longest_row(rows)) for rows in shortest_first[shards - 1 :: shards]]
         ranges, rounded = _cut_by_budget(slot_lengths, budget // together)
         for shard, plan in enumerate(plans):
-            rows = [row for group in shortest_first[shard::shards] for row in group]
+            rows = list(chain.from_iterable(shortest_first[shard::shards]))
             plan.add_chunk(rows, [[first * together, last * together] for first, last in ranges], rounded)
     return plans
 
@@ -192,8 +193,9 @@ def plan_packed(
         costs = [sum(map(group_costs.__getitem__, members)) for members in bins]
         dealt: list[list[int]] = []
         for number in deal_bins(costs, shards):
-            groups = (range(member * together, (member + 1) * together) for member in bins[number])
-            dealt.append(list(chain.from_iterable(groups)))
+            dealt.append([])
+            for member in bins[number]:
+                dealt[-1] += range(member * together, (member + 1) * together)
         for shard, plan in enumerate(plans):
             rows: list[int] = []
             ranges: list[list[int]] = []

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,19 +211,20 @@ class RayVirtualCluster:
         Raises:
             ResourceInsufficientError: they have not.
         """
-        kinds = {kind for node in nodes for kind in node.total}
-        self._check_resources({kind: sum(node.total.get(kind, 0.0) for node in nodes) for kind in kinds})
-        places = [(count, node_id or nodes[0].node_id) for count, node_id in self._places(nodes)]
-        return [
-            node.without(self._bundle, sum(count for count, node_id in places if node_id == node.node_id))
-            for node in nodes
-        ]
+        total: defaultdict[str, float] = defaultdict(float)
+        for node in nodes:
+            for kind, amount in node.total.items():
+                total[kind] += amount
+        self._check_resources(total)
+        bundles: Counter[str] = Counter()
+        for count, node_id in self._places(nodes):
+            bundles[node_id or nodes[0].node_id] += count
+        return [node.without(self._bundle, bundles[node.node_id]) for node in nodes]
 
     def lost_nodes(self) -> list[str]:
         """Return the names of nodes with reserved bundles that are gone; empty if all bundles are on the only
         node."""
-        names = map(lost_node_name, sorted(self._nodes))
-        return [name for name in names if name is not None]
+        return list(filter(None, map(lost_node_name, sorted(self._nodes))))
 
     def _check_resources(self, total: Mapping[str, float]) -> None:
         # Count one CPU for each worker of each group that may share a bundle, as in _bundle.
@@ -388,7 +390,7 @@ def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
 def _check_arguments(
     bundle_counts: list[int], use_gpus: bool, max_colocated: int, gpus_per_node: int, max_retries: int
 ) -> None:
-    if not bundle_counts or any(count < 0 for count in bundle_counts) or sum(bundle_counts) == 0:
+    if not bundle_counts or min(bundle_counts) < 0 or sum(bundle_counts) == 0:
         raise ConfigError(
             f"bundle_ct_per_node_list = {bundle_counts}: counts must be >= 0 with at least one bundle. Fix: "
             "for example [2]"

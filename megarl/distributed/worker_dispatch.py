@@ -3,7 +3,7 @@ without Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,11 @@ def workers_on_first_of(
         return list(range(world_size))
     known = _require(sharding)
     _check_axes(known, axes)
-    return [
-        worker
-        for worker in range(world_size)
-        if all(known.get_worker_coords(worker)[axis] == 0 for axis in axes)
-    ]
+    return [worker for worker in range(world_size) if _is_first(known.get_worker_coords(worker), axes)]
+
+
+def _is_first(coordinates: Mapping[str, int], axes: Iterable[str]) -> bool:
+    return all(coordinates[axis] == 0 for axis in axes)
 
 
 def plan_multiple_data(
@@ -102,18 +102,16 @@ def plan_sharded_data(
             "drop one"
         )
     _check_distinct(common_kwargs, nested)
-    free_axes = [
-        axis for axis in known.names if axis not in in_sharded_axes and axis not in replicate_on_axes
-    ]
+    free_axes = set(known.names).difference(in_sharded_axes, replicate_on_axes)
     calls: list[WorkerCall] = []
     for worker in range(known.size):
         coordinates = known.get_worker_coords(worker)
-        if all(coordinates[axis] == 0 for axis in free_axes):
+        if _is_first(coordinates, free_axes):
             shard = {
                 name: _shard(name, value, known, in_sharded_axes, coordinates)
                 for name, value in nested.items()
             }
-            returns = all(coordinates[axis] == 0 for axis in output_is_replicated)
+            returns = _is_first(coordinates, output_is_replicated)
             calls.append(WorkerCall(worker, {**shard, **common_kwargs}, returns))
         elif dummy_calls_on_free_axes:
             calls.append(WorkerCall(worker, {**dict.fromkeys(nested), **common_kwargs}, False))
@@ -130,7 +128,7 @@ def _require(sharding: NamedSharding | None) -> NamedSharding:
 
 
 def _check_axes(sharding: NamedSharding, axes: Sequence[str]) -> None:
-    unknown = sorted({axis for axis in axes if axis not in sharding.names})
+    unknown = sorted(set(axes).difference(sharding.names))
     if unknown:
         raise ConfigError(
             f"axes {unknown} not found in sharding annotations, which have {sharding.names}. Fix: correct "

@@ -72,7 +72,7 @@ def get_nsight_config_if_pattern_matches(
     """
     pattern_text = patterns if patterns is not None else env.text("MEGARL_NSYS_WORKER_PATTERNS", "")
     steps = step_range if step_range is not None else env.text("MEGARL_NSYS_PROFILE_STEP_RANGE", "")
-    wanted = [pattern.strip() for pattern in (pattern_text or "").split(",") if pattern.strip()]
+    wanted = filter(None, map(str.strip, (pattern_text or "").split(",")))
     if not any(fnmatch.fnmatch(worker_name, pattern) for pattern in wanted):
         return {}
     return {

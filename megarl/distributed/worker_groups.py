@@ -386,13 +386,10 @@ class RayWorkerGroup:
         ]
         await_results(ends, self._registry, what, deadline)
         # All items exist by now.
-        items = [
-            list(future) if isinstance(future, ObjectRefGenerator) else [future]
-            for future in bundle.selected(bundle.futures)
-        ]
-        return await_results(
-            [item for worker_items in items for item in worker_items], self._registry, what, deadline
-        )
+        items: list[Any] = []
+        for future in bundle.selected(bundle.futures):
+            items += future if isinstance(future, ObjectRefGenerator) else [future]
+        return await_results(items, self._registry, what, deadline)
 
     def _deadline(self, call: Call | None, timeout_s: float | None) -> Deadline:
         if timeout_s is None and self._deadlines is not None:
@@ -539,9 +536,9 @@ def _check_axes_fit(sharding: NamedSharding | None, world_size: int) -> None:
 
 def _dp_leaders(places: Sequence[WorkerPlace], sharding: NamedSharding | None) -> list[int]:
     if sharding is not None and "data_parallel" in sharding.names:
-        others = {axis: 0 for axis in sharding.names if axis != "data_parallel"}
+        coordinates = dict.fromkeys(sharding.names, 0)
         return [
-            sharding.get_ranks_by_coord(data_parallel=index, **others)[0]
+            sharding.get_ranks_by_coord(**coordinates | {"data_parallel": index})[0]
             for index in range(sharding.get_axis_size("data_parallel"))
         ]
     return [place.rank for place in places if place.is_leader]

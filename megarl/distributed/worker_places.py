@@ -3,6 +3,7 @@ Ray here."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,10 +87,9 @@ def place_workers(
             )
         tied_groups = [(node, list(bundles)) for node, bundles in bundle_indices_list]
     _check_bundles(bundle_counts, tied_groups)
-    world_size = sum(len(bundles) for _, bundles in tied_groups)
-    local_sizes = {
-        node: sum(len(bundles) for other, bundles in tied_groups if other == node) for node, _ in tied_groups
-    }
+    local_sizes: Counter[int] = Counter()
+    for node, bundles in tied_groups:
+        local_sizes[node] += len(bundles)
     # Number the ranks in the order of the list, whatever the nodes are: callers arrange their axes over this
     # order.
     places: list[WorkerPlace] = []
@@ -102,7 +102,7 @@ def place_workers(
             places.append(
                 WorkerPlace(
                     rank=len(places),
-                    world_size=world_size,
+                    world_size=local_sizes.total(),
                     node=node,
                     group=_placement_group(bundle_counts, node),
                     bundle=bundle,

@@ -332,7 +332,7 @@ def _deadline_error(
             "see below where they wait; a new start continues from the last checkpoint",
         )
     # A worker without a process never got a bundle.
-    if any(process is None for process in processes):
+    if None in processes:
         advice = "check that the cluster has free resources for all workers"
     return DeadlineError(
         f"{what}: {len(pending)} of {total} workers {bound}: {', '.join(labels)}.{blame(labels, looks)} "
@@ -346,14 +346,20 @@ def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
     A worker whose process does not run stands out, and so does one that is not in a collective while others
     are.
     """
-    seen = [(label, look) for label, look in zip(labels, looks, strict=True) if look is not None]
-    still = [f"the process of {label} {look.state}" for label, look in seen if look.state]
+    still, apart, waiting = [], [], 0
+    for label, look in zip(labels, looks, strict=True):
+        if look is None:
+            continue
+        if look.state:
+            still.append(f"the process of {label} {look.state}")
+        if look.waits_for_others:
+            waiting += 1
+        elif look.waits_for_others is False:
+            apart.append(label)
     if still:
         return f" Silent: {'; '.join(still)}."
-    apart = [label for label, look in seen if look.waits_for_others is False]
-    waiting = [label for label, look in seen if look.waits_for_others]
     return (
-        f" In no collective, while {len(waiting)} others wait in one: {', '.join(apart)}."
+        f" In no collective, while {waiting} others wait in one: {', '.join(apart)}."
         if apart and waiting
         else ""
     )

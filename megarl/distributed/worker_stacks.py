@@ -180,18 +180,19 @@ def read_state(process_id: int) -> str:
 def read_activity(process_id: int) -> Activity | None:
     """Read the activity of one process of this host; None if it is gone, or if there is no ``/proc``."""
     at = time.monotonic()
+    ticks = faults = moved = 0
     try:
         children = psutil.Process(process_id).children(recursive=True)
         processes = frozenset({process_id, *(child.pid for child in children)})
-        own = [(_stat(Path(f"/proc/{each}/stat")), _bytes(each)) for each in processes]
+        for each in processes:
+            stat = _stat(Path(f"/proc/{each}/stat"))
+            ticks += sum(map(int, stat[_CPU]))
+            faults += sum(map(int, stat[_FAULTS]))
+            moved += _bytes(each)
     except (psutil.Error, OSError):
         return None
-    ticks = sum(sum(map(int, stat[_CPU])) for stat, _ in own)
-    faults = sum(sum(map(int, stat[_FAULTS])) for stat, _ in own)
     goes_on = _goes_on(processes) and all(_goes_on_after(_PAUSE_S, processes) for _ in range(_LOOKS_AGAIN))
-    return Activity(
-        at, ticks / os.sysconf("SC_CLK_TCK"), sum(count for _, count in own), faults, processes, goes_on
-    )
+    return Activity(at, ticks / os.sysconf("SC_CLK_TCK"), moved, faults, processes, goes_on)
 
 
 def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:

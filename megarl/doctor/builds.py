@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -109,7 +110,7 @@ def check_python(gpus: bool, python: str | None = None) -> Check:
 def check_requirements() -> Check:
     """Check whether the installed versions meet the requirements of torch, megatron-core, vLLM and similar
     packages; absent packages are ignored."""
-    broken = [fault for name in BUILT_FOR_EACH_OTHER for fault in broken_requirements(name)]
+    broken = list(chain.from_iterable(map(broken_requirements, BUILT_FOR_EACH_OTHER)))
     here = [name for name in BUILT_FOR_EACH_OTHER if installed_version(name) is not None]
     if not broken:
         return ROOM.ok("requirements", f"{', '.join(here)} have the versions that they require")
@@ -133,16 +134,18 @@ def broken_requirements(name: str) -> Iterator[str]:
 def check_shared_files() -> Iterator[Check]:
     """Check whether two packages have written the same library, as those of NCCL for CUDA 12 and 13 do. torch
     loads the one that was written last."""
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, set[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"] or "")
         if name.startswith("nvidia-"):
             for path in distribution.files or ():
                 if path.parts[0] == "nvidia" and ".so" in path.suffixes:
-                    owners.setdefault(str(path), []).append(name)
-    both = sorted({tuple(sorted(set(names))) for names in owners.values() if len(set(names)) > 1})
-    for names in both:
-        library = next(path for path, found in owners.items() if tuple(sorted(set(found))) == names)
+                    owners.setdefault(str(path), set()).add(name)
+    shared: dict[tuple[str, ...], str] = {}
+    for library, owning in owners.items():
+        if len(owning) > 1:
+            shared.setdefault(tuple(sorted(owning)), library)
+    for names, library in sorted(shared.items()):
         fix = f"pip uninstall {' '.join(names)}; then pip install the one that 'pip show torch' requires"
         yield ROOM.failed(
             PurePosixPath(library).name.split(".")[0], f"{' and '.join(names)} both own {library}", fix
@@ -176,14 +179,10 @@ def _fault_of_transformer_engine(version: str, error: str) -> tuple[str, str]:
     """Return why Transformer Engine does not load, and how to fix it."""
     part = installed_version("transformer-engine-torch")
     # Name the core for torch's CUDA: without it, pip would install the core for CUDA 12.
-    core = next(
-        (
-            found[1]
-            for one in _requirements("torch")
-            if (found := re.fullmatch(r"nvidia-nccl-(cu\d+)", one.name))
-        ),
-        None,
-    )
+    core = ""
+    for requirement in _requirements("torch"):
+        found = re.fullmatch(r"nvidia-nccl-(cu\d+)", requirement.name)
+        core = found[1] if found else core
     wanted = (
         f"{f'transformer-engine-{core}=={version} ' if core else ''}'transformer-engine[pytorch]=={version}'"
     )
@@ -236,13 +235,12 @@ def compiled_modules(name: str) -> list[str]:
     """Return the names of the compiled modules at the top of a distribution's package, such as ``vllm._C``,
     without duplicates."""
     # Find the modules by their files: importing the package to get their names would load them here.
-    files = importlib.metadata.files(name) or []
-    found = [
-        path
-        for path in files
-        if len(path.parts) == 2 and re.match(r"_C(_stable_libtorch)?\.", path.name) and path.suffix == ".so"
-    ]
-    return sorted({f"{path.parts[0]}.{path.name.split('.')[0]}" for path in found})
+    modules = set()
+    for path in importlib.metadata.files(name) or ():
+        is_library = len(path.parts) == 2 and path.suffix == ".so"
+        if is_library and re.match(r"_C(_stable_libtorch)?\.", path.name):
+            modules.add(f"{path.parts[0]}.{path.name.split('.')[0]}")
+    return sorted(modules)
 
 
 def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
@@ -258,13 +256,13 @@ def load_error(module: str, timeout_s: float = _LOAD_S) -> str:
         return f"importing {module} took more than {timeout_s:g} s"
     if answer.returncode == 0:
         return ""
-    told = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
-    if told:
-        return told[-1].removeprefix(_MARK)
+    reported = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
+    if reported:
+        return reported[-1].removeprefix(_MARK)
     if answer.returncode < 0:
         return f"importing {module} ended with signal {-answer.returncode}"
-    said = [line for line in answer.stderr.splitlines() if line.strip()]
-    return said[-1] if said else f"importing {module} ended with {answer.returncode}"
+    lines = [line for line in answer.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"importing {module} ended with {answer.returncode}"
 
 
 def _is_of_another_build(error: str) -> bool:

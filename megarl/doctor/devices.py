@@ -164,7 +164,8 @@ def judge(driver: Driver | DriverFault | None, torch: TorchBuild) -> Iterator[Ch
     if not driver.gpus:
         yield ROOM.absent("GPU", f"the driver sees none; {built}; runs use the CPU over gloo")
         return
-    yield from (_judge_gpu(index, gpu) for index, gpu in enumerate(driver.gpus))
+    for index, gpu in enumerate(driver.gpus):
+        yield _judge_gpu(index, gpu)
     if torch.cuda is None:
         yield ROOM.failed(
             "CUDA",

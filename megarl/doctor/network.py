@@ -122,11 +122,11 @@ def check_all_reduce(backend: str, world_size: int, deadline_s: float = DEADLINE
         return ROOM.ok(
             name, f"{processes_text} added {NUMBERS * 4 // 2**20} MiB over loopback in {seconds * 1e3:.0f} ms"
         )
-    said = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
+    errors = [line for line in answers[failed[0]][1].strip().splitlines() if line.strip()]
     reason = (
         f"not finished within {deadline_s:g} s"
         if late
-        else (said[-1] if said else f"exit code {processes[failed[0]].returncode}")
+        else (errors[-1] if errors else f"exit code {processes[failed[0]].returncode}")
     )
     fix = (
         "GLOO_SOCKET_IFNAME=lo megarl doctor   (if that helps, see what the host name resolves to: "

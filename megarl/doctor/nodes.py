@@ -86,9 +86,9 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
     """Check whether Ray has a run's GPUs on enough nodes. If Slurm gave a job no GPUs, Ray sees none,
     whatever the nodes have."""
     have = {node.name: int(node.total.get("GPU", 0)) for node in nodes}
-    said = ", ".join(f"{name}: {count}" for name, count in have.items())
+    described = ", ".join(f"{name}: {count}" for name, count in have.items())
     if config is None:
-        return ROOM.ok("GPUs", said if any(have.values()) else "none; ranks use CPUs over gloo")
+        return ROOM.ok("GPUs", described if any(have.values()) else "none; ranks use CPUs over gloo")
     section = config["cluster"]
     wanted, device = int(section["gpus_per_node"]), section["device"]
     if device == "cpu":
@@ -97,12 +97,12 @@ def judge_gpus(nodes: Sequence[RayNode], config: RunConfig | None) -> Check:
         fix = f"sbatch --gpus-per-node={wanted}; or write cluster.device=cpu, if that is intended"
         return ROOM.warning("GPUs", "Ray has none on any node, and cluster.device = auto", fix)
     if sum(count >= wanted for count in have.values()) >= int(section["num_nodes"]):
-        return ROOM.ok("GPUs", f"{said}; the run uses {wanted} per node")
+        return ROOM.ok("GPUs", f"{described}; the run uses {wanted} per node")
     fix = (
         f"sbatch --gpus-per-node={wanted} (some sites: --gres=gpu:{wanted}); srun nvidia-smi -L shows "
         "what a job gets"
     )
-    return ROOM.failed("GPUs", f"Ray has {said}; cluster.gpus_per_node = {wanted}", fix)
+    return ROOM.failed("GPUs", f"Ray has {described}; cluster.gpus_per_node = {wanted}", fix)
 
 
 def shape_of(nodes: Sequence[RayNode], config: RunConfig | None) -> Shape:

@@ -147,7 +147,7 @@ class TrainingConsole:
         """Print the metrics of a validation in the order of the mapping. If there are several validation
         sets, each (``NAME/...``) gets its own line."""
         sets = [name.removesuffix(_OF_A_SET) for name in metrics if name.endswith(_OF_A_SET)]
-        lines: dict[str, dict[str, str]] = {"": {}, **{name: {} for name in sets}}
+        lines: dict[str, dict[str, str]] = {name: {} for name in ("", *sets)}
         for name, value in metrics.items():
             of_set = next((each for each in sets if name.startswith(f"{each}/")), "")
             bare = name.removeprefix(f"{of_set}/") if of_set else name

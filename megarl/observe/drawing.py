@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,16 +161,13 @@ def run_labels(run_dirs: Sequence[str | Path]) -> dict[str | Path, str]:
 
 def phase_names(series: Mapping[str, Series]) -> list[str]:
     """Return the timing metrics of the top-level phases that add to a step's duration, longest first."""
-    names = [
-        name
-        for name in series
-        if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP
-    ]
-    beside = {
-        f"timing/{name}_s"
-        for name in beside_training([name.removeprefix("timing/").removesuffix("_s") for name in names])
-    }
-    return sorted((name for name in names if name not in beside), key=lambda name: -sum(series[name].values))
+    seconds: dict[str, float] = {}
+    for name, curve in series.items():
+        if name.startswith("timing/") and name.endswith("_s") and name.count("/") == 1 and name != STEP:
+            seconds[name.removeprefix("timing/").removesuffix("_s")] = sum(curve.values)
+    for name in beside_training(seconds):
+        seconds.pop(name, None)
+    return [f"timing/{name}_s" for name in sorted(seconds, key=lambda name: -seconds[name])]
 
 
 def of_training(curve: Series) -> Series:
@@ -193,9 +190,7 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         The arguments of the legend, for ``axes.legend`` or ``figure.legend``.
     """
     total, phases = series.get(STEP), {phase_title(name): series[name] for name in phase_names(series)}
-    steps = sorted(
-        {step for phase in phases.values() for step in phase.steps} | set(total.steps if total else ())
-    )
+    steps = sorted(set(total.steps if total else ()).union(*(phase.steps for phase in phases.values())))
     heights = {name: phase.on(steps) for name, phase in phases.items()}
     covered = list(map(sum, zip(*heights.values(), strict=True)))
     if total is not None:
@@ -203,14 +198,18 @@ def draw_phases(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
             max(whole - part, 0.0) for whole, part in zip(total.on(steps), covered, strict=True)
         ]
     group = -(-len(steps) // MOST_BARS)
+
+    def group_means(values: Sequence[float]) -> list[float]:
+        return [_mean(values[start : start + group]) for start in range(0, len(steps), group)]
+
     # Skip step 0 in the means, because its row is a validation before training.
     trained = next((index for index, step in enumerate(steps) if step > 0), 0)
-    centres = [_mean(steps[start : start + group]) for start in range(0, len(steps), group)]
+    centres = group_means(steps)
     bottom = [0.0] * len(centres)
     for (name, seconds), colour in zip(
         heights.items(), [*cycled_colours(len(phases)), OTHER_COLOUR], strict=False
     ):
-        bars = [_mean(seconds[start : start + group]) for start in range(0, len(steps), group)]
+        bars = group_means(seconds)
         axes.bar(
             centres,
             bars,
@@ -236,21 +235,20 @@ def draw_timeline(axes: Axes, series: Mapping[str, Series]) -> dict[str, Any]:
         The arguments of the legend, as from ``draw_phases``.
     """
     steps = series[STEP].steps[-TIMELINE_STEPS:]
-    whole, wait, idle = (
-        (series[name].on(steps) if name in series else [0.0] * len(steps))
-        for name in (STEP, f"timing/{ROLLOUT_WAIT}_s", f"timing/{ENGINE_IDLE}_s")
-    )
-    begins = [sum(whole[:index]) for index in range(len(steps))]
+    nothing = Series((), ())
+    whole = series[STEP].on(steps)
+    wait = series.get(f"timing/{ROLLOUT_WAIT}_s", nothing).on(steps)
+    idle = series.get(f"timing/{ENGINE_IDLE}_s", nothing).on(steps)
+    begins = [0.0, *accumulate(whole[:-1])]
     # Only runs that train first on the groups that are complete first log this metric.
     waits_first = "train/rollouts_ready" in series
     for row, (who, pauses) in enumerate((("engines", idle), ("trainer", wait))):
-        works = [max(total - pause, 0.0) for total, pause in zip(whole, pauses, strict=True)]
-        late = [
-            total - work if waits_first and who == "trainer" else 0.0
-            for total, work in zip(whole, works, strict=True)
-        ]
-        bars = [(begin + delay, work) for begin, delay, work in zip(begins, late, works, strict=True)]
-        share = sum(works) / sum(whole) if sum(whole) else 0.0
+        bars = []
+        for begin, total, pause in zip(begins, whole, pauses, strict=True):
+            work = max(total - pause, 0.0)
+            delay = total - work if waits_first and who == "trainer" else 0.0
+            bars.append((begin + delay, work))
+        share = sum(work for _, work in bars) / sum(whole) if sum(whole) else 0.0
         axes.broken_barh(
             bars, (row + 0.15, 0.7), color=COLOURS[row], label=f"{who} ({share:.0%} of the time)"
         )
@@ -268,5 +266,4 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _bar_width(centres: Sequence[float]) -> float:
-    gaps = [right - left for left, right in pairwise(centres)]
-    return 0.9 * min(gaps) if gaps else 0.9
+    return 0.9 * min((right - left for left, right in pairwise(centres)), default=1.0)

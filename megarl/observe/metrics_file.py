@@ -216,8 +216,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    finite, broken = dict(row), []
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            finite[name] = None
+            broken.append(f"{name} = {value}")
     if broken:
-        values = ", ".join(f"{name} = {row[name]}" for name in broken)
+        values = ", ".join(broken)
         logger.warning("step %s: %s is not finite; metrics.jsonl holds null instead", row.get("step"), values)
-    return {name: None if name in broken else value for name, value in row.items()}
+    return finite

@@ -7,6 +7,7 @@ import colorsys
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megarl.observe.drawing import (
@@ -98,10 +99,11 @@ class Panel:
 
     def shown(self, curve: Curve, series: Mapping[str, Series]) -> Series | None:
         """Return the first of a curve's metrics that the run has, or None if there is nothing to show."""
-        found = (series[name] for name in curve.metrics if name in series)
-        return next(
-            (each for each in found if (any(each.values) if self.zero_is_absent else each.steps)), None
-        )
+        for name in curve.metrics:
+            metric = series.get(name)
+            if metric and (any(metric.values) if self.zero_is_absent else metric.steps):
+                return metric
+        return None
 
     def is_shown(self, series: Mapping[str, Series]) -> bool:
         """Return whether a run has any of the panel's curves."""
@@ -275,11 +277,12 @@ def draw_all(runs: Runs, restarts: Sequence[int] = ()) -> dict[str, str]:
         timed = {label: series for label, series in runs.items() if phase_names(series)}
         if timed:
             pictures["Time by phase"] = _draw_timing(timed)
-        if len(runs) == 1 and all(_IDLE in series for series in runs.values()):
+        if len(runs) == 1:
             [series] = runs.values()
-            figure, axes = _figure(0.7 * _HEIGHT)
-            _set_legend(figure, **draw_timeline(axes, series))
-            pictures["Trainer and engines"] = _svg(figure, "timeline")
+            if _IDLE in series:
+                figure, axes = _figure(0.7 * _HEIGHT)
+                _set_legend(figure, **draw_timeline(axes, series))
+                pictures["Trainer and engines"] = _svg(figure, "timeline")
     return pictures
 
 
@@ -344,10 +347,8 @@ def _set_legend(
     """Add a legend above the axes, where it never covers a curve, and enlarge the figure for it. The legend
     has two columns if its labels are short enough."""
     half = -(-len(labels) // 2)
-    halves = [labels[:half], labels[half:]]
-    columns = (
-        2 if title and sum(max(map(len, part), default=0) for part in halves) < _MOST_CHARACTERS - 4 else 1
-    )
+    width = max(map(len, labels[:half]), default=0) + max(map(len, labels[half:]), default=0)
+    columns = 2 if title and width < _MOST_CHARACTERS - 4 else 1
     rows = (half if columns == 2 else len(labels)) + bool(title)
     figure.set_figheight(figure.get_figheight() + _LINE * rows)
     spaces = {
@@ -428,7 +429,7 @@ def _compare_phases(axes: Axes, runs: Runs) -> None:
     runs = {
         label: {name: of_training(curve) for name, curve in series.items()} for label, series in runs.items()
     }
-    names = list(dict.fromkeys(name for series in runs.values() for name in phase_names(series)))
+    names = list(dict.fromkeys(chain.from_iterable(map(phase_names, runs.values()))))
     positions = range(len(runs))
     # Use means per step, so that runs of different lengths can be compared.
     counts = list[int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
                 f"run directory {directory} holds no {FILE_NAME}. Fix: give the directory that a run wrote "
                 "into"
             )
-        return [path for child in children for path in plot_run(child)]
-    series = collect_series(row for file in files for row in stream_metrics(file))
+        return list(chain.from_iterable(map(plot_run, children)))
+    series = collect_series(chain.from_iterable(map(stream_metrics, files)))
     name = run_labels([directory])[directory]
     written = []
     for file, (title, parts) in _PICTURES.items():
@@ -93,14 +94,8 @@ def compare_runs(run_dirs: Sequence[str | Path], out_png: str | Path) -> Path:
         MegarlError: matplotlib is not installed.
     """
     runs = {str(run_dir): collect_series(read_metrics(Path(run_dir) / FILE_NAME)) for run_dir in run_dirs}
-    metric = next(
-        (
-            name
-            for name in ACCURACY_NAMES + _REWARDS
-            if runs and all(name in series for series in runs.values())
-        ),
-        None,
-    )
+    shared = set.intersection(*map(set, runs.values())) if runs else set()
+    metric = next((name for name in ACCURACY_NAMES + _REWARDS if name in shared), None)
     if metric is None:
         wanted = ", ".join(ACCURACY_NAMES + _REWARDS)
         raise DataError(

@@ -52,8 +52,8 @@ class Phase:
         """Return title, count and detail, without the time."""
         counted = f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
         parts = [f"{counted} {self.unit}" if self.unit else "", self.detail]
-        said = ", ".join(part for part in parts if part)
-        return f"{self.title}: {said}" if said else self.title
+        progress = ", ".join(filter(None, parts))
+        return f"{self.title}: {progress}" if progress else self.title
 
     def time(self) -> str:
         """Return the elapsed time and, once some units are done, the estimated remaining time."""

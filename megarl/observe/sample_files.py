@@ -106,13 +106,10 @@ class SampleFiles:
         """Remove the files of later steps, which will be computed again, and temporary files of a
         killed run."""
         try:
-            late = [
-                path
-                for kind in (TRAIN, VALIDATION)
-                for number, path in list_samples(self._directory, kind)
-                if number > step
-            ]
-            for path in [*late, *self._directory.glob(".*.tmp")]:
+            late = list(self._directory.glob(".*.tmp"))
+            for kind in (TRAIN, VALIDATION):
+                late += [path for number, path in list_samples(self._directory, kind) if number > step]
+            for path in late:
                 path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning(
@@ -197,8 +194,12 @@ def list_samples(directory: Path, kind: str) -> list[tuple[int, Path]]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    found = ((match, name) for name in names if (match := _NAME.fullmatch(name)) is not None)
-    return sorted((int(match[2]), directory / name) for match, name in found if match[1] == kind)
+    files = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and match[1] == kind:
+            files.append((int(match[2]), directory / name))
+    return sorted(files)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -112,18 +112,26 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     The mean is centred, so that the smooth curve does not lag behind its points.
     """
     reach = window // 2
-    neighbours = [values[max(index - reach, 0) : index + reach + 1] for index in range(len(values))]
-    return [math.fsum(group) / len(group) for group in neighbours]
+    means = []
+    for index in range(len(values)):
+        group = values[max(index - reach, 0) : index + reach + 1]
+        means.append(math.fsum(group) / len(group))
+    return means
 
 
 def thinned(curve: Series, parts: int) -> tuple[list[float], list[float], list[float], list[float]]:
     """Downsample a curve into ``parts`` equal bins, and return each bin's mean step and its mean, minimum and
     maximum value."""
+    steps, means, lowest, highest = [], [], [], []
     bounds = [len(curve.steps) * index // parts for index in range(parts + 1)]
-    groups = [(curve.steps[low:high], curve.values[low:high]) for low, high in pairwise(bounds) if high > low]
-    steps = [sum(group) / len(group) for group, _ in groups]
-    means = [math.fsum(values) / len(values) for _, values in groups]
-    return steps, means, [min(values) for _, values in groups], [max(values) for _, values in groups]
+    for low, high in pairwise(bounds):
+        values = curve.values[low:high]
+        if values:
+            steps.append(sum(curve.steps[low:high]) / len(values))
+            means.append(math.fsum(values) / len(values))
+            lowest.append(min(values))
+            highest.append(max(values))
+    return steps, means, lowest, highest
 
 
 def mean_over_runs(curves: Sequence[Series]) -> Series:

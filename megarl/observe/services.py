@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 import queue
 import secrets
@@ -122,7 +123,7 @@ class WandbSink(_RunSink):
         accepts no earlier step. Token ids are not sent; the parts of a reward are columns ``reward/NAME``.
         """
         rows = list(map(_as_columns, samples))
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
         data = [list(map(row.get, columns)) for row in rows]
         # Allow mixed types, because an infinite number is written as text.
         table = self._module.Table(columns=columns, data=data, allow_mixed_types=True)
@@ -164,12 +165,10 @@ class MlflowSink:
             Exception: an earlier row could not be sent.
         """
         milliseconds, step = int(row["time"] * 1000), row["step"]
-        numbers = {
-            name: float(value)
-            for name, value in row.items()
-            if name not in _OWN_NAMES and isinstance(value, int | float)
-        }
-        metrics = [self._entities.Metric(name, value, milliseconds, step) for name, value in numbers.items()]
+        metrics = []
+        for name, value in row.items():
+            if name not in _OWN_NAMES and isinstance(value, int | float):
+                metrics.append(self._entities.Metric(name, float(value), milliseconds, step))
         for first in range(0, len(metrics), _MOST_METRICS):
             part = metrics[first : first + _MOST_METRICS]
             self._calls.put(functools.partial(self._client.log_batch, self._run_id, metrics=part))

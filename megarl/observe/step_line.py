@@ -126,9 +126,9 @@ def step_fields(
     Phases of less than 0.05 s are never shown.
     """
     fields = [("progress", f"step {step:>{len(str(total_steps))}}/{total_steps}")]
-    loss, reward, grad_norm = (
-        first_number(metrics, names) for names in (LOSS_NAMES, REWARD_NAMES, GRAD_NORM_NAMES)
-    )
+    loss = first_number(metrics, LOSS_NAMES)
+    reward = first_number(metrics, REWARD_NAMES)
+    grad_norm = first_number(metrics, GRAD_NORM_NAMES)
     if loss is not None:
         fields.append(("loss", f"loss {format_number(loss):>7}"))
     if reward is not None:
@@ -163,9 +163,8 @@ def throughput_line(metrics: Mapping[str, Any]) -> str:
     """
     parts = []
     for phase, title in RATED_PHASES.items():
-        tokens, share = (
-            first_number(metrics, [f"performance/{phase}_{name}"]) for name in ("tokens_per_s", "mfu")
-        )
+        tokens = first_number(metrics, [f"performance/{phase}_tokens_per_s"])
+        share = first_number(metrics, [f"performance/{phase}_mfu"])
         if tokens is not None:
             parts.append(
                 f"{title} {_thousands(tokens)} tok/s"
@@ -173,9 +172,8 @@ def throughput_line(metrics: Mapping[str, Any]) -> str:
             )
     if not parts:
         return ""
-    padding, idle = (
-        first_number(metrics, [f"performance/{name}"]) for name in ("padding_efficiency", "idle_s")
-    )
+    padding = first_number(metrics, ["performance/padding_efficiency"])
+    idle = first_number(metrics, ["performance/idle_s"])
     parts += [] if padding is None else [f"padding efficiency {format_share(padding)}"]
     parts += [] if idle is None else [f"idle {format_seconds(idle)}"]
     return "; ".join(parts)

@@ -149,14 +149,14 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
     sections = at(config, "env") or {}
     names = bool(named_environments(sections))
     pairs = algorithm_class(config["algorithm"]).PAIRS
-    told = tools_told(environment)
-    if any(told.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
+    tools = tools_told(environment)
+    if any(tools.values()) and at(config, "env.environment") != TOOLS and not shows_tools(tokenizer):
         logger.warning(
             "the chat template does not show the policy the tools of the environment: describe in "
             "the prompts the tools and the form of a call"
         )
     if (at(config, f"{algorithm_class(config['algorithm']).section()}.max_rollout_turns") or 1) > 1:
-        _check_observations(policy, tokenizer, stops, with_tools=any(told.values()))
+        _check_observations(policy, tokenizer, stops, with_tools=any(tools.values()))
     reading = Reading(
         data,
         tokenizer,
@@ -168,7 +168,7 @@ def _opened(config: RunConfig, stack: ExitStack) -> tuple[PreTrainedTokenizerBas
         pairs,
         stops,
         _template_date(policy, tokenizer),
-        told,
+        tools,
     )
 
     def load(sources: DataSource | Sequence[DataSource]) -> Dataset:
@@ -242,14 +242,18 @@ def _judge(config: RunConfig) -> list[Any]:
     """Return everything that decides whether a reference answer is usable: the section of the environment,
     and the user's own code."""
     section = config.get("env") or {}
-    places = [text.rpartition(":")[0] for text in _texts_in(section) if is_import_path(text)]
-    # The environment has been built, so that the modules that it names have been imported.
-    files = [
-        Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser() for place in places
-    ]
-    texts = [file.read_bytes() for file in files if file.is_file()]
-    texts += [pickled for text in _texts_in(section) if (pickled := pickled_object(text)) is not None]
-    code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
+    sources, objects = [], []
+    for text in _texts_in(section):
+        if is_import_path(text):
+            place = text.rpartition(":")[0]
+            # The environment has been built, so that the modules that it names have been imported.
+            file = Path(getattr(sys.modules.get(place), "__file__", None) or place).expanduser()
+            if file.is_file():
+                sources.append(file.read_bytes())
+        pickled = pickled_object(text)
+        if pickled is not None:
+            objects.append(pickled)
+    code = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in sources + objects]
     # Include both versions, because another version of either package may score the same answer differently.
     return [section, code, env.installed_version(env.DISTRIBUTION), env.installed_version("math-verify")]
 
@@ -359,14 +363,14 @@ def _stops_in_words(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
 def _of_dataset(key: str, dataset: Dataset, with_answers: bool) -> str:
     prompts = dataset.examples.lengths(with_answers=False)
     records = f"{len(dataset):,} {'records' if dataset.of_record == 1 else 'pairs'}"
-    said = (
+    text = (
         f"{key}: {records}; prompts of {prompts.min()} to {prompts.max()} tokens, {prompts.mean():.1f} "
         "on average"
     )
     if len(dataset.sources) > 1:
-        said += "; " + ", ".join(
+        text += "; " + ", ".join(
             f"{source.name}: {source.end - source.start:,}" for source in dataset.sources
         )
     if not with_answers:
-        return said
-    return f"{said}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"
+        return text
+    return f"{text}; with their answers at most {dataset.examples.lengths(with_answers=True).max()}"

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class MemoryOfNodes:
 
     def __init__(self, checkpoint_dir: Path, nodes: Mapping[str, Sequence[str]]) -> None:
         self._nodes = nodes
-        self._ranks = Counter(node for each in nodes.values() for node in each)
+        self._ranks = Counter(chain.from_iterable(nodes.values()))
         names = {node.node_id: node.name for node in alive_nodes()}
         self._names = {node: names.get(node, node) for node in self._ranks}
         self._places: dict[str, Path] = {}
@@ -80,8 +81,8 @@ class MemoryOfNodes:
         """Open the files on each node, see ``CheckpointMemory``."""
         failed = self._answers(self._begin("hold"))[1]
         if failed:
-            said = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
-            raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {said}")
+            reasons = "; ".join(f"node {self._names[node]}: {reason}" for node, reason in failed.items())
+            raise CheckpointError(f"the checkpoint that the ranks left in memory cannot be opened: {reasons}")
 
     def write(self, target: Path) -> WriteOfNodes:
         """Begin to write on each node, see ``CheckpointMemory``."""
@@ -103,9 +104,10 @@ class MemoryOfNodes:
             logger.warning("node %s does not free its memory of a checkpoint: %s", self._names[node], reason)
         # Kill only actors that have not replied. On the other nodes the call has failed, and their actors
         # serve the next checkpoint or have died.
-        for node in [node for node in failed if not _has_answered(calls[node])]:
-            # Ray restarts the actor, so that the next checkpoint may wait there.
-            _kill(self._actors[node], no_restart=False)
+        for node in failed:
+            if not _has_answered(calls[node]):
+                # Ray restarts the actor, so that the next checkpoint may wait there.
+                _kill(self._actors[node], no_restart=False)
 
     def close(self) -> None:
         """Free everything, and end the actors."""
@@ -180,8 +182,9 @@ class WriteOfNodes:
                 self.abort()
                 late = f"{self._target} was not written within {longest_s:g} s by {self._named(pending)}"
                 raise CheckpointError(f"{late}. Fix: use a faster disk, or a larger deadlines.save_s")
-            for node in [node for node, call in pending.items() if call in ready]:
-                self._files[node] = self._entries(node, pending.pop(node))
+            for node, call in list(pending.items()):
+                if call in ready:
+                    self._files[node] = self._entries(node, pending.pop(node))
         self._write_manifest()
         self._memory.note_written(self._files)
         return time.monotonic() - self._begun

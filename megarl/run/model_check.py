@@ -92,12 +92,12 @@ def _check_adapter(policy: PolicyConfig) -> None:
     source = open_weights(policy)
     assert isinstance(source, AdaptedSource)
     source.require_own_base()
-    said = source.adapter.source.raw_config.get("base_model_name_or_path")
+    base = source.adapter.source.raw_config.get("base_model_name_or_path")
     logger.info(
         "%s changes %d tensors of the model; it was trained on the base model %s",
         policy["merged_adapter"],
         len(source.adapter.changed),
-        said,
+        base,
     )
 
 

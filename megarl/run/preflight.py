@@ -7,7 +7,6 @@ Each check yields its findings, so that one list names everything at once.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import resource
@@ -179,8 +178,8 @@ def absent_devices(config: RunConfig) -> Iterator[Violation]:
     nodes, ranks = training_shape(View(config))
     apart = generation_shape(View(config)) if engine_of(config) is not None else None
     needed = nodes * ranks + (math.prod(apart) if apart is not None else 0)
-    said = env.text("MEGARL_DEVICE", "auto")
-    wanted, present = {config["cluster"]["device"], said} - {"auto"}, _visible_gpus()
+    from_environment = env.text("MEGARL_DEVICE", "auto")
+    wanted, present = {config["cluster"]["device"], from_environment} - {"auto"}, _visible_gpus()
     # Without a GPU, auto means the CPU. ``start.uses_gpus`` refuses it if GPUs are to be expected.
     if "cpu" in wanted or not (wanted or present):
         workers, slots = needed * len(model_roles(config)), local_slots()
@@ -222,13 +221,12 @@ def unusable_rewards(config: RunConfig) -> Iterator[Violation]:
 
 def missing_data(config: RunConfig) -> Iterator[Violation]:
     """Yield data files that do not exist."""
-    for key, source in itertools.chain.from_iterable(
-        sources_of(config["data"], name) for name in ("train", "validation")
-    ):
-        path = source.get("path")
-        if path is not None and not Path(path).expanduser().exists():
-            fix = "give the path of a JSON, parquet, CSV or TSV file, or of a saved data set"
-            yield Violation(f"{key}.path", path, "there is no such file", fix)
+    for name in ("train", "validation"):
+        for key, source in sources_of(config["data"], name):
+            path = source.get("path")
+            if path is not None and not Path(path).expanduser().exists():
+                fix = "give the path of a JSON, parquet, CSV or TSV file, or of a saved data set"
+                yield Violation(f"{key}.path", path, "there is no such file", fix)
 
 
 def missing_ledger(config: RunConfig) -> Iterator[Violation]:
@@ -303,11 +301,8 @@ def _too_full(config: RunConfig, together: Sequence[tuple[str, Path, int]]) -> I
     key, place, _ = max(together, key=lambda each: each[2])
     usage = shutil.disk_usage(nearest_directory(place))
     # Subtract what is there already, because a run that is resumed has written a part of it.
-    roots = [
-        path
-        for _, path, _ in together
-        if not any(path.is_relative_to(other) for _, other, _ in together if other != path)
-    ]
+    places = {path for _, path, _ in together}
+    roots = [path for _, path, _ in together if places.isdisjoint(path.parents)]
     needed = max(sum(size for _, _, size in together) - sum(map(tree_bytes, roots)), _LEAST_FREE)
     # Some file systems on object storage report a total size of 0 bytes.
     if usage.total and usage.free < needed:
@@ -371,11 +366,10 @@ def _limits_of_processes() -> Iterator[tuple[str, int, int]]:
     # This limit does not apply to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         # For this limit the kernel counts threads rather than processes.
-        used = sum(
-            process.info["num_threads"] or 0
-            for process in psutil.process_iter(["uids", "num_threads"])
-            if _is_ours(process)
-        )
+        used = 0
+        for process in psutil.process_iter(["uids", "num_threads"]):
+            if _is_ours(process):
+                used += process.info["num_threads"] or 0
         yield "ulimit -u", soft, used
     # A container sees its own group here. The root group of a host has no pids.max, and thus no limit.
     group = Path("/sys/fs/cgroup")

@@ -38,8 +38,8 @@ _IN_A_JOB_S = 60.0
 
 def most_restarts(cluster: ClusterConfig) -> int:
     """Return ``cluster.max_restarts``, or its default here."""
-    said = cluster["max_restarts"]
-    return int(said) if said is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0
+    configured = cluster["max_restarts"]
+    return int(configured) if configured is not None else SLURM_RESTARTS if env.text("SLURM_JOB_ID") else 0
 
 
 def patience_for_places(init_s: float) -> float:

@@ -461,11 +461,10 @@ class CheckpointWriter:
             if role.directory is not None:
                 self.turns.bring(role)
                 places = directories(role)
-                weights, optimizer, tokenizer = (
-                    _below(places, role.directory, part) for part in (WEIGHTS, OPTIMIZER, TOKENIZER)
-                )
                 model.save_checkpoint(
-                    weights_path=weights, optimizer_path=optimizer, tokenizer_path=tokenizer
+                    weights_path=_below(places, role.directory, WEIGHTS),
+                    optimizer_path=_below(places, role.directory, OPTIMIZER),
+                    tokenizer_path=_below(places, role.directory, TOKENIZER),
                 )
 
     def _note_failure(self, step: int, failure: CheckpointError | OSError, is_last: bool) -> None:
@@ -483,8 +482,8 @@ class CheckpointWriter:
         except StorageError as error:
             kept = f"the newest checkpoint is unknown ({error})"
         # Omit the worker's traceback if the disk is full, because it does not help.
-        told = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
-        what = f"the checkpoint of step {step} could not be written: {told}"
+        reason = f"{space}. {str(failure).partition(WORKER_TRACE)[0]}" if space else str(failure)
+        what = f"the checkpoint of step {step} could not be written: {reason}"
         if not is_last and len(self.failed) < self.most_failed:
             logger.warning(
                 "%s; %s. Training continues; %d such saves in a row would end it",

@@ -165,7 +165,9 @@ def run(config: RunConfig, make_policy: PolicyFactory | None = None, stop_at: fl
         stack.enter_context(stop.keeping_exit_code())
         restarts = Restarts(most_restarts(config["cluster"]), stop, outcome)
         # Decide the device once: after the loss of a node, auto could select another one.
-        placed = _with_decided_device(config) if make_policy is None and restarts.most else config
+        placed = config
+        if make_policy is None and restarts.most:
+            placed = put(config, "cluster.device", decided_device(config))
         memory = watched_memory() if make_policy is None else SharedMemoryWatch(0)
         with _written("run_dir", run_dir):
             sinks = _open_sinks(config, run_dir, stack)
@@ -364,10 +366,6 @@ def _checkpoint_memory(
     return checkpoint_memory(manager.checkpoint_dir, models, stack)
 
 
-def _with_decided_device(config: RunConfig) -> RunConfig:
-    return put(config, "cluster.device", decided_device(config))
-
-
 def _point_of_restart(manager: CheckpointManager | None, resume: str) -> ResumePoint:
     """Return the point from which new workers continue, as the next launch would. A launch that started over
     finds only its own checkpoints."""
@@ -438,11 +436,9 @@ def _memory_figures(models: Mapping[Role, Policy]) -> dict[str, float]:
     figures = models[ACTOR].memory_figures()
     for role, model in models.items():
         if role != ACTOR:
-            figures |= {
-                f"{role.name}_{name}": value
-                for name, value in model.memory_figures().items()
-                if name in _OF_PROCESSES
-            }
+            for name, value in model.memory_figures().items():
+                if name in _OF_PROCESSES:
+                    figures[f"{role.name}_{name}"] = value
     return figures
 
 

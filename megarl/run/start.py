@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import math
 import threading
 import time
@@ -145,12 +146,12 @@ def uses_gpus(device: str, gpus: float) -> bool:
     """
     from megarl.distributed.device import wanted_device
 
-    said = wanted_device()
-    wanted = {device, said} - {"auto"}
+    setting = wanted_device()
+    wanted = {device, setting} - {"auto"}
     if len(wanted) > 1:
-        fix = f"unset MEGARL_DEVICE, or write cluster.device={said}"
+        fix = f"unset MEGARL_DEVICE, or write cluster.device={setting}"
         raise ConfigError(
-            [Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {said}", fix)]
+            [Violation("cluster.device", device, f"the environment has MEGARL_DEVICE = {setting}", fix)]
         )
     if wanted:
         return wanted == {"cuda"}
@@ -316,7 +317,7 @@ def checkpoint_memory(
         role.name: model.worker_group.nodes for role, model in models.items() if role.directory is not None
     }
     # If all ranks are on the driver's node, no actor is needed to hold their memory.
-    if all(node == ray.get_runtime_context().get_node_id() for of_role in nodes.values() for node in of_role):
+    if {ray.get_runtime_context().get_node_id()}.issuperset(itertools.chain.from_iterable(nodes.values())):
         return OwnMemory(checkpoint_dir)
     from megarl.run.memory_of_nodes import MemoryOfNodes
 

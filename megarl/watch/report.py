@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from converters.files.atomic import whole_file
@@ -97,9 +98,12 @@ def _draw(run_dirs: Sequence[Path], out: str | None) -> list[Path]:
 
 
 def _run_dirs(directories: Sequence[str]) -> list[Path]:
-    found = [path for directory in directories for path in _expand(Path(directory))]
+    found: dict[Path, Path] = {}
+    for directory in directories:
+        for path in _expand(Path(directory)):
+            found[path.resolve()] = path
     run_dirs, refusals = list[Path](), list[DataError]()
-    for path in {path.resolve(): path for path in found}.values():
+    for path in found.values():
         try:
             require_run(path)
             run_dirs.append(path)
@@ -130,19 +134,19 @@ def write_report(run_dirs: Sequence[Path], page: Path) -> Path:
         DataError: a directory is not that of a run, or no run has logged anything that is shown.
     """
     states = list(map(read_run_state, run_dirs))
-    labels = run_labels([state.directory for state in states])
+    directories = [state.directory for state in states]
+    labels = run_labels(directories)
     restarts = _steps_of_restarts(states[0].launches) if len(states) == 1 else []
     pictures = draw_all({labels[state.directory]: state.series for state in states}, restarts)
     if not pictures:
         raise DataError(
-            f"{', '.join(state.directory for state in states)}: nothing to draw yet. Fix: let the run "
-            "finish its first step"
+            f"{', '.join(directories)}: nothing to draw yet. Fix: let the run finish its first step"
         )
-    title = labels[states[0].directory] if len(states) == 1 else f"{len(states)} runs compared"
+    title = labels[directories[0]] if len(states) == 1 else f"{len(states)} runs compared"
     page.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(page, durable=True) as file:
         # Replace lone surrogates, by which Python represents a directory's name that is not UTF-8.
-        names = [str(labels[state.directory]) for state in states]
+        names = [str(labels[directory]) for directory in directories]
         file.writelines(part.encode(errors="replace") for part in _page(str(title), states, names, pictures))
     return page
 
@@ -197,7 +201,7 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
     """Return a table as markup, with a column per run and a row per fact; facts that no run has are
     left out."""
     columns = [dict(_facts(state)) for state in states]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = list(dict.fromkeys(chain.from_iterable(columns)))
     head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
     rows = [f"<tr><th></th>{head}</tr>"] if len(states) > 1 else []
     for name in names:
@@ -212,14 +216,14 @@ def _summary(states: Sequence[RunState], labels: Sequence[str]) -> str:
 def _facts(state: RunState) -> Iterator[tuple[str, str]]:
     """Yield the facts and the best values of a run as markup."""
     for name, text in facts(state):
-        said = html.escape(text.plain)
+        shown = html.escape(text.plain)
         if name == "state":
             name_of_style = state.state.replace(" ", "-")
-            behind = said.removeprefix(state.state)
-            said = f'<span class="{name_of_style}">{state.state}</span>{behind}'
+            behind = shown.removeprefix(state.state)
+            shown = f'<span class="{name_of_style}">{state.state}</span>{behind}'
         elif text.style == BAD:
-            said = f'<span class="not-finite">{said}</span>'
-        yield name, said
+            shown = f'<span class="not-finite">{shown}</span>'
+        yield name, shown
     for name, curve, better in shown_metrics(state.series):
         if better is not None:
             best = best_of(curve, better).replace(" at ", " at step ")

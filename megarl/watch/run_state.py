@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -145,9 +146,7 @@ def _look(run_dir: Path, hashes: bool, now: float) -> RunState:
     trained = log.series.get(_STEP_SECONDS, Series((), ())).steps
     # Exclude step 0, which is a validation before training. Before the first row, use the step from which the
     # launch continues.
-    step = max(
-        [step for step in trained if step > 0], default=_newest([each.first_step for each in launches]) or 0
-    )
+    step = max(trained, default=0) or _newest([each.first_step for each in launches]) or 0
     total = _newest([configured.total_steps, *(each.total_steps for each in launches)])
     state, reason = _state(owner, launches, step, total)
     recent = _recent(log.series)
@@ -203,9 +202,8 @@ def require_run(run_dir: Path) -> None:
     # Search three levels, as in runs/quickstart/seed-1/grpo: a search of everything takes minutes on a shared
     # disk.
     for depth in ("*", "*/*", "*/*/*"):
-        below.update(
-            path.parent.relative_to(run_dir).as_posix() for path in run_dir.glob(f"{depth}/{FILE_NAME}")
-        )
+        for path in run_dir.glob(f"{depth}/{FILE_NAME}"):
+            below.add(path.parent.relative_to(run_dir).as_posix())
     shown = ", ".join(sorted(below)[:5])
     fix = (
         f"give one of the runs in it: {shown}{' ...' if len(below) > 5 else ''}"
@@ -223,7 +221,7 @@ def read_log(run_dir: Path) -> Log:
     Raises:
         DataError: a metrics file cannot be read, or is damaged.
     """
-    return collect_log(row for path in metrics_files(run_dir) for row in stream_metrics(path))
+    return collect_log(chain.from_iterable(map(stream_metrics, metrics_files(run_dir))))
 
 
 def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: int | None) -> tuple[str, str]:
@@ -238,11 +236,13 @@ def _state(owner: Owner | None, launches: Sequence[Launch], step: int, total: in
     )  # This run is from before launches were recorded.
     # An owner without a launch was killed before its first step could begin, so that the outcome of an
     # earlier launch does not apply to it.
-    told = launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
-    if reached or told == FINISHED:
+    outcome = (
+        launches[-1].outcome if launches and (owner is None or owner.pid == launches[-1].process) else None
+    )
+    if reached or outcome == FINISHED:
         return "finished", f"all {total} steps"
-    if told is not None:
-        return "ended", f"{told}; {again}"
+    if outcome is not None:
+        return "ended", f"{outcome}; {again}"
     if owner is not None or launches:
         return (
             "killed",
@@ -279,16 +279,10 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
     steps = recent.get(_STEP_SECONDS)
     if not steps:
         return {}
-    names = [
-        name
-        for name in recent
-        if name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS
-    ]
-    seconds = {
-        name.removeprefix("timing/").removesuffix("_s"): sum(recent[name]) / len(steps)
-        for name in names
-        if recent[name]
-    }
+    seconds: dict[str, float] = {}
+    for name, values in recent.items():
+        if values and name.startswith("timing/") and name.count("/") == 1 and name != _STEP_SECONDS:
+            seconds[name.removeprefix("timing/").removesuffix("_s")] = sum(values) / len(steps)
     beside = beside_training(seconds)
     own = sum(value for name, value in seconds.items() if name not in beside)
     seconds["other"] = max(sum(steps) / len(steps) - own, 0.0)
@@ -296,12 +290,11 @@ def _phases(recent: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _rates(recent: Mapping[str, list[float]]) -> dict[str, float]:
-    names = [name.removeprefix("performance/") for name in recent if name.startswith("performance/")]
-    return {
-        name: fmean(recent[f"performance/{name}"])
-        for name in names
-        if name.endswith(_RATES) and recent[f"performance/{name}"]
-    }
+    rates: dict[str, float] = {}
+    for name, values in recent.items():
+        if values and name.startswith("performance/") and name.endswith(_RATES):
+            rates[name.removeprefix("performance/")] = fmean(values)
+    return rates
 
 
 def _mean(values: Sequence[float] | None) -> float | None:
@@ -331,7 +324,7 @@ def _checkpoints(
         # A checkpoint that is gone was replaced, so that the list is out of date.
         if None not in looked:
             break
-    seen = [state for state in looked if state is not None]
+    seen = list(filter(None, looked))
     best = next((state for state in seen if not state.problems), seen[0] if seen else None)
     return (
         tuple(dict.fromkeys(step for step, _ in found)),

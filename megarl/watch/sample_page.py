@@ -271,11 +271,11 @@ def samples_panel(run_dir: Path) -> str:
     """Return the panel with samples of a run, limited to some of its steps if there are many; empty for a run
     without samples."""
     try:
-        data = {
-            kind: found
-            for kind in (TRAIN, VALIDATION)
-            if (found := _of_kind(run_dir / DIRECTORY, kind)) is not None
-        }
+        data = {}
+        for kind in (TRAIN, VALIDATION):
+            samples = _of_kind(run_dir / DIRECTORY, kind)
+            if samples is not None:
+                data[kind] = samples
     except OSError as error:
         logger.warning("samples are not in the page: %s", error)
         return ""
@@ -294,9 +294,12 @@ def _of_kind(directory: Path, kind: str) -> dict[str, Any] | None:
     files = list_samples(directory, kind)
     if not files:
         return None
-    chosen = [files[place] for place in spread(len(files), _MOST_STEPS)]
-    read = {step: read_samples(path) for step, path in chosen}
-    read = {step: rows for step, rows in read.items() if rows}
+    read = {}
+    for position in spread(len(files), _MOST_STEPS):
+        step, path = files[position]
+        rows = read_samples(path)
+        if rows:
+            read[step] = rows
     if not read:
         return None
     kept = {step: _within(rows, _MOST_BYTES // len(read)) for step, rows in read.items()}
@@ -317,9 +320,9 @@ def _within(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> list[dict[str
     kept: list[dict[str, Any]] = []
     for row in rows:
         shown = {name: value for name, value in row.items() if name not in _LEFT_OUT}
-        shown |= {
-            name: shorten(row[name], _MOST_CHARACTERS) for name in _TEXTS if isinstance(row.get(name), str)
-        }
+        for name in _TEXTS:
+            if isinstance(row.get(name), str):
+                shown[name] = shorten(row[name], _MOST_CHARACTERS)
         if isinstance(row.get("turns"), list):
             shown["turns"] = [
                 {**turn, "text": shorten(turn["text"], _MOST_CHARACTERS)}

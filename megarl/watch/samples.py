@@ -138,13 +138,13 @@ def ordered(rows: Sequence[Sample], order: Order | None) -> list[Sample]:
     if order is None:
         return list(rows)
     name, sign = ("length", -1) if order == "longest" else ("reward", 1 if order == "worst" else -1)
-    judged = rows if order == "longest" else [row for row in rows if row.get("masked") is not True]
+    scored = rows if order == "longest" else [row for row in rows if row.get("masked") is not True]
 
     def key(row: Sample) -> tuple[bool, float]:
         number = _number(row.get(name))
         return math.isnan(number), 0.0 if math.isnan(number) else sign * number
 
-    return sorted(judged, key=key)
+    return sorted(scored, key=key)
 
 
 def _number(value: Any) -> float:
@@ -218,12 +218,8 @@ def _compared(files: Mapping[int, Path], selection: Selection, run_dir: Path) ->
         table = Table(expand=True, show_lines=False)
         for step, row in zip(steps, (one, other), strict=True):
             table.add_column(Text(f"step {step}\n").append_text(_figures(row)), ratio=1, overflow="fold")
-        common = sum(
-            1
-            for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(one["answer"], other["answer"], strict=False)
-            )
-        )
+        pairs = zip(one["answer"], other["answer"], strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         # Dim the common beginning, so that the eye finds where the two responses diverge.
         table.add_row(
             *(

@@ -83,13 +83,9 @@ def as_plain(state: RunState) -> dict[str, Any]:
     fields = asdict(replace(state, series={}))  # asdict would copy the series number by number
     del fields["series"]
     wanted = {name: curve for name, curve, _ in shown_metrics(state.series)}
-    wanted |= {
-        name: state.series[key]
-        for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY))
-        if key in state.series
-    }
-    if PEAK_MEMORY in state.series:
-        wanted["peak_memory_gib"] = state.series[PEAK_MEMORY]
+    for name, key in (("mismatch", MISMATCH), ("memory_gib", MEMORY), ("peak_memory_gib", PEAK_MEMORY)):
+        if key in state.series:
+            wanted[name] = state.series[key]
     fields["metrics"] = {
         name: {
             "last": curve.values[-1],
@@ -102,9 +98,8 @@ def as_plain(state: RunState) -> dict[str, Any]:
     }
     fields["reward_faults"] = {name: sum(curve.values) for name, curve in _fault_curves(state.series).items()}
     fields["restarts"] = max(len(state.launches) - 1, 0)
-    fields["worker_restarts"], fields["engine_restarts"] = (
-        restarts_within(state.launches, what) for what in (WORKERS, ENGINES)
-    )
+    fields["worker_restarts"] = restarts_within(state.launches, WORKERS)
+    fields["engine_restarts"] = restarts_within(state.launches, ENGINES)
     return fields
 
 
@@ -128,11 +123,8 @@ def render(state: RunState) -> RenderableType:
 
 def facts(state: RunState) -> Iterator[tuple[str, Text]]:
     """Yield the facts of a run with their names, for the terminal and the report."""
-    what = " ".join(
-        part
-        for part in (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
-        if part
-    )
+    named = (state.algorithm and state.algorithm.upper(), state.model and f"of {state.model}")
+    what = " ".join(filter(None, named))
     yield "run", Text(f"{state.directory}\n{what}{f' on {state.backend}' if state.backend else ''}".rstrip())
     age = (
         f"; last step {format_seconds(state.last_row_age_s)} ago" if state.last_row_age_s is not None else ""
@@ -185,23 +177,21 @@ def _rollouts_text(state: RunState) -> str:
     """Describe the age of responses that are sampled during training, and whether training or the engines
     wait."""
     age, step_s = state.series[ROLLOUT_AGE].values[-1], state.step_s or 0.0
-    waits = [
-        (who, state.phases.get(phase, 0.0))
-        for who, phase in (("training", ROLLOUT_WAIT), ("engines", ENGINE_IDLE))
-    ]
-    shares = " and ".join(
-        f"{who} {format_share(min(seconds / step_s, 1.0))}" for who, seconds in waits if step_s
-    )
-    said = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
-    queue = [
-        f"{series.values[-1]:g} {what}"
-        for what, series in (
-            (what, state.series.get(f"train/rollouts_{what}")) for what in ("ready", "running", "dropped")
+    lead = "" if age is None else f"sampled {age:g} step{'' if age == 1 else 's'} before they are trained on"
+    shares = ""
+    if step_s:
+        wait, idle = state.phases.get(ROLLOUT_WAIT, 0.0), state.phases.get(ENGINE_IDLE, 0.0)
+        shares = (
+            f"; waiting share of a step: training {format_share(min(wait / step_s, 1.0))} "
+            f"and engines {format_share(min(idle / step_s, 1.0))}"
         )
-        if series is not None
-    ]
+    queue = []
+    for what in ("ready", "running", "dropped"):
+        series = state.series.get(f"train/rollouts_{what}")
+        if series is not None:
+            queue.append(f"{series.values[-1]:g} {what}")
     waiting = f"; groups: {', '.join(queue)}" if queue else ""
-    return f"{said}; waiting share of a step: {shares}{waiting}" if shares else f"{said}{waiting}"
+    return f"{lead}{shares}{waiting}"
 
 
 def _restarts_text(launches: Sequence[Launch]) -> str:
@@ -210,10 +200,10 @@ def _restarts_text(launches: Sequence[Launch]) -> str:
     if not any(counts.values()):
         return ""
     last = [restart for launch in launches for restart in launch.restarts][-1]
-    said = " and ".join(
+    times = " and ".join(
         f"{what} {count} time{'s' if count > 1 else ''}" for what, count in counts.items() if count
     )
-    return f"; within launches {said}, the last because of {last.reason}"
+    return f"; within launches {times}, the last because of {last.reason}"
 
 
 def _progress(state: RunState) -> Text:
@@ -290,28 +280,25 @@ def _fault_curves(series: Mapping[str, Series]) -> dict[str, Series]:
 def _reward_faults(series: Mapping[str, Series]) -> str:
     """Return a text such as ``reward_errors 12 in all, the last 3 in step 7``; empty if every response had a
     reward."""
-    said = []
+    faults = []
     for name, curve in _fault_curves(series).items():
         last = max(index for index, value in enumerate(curve.values) if value)
-        said.append(
+        faults.append(
             f"{name} {sum(curve.values):,.0f} in all, the last {curve.values[last]:,.0f} in step "
             f"{curve.steps[last]}"
         )
-    return "; ".join(said)
+    return "; ".join(faults)
 
 
 def shown_metrics(series: Mapping[str, Series]) -> list[tuple[str, Series, bool | None]]:
     """Return the metrics of ``SHOWN`` that a run has."""
-    found = (
-        (title, next((series[name] for name in names if name in series), None), better)
-        for title, names, better in SHOWN
-    )
-    # Show a reward of 0 throughout, which is news, but not a KL penalty of 0, which is switched off.
-    return [
-        (title, curve, better)
-        for title, curve, better in found
-        if curve is not None and (better is not None or any(curve.values))
-    ]
+    shown = []
+    for title, names, better in SHOWN:
+        curve = next((series[name] for name in names if name in series), None)
+        # Show a reward of 0 throughout, which is news, but not a KL penalty of 0, which is switched off.
+        if curve is not None and (better is not None or any(curve.values)):
+            shown.append((title, curve, better))
+    return shown
 
 
 def _metrics_table(metrics: Sequence[tuple[str, Series, bool | None]]) -> Table:
@@ -353,10 +340,8 @@ def _phase_table(state: RunState) -> Table:
 def _rate_table(rates: Mapping[str, float]) -> Table:
     """Return a table with tokens per second, TFLOP/s and utilisation of each phase and of the whole step."""
     table = _table("throughput", ("tokens/s", "a device", "TFLOP/s a device", "MFU"))
-    for prefix, title in (
-        *((f"{phase}_", title) for phase, title in RATED_PHASES.items()),
-        ("", "whole step"),
-    ):
+    for phase, title in (*RATED_PHASES.items(), ("", "whole step")):
+        prefix = f"{phase}_" if phase else ""
         if f"{prefix}tokens_per_s" not in rates:
             continue
         tflops, share = rates.get(f"{prefix}tflops"), rates.get(f"{prefix}mfu")

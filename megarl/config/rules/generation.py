@@ -80,9 +80,8 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
     """Require that an engine with separate devices gets part of a single node, or whole nodes of several."""
     view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
     per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
-    ranks_key, nodes_key = (
-        f"{GENERATION}.colocated.resources.{key}" for key in ("gpus_per_node", "num_nodes")
-    )
+    ranks_key = f"{GENERATION}.colocated.resources.gpus_per_node"
+    nodes_key = f"{GENERATION}.colocated.resources.num_nodes"
     ranks, own_nodes = view.get(ranks_key), view.get(nodes_key)
     if nodes == 1:
         if ranks is None or not 0 < ranks < per_node:

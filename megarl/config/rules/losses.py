@@ -245,7 +245,8 @@ _ROWS = (
 
 
 def _bounds_leave_weights(view: View) -> Iterator[Violation]:
-    low, high = (view.get(f"{SECTION}.truncated_importance_sampling_{end}") for end in ("ratio_min", "ratio"))
+    low = view.get(f"{SECTION}.truncated_importance_sampling_ratio_min")
+    high = view.get(f"{SECTION}.truncated_importance_sampling_ratio")
     if None not in (view.get(f"{SECTION}.truncated_importance_sampling_type"), low, high) and low >= high:
         bound = (
             f"it must be less than truncated_importance_sampling_ratio = {high}, or no weight is "

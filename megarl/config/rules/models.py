@@ -98,12 +98,15 @@ def backbone_is_that_of_the_policy(
     known."""
     if not section.has_backbone_of_policy or policy is None or facts is None:
         return
-    different = [name for name in _BACKBONE if getattr(policy, name) != getattr(facts, name)]
-    if different:
-        own, wanted = (
-            ", ".join(f"{name} {getattr(each, name)}" for name in different) for each in (facts, policy)
+    own, wanted = [], []
+    for name in _BACKBONE:
+        if getattr(policy, name) != getattr(facts, name):
+            own.append(f"{name} {getattr(facts, name)}")
+            wanted.append(f"{name} {getattr(policy, name)}")
+    if own:
+        bound = (
+            f"its backbone differs from the policy's: {', '.join(own)}; the policy has {', '.join(wanted)}"
         )
-        bound = f"its backbone differs from the policy's: {own}; the policy has {wanted}"
         yield Violation(
             f"{path}.model_name",
             model_name,

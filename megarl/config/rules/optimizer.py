@@ -220,7 +220,9 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
         )
     stages = view[f"{MEGATRON}.pipeline_model_parallel_size"]
     if view.facts.tied_embeddings and stages > 1:
-        for key in (key for key in low if view[key] == "8bit"):
+        for key in low:
+            if view[key] != "8bit":
+                continue
             bound = (
                 f"8-bit blocks of the embedding and of its copy in the last of {stages} stages "
                 "differ, so the two would drift apart"

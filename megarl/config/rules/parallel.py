@@ -67,9 +67,8 @@ def generation_shape(view: View) -> tuple[int, int] | None:
     none, or if the whole cluster is for training."""
     if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
         return None
-    ranks, nodes = (
-        view.get(f"{GENERATION}.colocated.resources.{key}") for key in ("gpus_per_node", "num_nodes")
-    )
+    ranks = view.get(f"{GENERATION}.colocated.resources.gpus_per_node")
+    nodes = view.get(f"{GENERATION}.colocated.resources.num_nodes")
     if view["cluster.num_nodes"] == 1:
         view.require(ranks is not None)
         return 1, int(ranks)

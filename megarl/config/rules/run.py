@@ -7,6 +7,7 @@ import copy
 import difflib
 import fnmatch
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -303,10 +304,8 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
 def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
     """Refuse options that matter only with per-token advantages if all tokens of a response have the same
     advantage. The rule does not apply to user-defined algorithms, which may compute their own advantages."""
-    ratios, gradient, forced = (
-        f"{LOSS}.{key}"
-        for key in ("sequence_level_importance_ratios", "sequence_level_ratio_gradient", _FORCED)
-    )
+    ratios, gradient = f"{LOSS}.sequence_level_importance_ratios", f"{LOSS}.sequence_level_ratio_gradient"
+    forced = f"{LOSS}.{_FORCED}"
     view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
     kind = view[f"{ESTIMATOR}.name"]
     view.require(kind in ESTIMATORS)
@@ -424,7 +423,7 @@ def reward_is_known(view: View) -> Iterator[Violation]:
         # Among several environments, a source without a name has records that name theirs.
         names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
         columns = [set(_extra_keys(source)) for source in sources if at(source, "env_name") in names]
-        columns = columns or [{extra for source in sources for extra in _extra_keys(source)}]
+        columns = columns or [set(itertools.chain.from_iterable(map(_extra_keys, sources)))]
         yield from faults_of_rewards(section, key, set.intersection(*columns))
 
 
@@ -446,16 +445,11 @@ def environment_is_known(view: View) -> Iterator[Violation]:
                 yield Violation(turns, 1, bound, "write 2 or more, as many as a conversation may have")
         else:
             bound = f"only {key}: {TOOLS} reads it, and {key} is {name!r}"
-            yield from (
-                Violation(
-                    f"{section_key}.{of_tools}",
-                    value,
-                    bound,
-                    f"write {key}: {TOOLS}, or remove it, on the command line by ~{section_key}.{of_tools}",
-                )
-                for of_tools, value in section.items()
-                if of_tools in OF_TOOLS and value
-            )
+            for of_tools, value in section.items():
+                if of_tools in OF_TOOLS and value:
+                    path = f"{section_key}.{of_tools}"
+                    fix = f"write {key}: {TOOLS}, or remove it, on the command line by ~{path}"
+                    yield Violation(path, value, bound, fix)
         if name in REWARDED:
             continue
         if not is_import_path(name):
@@ -734,7 +728,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
         )
 
 
-def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[str, Any]]:
+def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mapping[str, Any]]:
     """Yield global batch sizes that divide over the ranks, preferably over their micro-batches too, and add
     up to a step. Some come with another number of prompts."""
     size = view[global_key]
@@ -748,13 +742,13 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
     if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:
-        yield from ({global_key: number} for unit in units for number in multiples_near(unit, size))
+        for unit in units:
+            yield from each_of(global_key, multiples_near(unit, size))
         return
     prompts, generations, _ = _samples_of_step(view)
     samples = prompts * generations
-    yield from (
-        {GLOBAL: number} for unit in units for number in divisors_near(samples, size) if number % unit == 0
-    )
+    for unit in units:
+        yield from each_of(GLOBAL, (number for number in divisors_near(samples, size) if number % unit == 0))
     batches = max(samples // size, 1)
     for unit in units:
         # The responses to this number of prompts, or to a multiple of it, are whole units.

@@ -180,12 +180,6 @@ class AdapterSettings:
     ) -> dict[str, Any]:
         """Return the ``adapter_config.json`` for adapters of some of a model's matrices and stacks of
         experts."""
-        rest = [name for name in matrices if name not in adapted]
-        ends = {name.rpartition(".")[2] for name in adapted}
-        ends -= {name.rpartition(".")[2] for name in rest}
-        # Name layers by the last part of their name if all layers with that part have an adapter: PEFT reads
-        # it as a suffix.
-        targets = ends | {name for name in adapted if name.rpartition(".")[2] not in ends}
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",
@@ -194,14 +188,14 @@ class AdapterSettings:
             "lora_alpha": self.alpha,
             "use_rslora": self.rank_stabilized,
             "lora_dropout": self.dropout,
-            "target_modules": sorted(targets),
+            "target_modules": listed(adapted, set(matrices).difference(adapted), 1),
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
             "init_lora_weights": True,
             "modules_to_save": [SCORE.removesuffix(".weight")] if self.scores else None,
             "use_dora": False,
-            **({"target_parameters": listed(stacks, other_stacks)} if stacks else {}),
+            **({"target_parameters": listed(stacks, other_stacks, 2)} if stacks else {}),
         }
 
 
@@ -304,12 +298,9 @@ class FirstFactors:
         self._recent = {}
 
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
-        wanted = {
-            factor_name(module, letter)
-            for module in (*modules, *self._stacked.modules.values())
-            for letter in "AB"
-        }
-        wanted |= {SAVED_SCORE} if self._settings.scores else set()
+        wanted = {SAVED_SCORE} if self._settings.scores else set()
+        for module in (*modules, *self._stacked.modules.values()):
+            wanted |= {factor_name(module, "A"), factor_name(module, "B")}
         # PEFT also stores the base of an adapted embedding or output layer. It is left out here and compared
         # by base_of.
         stored = {name for name in source.keys() if not name.endswith(_BASE)}
@@ -390,7 +381,7 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
     everywhere = [""] * dist.get_world_size()
     # Raise on all ranks alike: a rank with the right rows would otherwise wait in the next collective.
     dist.all_gather_object(everywhere, module)
-    modules = [found for found in everywhere if found]
+    modules = list(filter(None, everywhere))
     if modules:
         bound = f"it was trained with another {modules[0]} than that of the model, and holds a copy of it"
         fix = f"set policy.model_name to its own base, or start without {KEY}.adapter_path"

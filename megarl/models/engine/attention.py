@@ -80,15 +80,17 @@ def runs_of(starts: tuple[int, ...], rows: int, rank: int, size: int, device: to
     """Return the runs of context-parallel rank ``rank`` of ``size``, for rows in which sequences begin at
     ``starts``, whose last entry is the end."""
     pieces = _pieces(starts, ContextShare(rank, size))
-    queries, keys = ([piece[which].stop - piece[which].start for piece in pieces] * rows for which in (0, 1))
+    queries = [asked.stop - asked.start for asked, _ in pieces] * rows
+    keys = [held.stop - held.start for _, held in pieces] * rows
     order = None
     if size > 1:
         seen = torch.cat([torch.arange(piece.start, piece.stop) for _, piece in pieces])
         # Each run of queries sees its sequence from the start, so that keys of the beginning are copied
         # several times.
         order = sent_to((torch.arange(rows)[:, None] * starts[-1] + seen).flatten(), device)
-    asked, held = (offsets((0, *itertools.accumulate(lengths)), device) for lengths in (queries, keys))
-    return Runs(asked, held, max(queries), max(keys), order)
+    ends_of_queries = offsets((0, *itertools.accumulate(queries)), device)
+    ends_of_keys = offsets((0, *itertools.accumulate(keys)), device)
+    return Runs(ends_of_queries, ends_of_keys, max(queries), max(keys), order)
 
 
 def varlen_attention(
@@ -367,12 +369,8 @@ def attention(
         return varlen_attention(query, key, value, runs, kernel, scale=scale, window=window)
     if plain:
         return causal_attention(query, key, value, scale, window, sinks, row_lengths)
-    pieces = _pieces(_starts(query, layout), context)
-    queries, keys, values = (
-        _parts(tensor, [piece[which] for piece in pieces])
-        for tensor, which in ((query, 0), (key, 1), (value, 1))
-    )
-    parts = zip(queries, keys, values, strict=True)
+    of_queries, of_keys = zip(*_pieces(_starts(query, layout), context), strict=True)
+    parts = zip(_parts(query, of_queries), _parts(key, of_keys), _parts(value, of_keys), strict=True)
     return torch.cat(
         [causal_attention(asked, held, carried, scale, window, sinks) for asked, held, carried in parts],
         dim=2,

@@ -65,7 +65,7 @@ class ContextShare:
 @functools.lru_cache(maxsize=32)
 def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device | None) -> torch.Tensor:
     share = ContextShare(rank, size)
-    ranges = [chunk for start, end in itertools.pairwise(starts) for chunk in share.chunks(start, end)]
+    ranges = itertools.chain.from_iterable(itertools.starmap(share.chunks, itertools.pairwise(starts)))
     index = torch.cat([torch.arange(*limits) for limits in ranges])
     return index if device is None else sent_to(index, device)
 

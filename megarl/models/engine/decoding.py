@@ -13,6 +13,7 @@ Legend: b rows of a batch, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -312,13 +313,14 @@ class _Decoding:
         prompts = list(places)
         ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes(list(map(len, prompts)))
         found = []
-        for start, end in zip([0, *ends], ends, strict=False):
+        for start, end in itertools.pairwise([0, *ends]):
             # Rows are sorted by length, and prompts of one length are in one pass, so that the rows of a pass
             # are neighbours.
             of_pass = prompt_of[(prompt_of >= start) & (prompt_of < end)] - start
-            found.append(self._read(forward, prompts[start:end], of_pass, len(prompts[-1])))
-        given = [logits for logits in found if logits is not None]
-        return torch.cat(given) if given else None
+            logits = self._read(forward, prompts[start:end], of_pass, len(prompts[-1]))
+            if logits is not None:
+                found.append(logits)
+        return torch.cat(found) if found else None
 
     def _read(
         self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int

@@ -363,7 +363,7 @@ def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
 
 def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
     """Return the lengths of the runs that this rank holds, in their order."""
-    runs = (run for start, end in itertools.pairwise(starts) for run in context.chunks(start, end))
+    runs = itertools.chain.from_iterable(itertools.starmap(context.chunks, itertools.pairwise(starts)))
     return tuple(end - start for start, end in runs)
 
 
@@ -418,9 +418,12 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     # products.
     order = sorted(range(len(lengths)), key=lambda run: -counts[run])
     going = tuple(sum(count > step for count in counts) for step in range(max(counts)))
-    runs = torch.tensor([run for going_now in going for run in order[:going_now]])
-    step = torch.tensor([step for step, going_now in enumerate(going) for _ in range(going_now)])
-    column = step[:, None] * size + torch.arange(size)
+    runs_of_slots, step_of_slots = [], []
+    for step, going_now in enumerate(going):
+        runs_of_slots += order[:going_now]
+        step_of_slots += [step] * going_now
+    runs = torch.tensor(runs_of_slots)
+    column = torch.tensor(step_of_slots)[:, None] * size + torch.arange(size)
     is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
     tokens = _alternating((torch.tensor(begins)[runs, None] + column).flatten(), begins[-1], rows)
     # Give empty slots index 0: they then hold an arbitrary value, which a gate of 0 makes harmless.
@@ -463,10 +466,10 @@ def _tail_plan(
 ) -> _TailPlan:
     context, reach = ContextShare(rank, size), width - 1
     # If a run is shorter than the reach of the convolution, all of it is tail.
-    kept = [
-        min(reach, context.chunks(start, end)[0][1] - context.chunks(start, end)[0][0])
-        for start, end in itertools.pairwise(starts)
-    ]
+    kept = []
+    for start, end in itertools.pairwise(starts):
+        first, last = context.chunks(start, end)[0]
+        kept.append(min(reach, last - first))
     # With context parallelism a sequence has 2 * size chunks, each of which may need the tail of the chunk
     # before.
     per_sequence = 1 if context.size == 1 else 2 * context.size

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -83,7 +84,7 @@ class UnshardPlan:
         self.places: list[BufferRegion] = []
         # Merge copies of a regular form into one strided copy, so that Python runs once for thousands of
         # them.
-        self._copies = merged([copy for tensor in tensors for copy in self._add(tensor)])
+        self._copies = merged(list(chain.from_iterable(map(self._add, tensors))))
         self._keeps_shards = any(place.flat == _SHARDS for place in self.places)
 
     def _add(self, tensor: FullTensor) -> Iterator[Copy]:

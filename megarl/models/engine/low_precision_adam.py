@@ -308,13 +308,12 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state in the form of ``torch.optim.AdamW``: moments in float32 with the parameter's
         shape."""
-        return {
-            parameter: {
-                "step": state["step"],
-                **{name: self._like(parameter, self.read_state(parameter, name)) for name in MOMENTS},
-            }
-            for parameter, state in self.state.items()
-        }
+        full: dict[torch.Tensor, dict[str, Any]] = {}
+        for parameter, state in self.state.items():
+            full[parameter] = {"step": state["step"]}
+            for name in MOMENTS:
+                full[parameter][name] = self._like(parameter, self.read_state(parameter, name))
+        return full
 
     @staticmethod
     def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -344,8 +343,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # Load the states separately, because torch would round the moments of bfloat16 weights to bfloat16.
         super().load_state_dict({**state_dict, "state": {}})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters, numbers = [], []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            parameters += group["params"]
+            numbers += saved["params"]
         # Empty the state first, because initialize_state skips a parameter that has one.
         self.state = type(self.state)(dict)
         for number, parameter in zip(numbers, parameters, strict=True):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megarl.distributed.batched_data_dict import take_rows
 from megarl.distributed.device import sent_to
 from megarl.errors import BatchError
 
@@ -124,11 +125,10 @@ def move_to(
         key: sent_to(value, device) if isinstance(value, torch.Tensor) else value
         for key, value in data.items()
     }
-    return {
-        **moved,
-        HOST_LENGTHS: data["input_lengths"].tolist(),
-        **({} if wanted is None else {WANTED: wanted}),
-    }
+    moved[HOST_LENGTHS] = data["input_lengths"].tolist()
+    if wanted is not None:
+        moved[WANTED] = wanted
+    return moved
 
 
 def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
@@ -179,10 +179,7 @@ def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
     # Copy a real row, so that every key has values that the model and the head accept. Results of the copies
     # are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
-    return {
-        key: value[rows] if isinstance(value, torch.Tensor) else [value[row] for row in rows]
-        for key, value in data.items()
-    }
+    return {key: take_rows(value, rows) for key, value in data.items()}
 
 
 def follow_plan(

@@ -137,18 +137,15 @@ def lay_out_all(
 ) -> list[ModelInput]:
     """Lay out each micro-batch as ``lay_out`` does, with one copy of all indices from the host to the
     device."""
-    plans = [
-        _planned(micro_batch, context, shapes) if micro_batch.packed else None
-        for micro_batch in micro_batches
-    ]
-    scored = [
-        _scored(micro_batch, plan, context) for micro_batch, plan in zip(micro_batches, plans, strict=True)
-    ]
-    numbers = [
-        array
-        for plan, places in zip(plans, scored, strict=True)
-        for array in (*(() if plan is None else plan.arrays), *(() if places is None else (places,)))
-    ]
+    plans, scored = [], []
+    numbers: list[np.ndarray] = []
+    for micro_batch in micro_batches:
+        plan = _planned(micro_batch, context, shapes) if micro_batch.packed else None
+        places = _scored(micro_batch, plan, context)
+        plans.append(plan)
+        scored.append(places)
+        numbers += [] if plan is None else plan.arrays
+        numbers += [] if places is None else [places]
     device = micro_batches[0].input_ids.device if micro_batches else torch.device("cpu")
     sent = iter(
         sent_to(torch.from_numpy(np.concatenate(numbers)), device).split(list(map(len, numbers)))

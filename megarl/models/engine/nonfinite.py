@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ def find(
     everywhere: list[list[NonFiniteMicroBatch]] = [[] for _ in range(dist.get_world_size())]
     # This slow collective of objects runs only after a refused step, so that it costs a normal step nothing.
     dist.all_gather_object(everywhere, mine)
-    return tuple(found for rank in everywhere for found in rank)
+    return tuple(chain.from_iterable(everywhere))
 
 
 def _first_fault(output: HeadOutput) -> str | None:
@@ -196,7 +197,7 @@ def require_finite(
         everywhere, [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     )
     # List each name once, in order of the ranks, because replicas report the same names.
-    names = list(dict.fromkeys(name for rank in everywhere for name in rank))
+    names = list(dict.fromkeys(chain.from_iterable(everywhere)))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     raise kind(
         f"{consequence}: NaN or infinity in {', '.join(names[:_SHOWN])}{more}. Fix: continue from "

@@ -198,13 +198,9 @@ class PassingWorker(WorkerState):
             # Entry i of the top-k columns belongs to token i+1, so that the mask is shifted to the left by
             # one.
             followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
-            places = {
-                "logprobs": wanted,
-                **dict.fromkeys(("topk_logits", "topk_indices"), followed[..., None]),
-            }
-            columns = {
-                name: values.where(places[name], torch.zeros_like(values)) for name, values in columns.items()
-            }
+            for name, values in columns.items():
+                mask = wanted if name == "logprobs" else followed[..., None]
+                columns[name] = values.where(mask, torch.zeros_like(values))
         return BatchedDataDict(columns)
 
     def get_values(

@@ -91,11 +91,10 @@ def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, in
     """Return whether some position of the ranges ``asked`` sees one of the ranges ``held``, that is, equals
     it or follows it by less than ``window``."""
     # The distances between positions of two ranges are all numbers from the smallest to the largest one.
-    return any(
-        max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1)
-        for first, last in asked
-        for first_held, last_held in held
-    )
+    for (first, last), (first_held, last_held) in itertools.product(asked, held):
+        if max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1):
+            return True
+    return False
 
 
 def _inside_window(

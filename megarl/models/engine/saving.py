@@ -81,7 +81,7 @@ class SavingWorker(WorkerState):
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             write_model_files(model, directory, dtype, self.hf_config, self.tokenizer, scores=self.scores)
-            files = [path for path in directory.rglob("*") if path.is_file()]
+            files = filter(Path.is_file, directory.rglob("*"))
             return {path.relative_to(directory): path.read_bytes() for path in files}
 
     def _keep_model_files(self) -> None:
@@ -154,7 +154,7 @@ class SavingWorker(WorkerState):
         self._require_loadable(weights, optimizer)
         # Increment the version before the load: a load that ends in an error may have changed weights.
         self._weights_version += 1
-        self._unfinished_load = " with ".join(str(path) for path in (weights, optimizer) if path is not None)
+        self._unfinished_load = " with ".join(map(str, filter(None, (weights, optimizer))))
         self.backend.load(weights, optimizer)
         self._require_finite_weights(
             f"load_checkpoint({str(weights_path)!r}): the checkpoint cannot be used", CheckpointError

@@ -57,13 +57,10 @@ def scoring_config(hf_config: Any) -> Any:
 
 def said_of_scoring(config: Any) -> dict[str, Any]:
     """Return the keys of a ``config.json`` in which a model that scores differs from its language model."""
-    said = config.to_dict()
-    keys = ("architectures", "id2label", "label2id", "pad_token_id")
-    return {
-        # Write labels as text: JSON has only text keys, as in a config.json that transformers writes.
-        key: {str(label): name for label, name in said[key].items()} if key == "id2label" else said[key]
-        for key in keys
-    }
+    full = config.to_dict()
+    # Write labels as text: JSON has only text keys, as in a config.json that transformers writes.
+    full["id2label"] = {str(label): name for label, name in full["id2label"].items()}
+    return {key: full[key] for key in ("architectures", "id2label", "label2id", "pad_token_id")}
 
 
 def _scoring_class(config: Any) -> str:

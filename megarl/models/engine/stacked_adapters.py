@@ -116,12 +116,12 @@ class StackedFactors:
         Yields:
             The same triples with PEFT's modules; those of a stack once its last factor has arrived.
         """
-        wanted = {
-            (module, "A"): (stack, expert, slice(None)) for module, (stack, expert) in self._experts.items()
-        }
-        wanted |= {
-            (module, "B"): (stack, *place) for stack in self.stacks for module, place in stack.places.items()
-        }
+        wanted: dict[tuple[str, str], tuple[Stack, int, slice]] = {}
+        for module, (stack, expert) in self._experts.items():
+            wanted[module, "A"] = stack, expert, slice(None)
+        for stack in self.stacks:
+            for module, place in stack.places.items():
+                wanted[module, "B"] = stack, *place
         begun: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         for module, letter, factor in factors:
             if (module, letter) not in wanted:
@@ -145,12 +145,12 @@ class StackedFactors:
                 yield self.modules[stack.name], letter, whole
 
 
-def listed(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Return parameter names in the form of PEFT's config: module and parameter if ``names`` contains all
-    parameters with that ending, otherwise the full name."""
+def listed(names: Collection[str], others: Collection[str], parts: int) -> list[str]:
+    """Return names in the form of PEFT's config, which it reads as suffixes: the last ``parts`` parts if
+    ``names`` contains all names with that ending, otherwise the full name."""
 
     def end(name: str) -> str:
-        return ".".join(name.split(".")[-2:])
+        return ".".join(name.split(".")[-parts:])
 
     unlike = set(map(end, others))
     return sorted({end(name) if end(name) not in unlike else name for name in names})

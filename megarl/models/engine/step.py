@@ -4,7 +4,6 @@ batch."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -458,13 +457,15 @@ def _global_batch(
     )
     # Use a sum, not a mean, because each share is already divided by counts of the whole global batch.
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
-    figures = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
+    figures: list[Any] = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
+    for output in outputs:
+        figures += output.metrics.values()
     # Copy all numbers of the batch at once, because each .item() would wait for the device.
-    values = iter(as_floats([*figures, *(value for output in outputs for value in output.metrics.values())]))
-    loss_value, sequences, tokens = (next(values) for _ in figures)
+    loss_value, sequences, tokens, *values = as_floats(figures)
+    of_outputs = iter(values)
     # Only the last stage has outputs, and every rank must report the same metrics.
     measured = backend.groups.object_from_last_stage(
-        [{name: next(values) for name in output.metrics} for output in outputs]
+        [{name: next(of_outputs) for name in output.metrics} for output in outputs]
     )
     batch_metrics = {"global_valid_seqs": sequences, "global_valid_toks": tokens, **backend.schedule_values()}
     return _GlobalBatch(loss_value, outputs, measured, batch_metrics, positions)
@@ -476,20 +477,18 @@ def as_floats(values: Sequence[Any]) -> list[float]:
     # Group by dtype too: torch.stack would promote int64 to float32, and digits would be lost before
     # .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
+    floats: list[float] = []
     for place, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
+        is_tensor = isinstance(value, torch.Tensor)
+        floats.append(0.0 if is_tensor else float(value))
+        if is_tensor:
             kinds[value.device][value.dtype].append(place)
-    floats: list[float] = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
     for by_dtype in kinds.values():
-        together = torch.cat(
-            [
-                torch.stack([values[place].reshape(()) for place in places]).double()
-                for places in by_dtype.values()
-            ]
-        )
-        for place, number in zip(
-            itertools.chain.from_iterable(by_dtype.values()), together.tolist(), strict=True
-        ):
+        parts, positions = [], []
+        for places in by_dtype.values():
+            parts.append(torch.stack([values[place].reshape(()) for place in places]).double())
+            positions += places
+        for place, number in zip(positions, torch.cat(parts).tolist(), strict=True):
             floats[place] = number
     return floats
 
@@ -500,11 +499,10 @@ def _averaged_over_batches(
     """Divide metrics that are sums over a global batch by ``count``, the number of global batches, so that
     their sum is a mean over global batches."""
     declared = getattr(loss_fn, "metric_reductions", {})
-    return {
-        name: [value / count for value in values]
+    averaged = {}
+    for name, values in metrics.items():
         # Divide sums by the number of global batches, with which they would grow. Means and maxima do not
         # grow.
-        if declared.get(name, default_reduction(name)) is Reduction.SUM
-        else list(values)
-        for name, values in metrics.items()
-    }
+        is_sum = declared.get(name, default_reduction(name)) is Reduction.SUM
+        averaged[name] = [value / count for value in values] if is_sum else list(values)
+    return averaged

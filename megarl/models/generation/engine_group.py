@@ -123,7 +123,7 @@ class EngineGroup(RolloutEngine):
                 addresses = group.get_all_worker_results(found, timeout_s=self._workers.init_timeout_s)
                 joined = group.run_all_workers_multiple_data(
                     "join",
-                    node=[node for _ in addresses for node in range(self._workers.nodes)],
+                    node=[*range(self._workers.nodes)] * len(addresses),
                     address=[address for address in addresses for _ in range(self._workers.nodes)],
                 )
                 group.get_all_worker_results(joined, timeout_s=self._workers.init_timeout_s)
@@ -239,14 +239,18 @@ class EngineGroup(RolloutEngine):
             [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
             ranks = tuple(slices for _, slices in first)
             # All engines must read the same slices: one sends its slices, the others a digest of theirs.
-            digests = list(map(slices_digest, ranks))
-            if any([digest for _, digest in engine] != digests for engine in engines):
+            digests, alike = list(map(slices_digest, ranks)), True
+            devices = {}
+            for engine in engines:
+                for rank, (device, digest) in enumerate(engine):
+                    devices[device] = rank
+                    alike = alike and digest == digests[rank]
+            if not alike:
                 logger.warning(
                     "engines of one model read different slices of its weights, so they get full weights"
                 )
                 # An empty mapping means that the rank reads full weights.
                 ranks = ({},) * self._workers.ranks
-            devices = {device: rank for engine in engines for rank, (device, _) in enumerate(engine)}
             self._wanted = WantedSlices(ranks, devices)
         return self._wanted if any(self._wanted.ranks) else None
 
@@ -380,9 +384,7 @@ class EngineGroup(RolloutEngine):
                 f"data must be a BatchedDataDict, got {type(data).__name__}: wrap the dictionary in "
                 "BatchedDataDict(...)"
             )
-        needed: BatchedDataDict[Any] = BatchedDataDict(
-            {name: data[name] for name in GENERATION_INPUTS if name in data}
-        )
+        needed = data.select_columns(GENERATION_INPUTS)
         self._check(needed)
         self._require_weights()
         if "sampling_seeds" not in needed:
@@ -417,9 +419,7 @@ class EngineGroup(RolloutEngine):
         if not plain or not self.scores:
             return None
         self._require_weights()
-        needed: BatchedDataDict[Any] = BatchedDataDict(
-            {name: data[name] for name in ("input_ids", "input_lengths")}
-        )
+        needed = data.select_columns(("input_ids", "input_lengths"))
         return [found["logprobs"] for found in self._all("score", data=needed, version=self.expected_version)]
 
     @property

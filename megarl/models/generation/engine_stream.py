@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from megarl.distributed import ray_calls
 from megarl.distributed.batched_data_dict import BatchedDataDict
-from megarl.distributed.token_batches import pad_arrays
-from megarl.models.generation.stream import Completion, Request
+from megarl.models.generation.stream import Completion, Request, batch_of_requests
 
 TURN_SECONDS = 0.05
 """Maximum seconds of one call, if nothing is completed earlier; then the engine receives further requests."""
@@ -147,7 +145,11 @@ class EngineStream:
 
     def _exchange(self, engine: int, new: Mapping[int, Request], given_up: list[int]) -> Any:
         numbers = sorted(new)
-        data = self._batch([new[number] for number in numbers]) if new else None
+        data = None
+        if new:
+            data = batch_of_requests([new[number] for number in numbers], self._pad)
+            # Check here, because an engine would die of a prompt that it cannot take.
+            self._check(data)
         self._open[engine] = (self._open[engine] | set(numbers)) - set(given_up)
         call = self._group.call_engine(
             "exchange",
@@ -172,24 +174,3 @@ class EngineStream:
         }
         self._open[engine] -= found.keys()
         return found
-
-    def _batch(self, requests: list[Request]) -> BatchedDataDict[Any]:
-        ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
-        most = [
-            np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens
-            for request in requests
-        ]
-        data: BatchedDataDict[Any] = BatchedDataDict(
-            {
-                "input_ids": ids,
-                "input_lengths": lengths,
-                "max_new_tokens": torch.tensor(most, dtype=torch.int64),
-            }
-        )
-        if all(request.seed is not None for request in requests):
-            data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
-        if any(request.stop_strings for request in requests):
-            data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
-        # Check here, because an engine would die of a prompt that it cannot take.
-        self._check(data)
-        return data

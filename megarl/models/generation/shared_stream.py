@@ -66,12 +66,9 @@ class _Open:
         """Join the pieces into the completion."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
-        tokens, logprobs = (
-            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("tokens", "logprobs")
-        )
         return Completion(
-            tokens,
-            logprobs,
+            np.concatenate([piece.tokens for piece in pieces]),
+            np.concatenate([piece.logprobs for piece in pieces]),
             truncated,
             np.concatenate([cast("np.ndarray", piece.versions) for piece in pieces]),
         )
@@ -238,11 +235,10 @@ class SharedStream:
     def forget(self, caller: SharedView, numbers: set[int]) -> None:
         """Drop some requests of a caller; they are not delivered."""
         with self._changed:
-            gone = {
-                key for key, each in self._open.items() if each.caller is caller and each.number in numbers
-            }
-            self._open = {key: each for key, each in self._open.items() if key not in gone}
-            self._new = [key for key in self._new if key not in gone]
+            for key, each in list(self._open.items()):
+                if each.caller is caller and each.number in numbers:
+                    del self._open[key]
+            self._new = [key for key in self._new if key in self._open]
 
     def _is_completed_first(self, number: int) -> bool:
         """Return whether a pause waits until the request is complete."""

@@ -151,24 +151,12 @@ class Waves:
         return dict(zip(numbers, found, strict=True))
 
     def _completed(self, requests: Sequence[Request]) -> list[Completion]:
-        ids, lengths = pad_arrays([request.prompt for request in requests], self._pad)
-        data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-        # Use seeds only if all rows have one, because a column of seeds has no value for a row without one.
-        if all(request.seed is not None for request in requests):
-            data["sampling_seeds"] = torch.tensor([request.seed for request in requests], dtype=torch.int64)
-        if any(request.max_new_tokens is not None for request in requests):
-            most = [
-                np.iinfo(np.int64).max if request.max_new_tokens is None else request.max_new_tokens
-                for request in requests
-            ]
-            data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
-        if any(request.stop_strings for request in requests):
-            data["stop_strings"] = [list(request.stop_strings or ()) for request in requests]
+        data = batch_of_requests(requests, self._pad)
         # Pass the argument only if it is set, so that a generator without it can serve callers that need no
         # other distribution.
         options: dict[str, Any] = {} if self._sampling is None else {"sampling": self._sampling}
         output = self._engine.generate(data, greedy=self._greedy, **options)
-        _check_continues(output, ids, lengths)
+        _check_continues(output, data["input_ids"], data["input_lengths"])
         return self._completions(output, requests)
 
     def _completions(self, output: Mapping[str, Any], requests: Sequence[Request]) -> list[Completion]:
@@ -190,6 +178,25 @@ class Waves:
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found
+
+
+def batch_of_requests(requests: Sequence[Request], pad_token_id: int) -> BatchedDataDict[Any]:
+    """Return the requests as one batch for an engine; a column that no request needs is left out."""
+    ids, lengths = pad_arrays([request.prompt for request in requests], pad_token_id)
+    data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+    seeds = [request.seed for request in requests]
+    # Use seeds only if all rows have one, because a column of seeds has no value for a row without one.
+    if None not in seeds:
+        data["sampling_seeds"] = torch.tensor(seeds, dtype=torch.int64)
+    bounds = [request.max_new_tokens for request in requests]
+    if any(bound is not None for bound in bounds):
+        unbounded = np.iinfo(np.int64).max
+        most = [unbounded if bound is None else bound for bound in bounds]
+        data["max_new_tokens"] = torch.tensor(most, dtype=torch.int64)
+    stops = [list(request.stop_strings or ()) for request in requests]
+    if any(stops):
+        data["stop_strings"] = stops
+    return data
 
 
 def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -189,7 +189,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        return self._token_column("get_logprobs", "logprobs", data, {"skip_masked": skip_masked})
+        return self._token_columns("get_logprobs", ["logprobs"], data, {"skip_masked": skip_masked})
 
     def get_reference_policy_logprobs(
         self,
@@ -202,7 +202,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
-        return self._token_column("get_reference_policy_logprobs", "reference_logprobs", data, options)
+        return self._token_columns("get_reference_policy_logprobs", ["reference_logprobs"], data, options)
 
     def get_topk_logits(
         self,
@@ -248,7 +248,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
         """Return the value of a scoring model (``policy.reward_model_cfg``) at each token of ``data``, in its
         order."""
-        return self._token_column("get_values", "values", data, {})
+        return self._token_columns("get_values", ["values"], data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
         """Return the scores of the sequences of ``data``, in its order: the output of a scoring model at the
@@ -257,11 +257,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return BatchedDataDict(
             {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
         )
-
-    def _token_column(
-        self, method: str, key: str, data: BatchedDataDict[Any], options: dict[str, Any]
-    ) -> BatchedDataDict[Any]:
-        return self._token_columns(method, (key,), data, options)
 
     def _token_columns(
         self, method: str, keys: Sequence[str], data: BatchedDataDict[Any], options: dict[str, Any]
@@ -420,9 +415,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             )
         self._check(data)
         stop_strings_of_rows(generation["stop_strings"], data.get("stop_strings"), data.size)
-        needed: BatchedDataDict[Any] = BatchedDataDict(
-            {name: data[name] for name in GENERATION_INPUTS if name in data}
-        )
+        needed = data.select_columns(GENERATION_INPUTS)
         if "sampling_seeds" not in needed:
             needed["sampling_seeds"] = seeds_of_call(self._seed, self.generate_calls, data.size)
         options = {"greedy": greedy, **({} if sampling is None else {"sampling": sampling})}
@@ -591,7 +584,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def mailboxes(self) -> dict[str, Any]:
         """Mailboxes through which engine ranks on the same devices get weights, by device, for ``meet``. The
         workers are asked once."""
-        return {device: handle for own in self._results("mailbox") for device, handle in own.items()}
+        mailboxes: dict[str, Any] = {}
+        for own in self._results("mailbox"):
+            mailboxes |= own
+        return mailboxes
 
     def hand_over_weights(
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
@@ -683,7 +679,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         # Use known peaks only if all are known, because a sum of measured and published peaks would be
         # meaningless.
         if all(known):
-            return [peak for peak in known if peak]
+            return list(filter(None, known))
         return self._results("measure_peak_flops")
 
     def start_gpu_profiling(self) -> None:
@@ -700,7 +696,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:
         """Stop the recordings, write each to ``<stem>_rank<N>.json``, and return the files."""
-        return [path for path in self._results("stop_torch_profiling", stem=stem) if path is not None]
+        return list(filter(None, self._results("stop_torch_profiling", stem=stem)))
 
     def shutdown(self) -> bool:
         """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
@@ -775,11 +771,13 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "power_w": ("power_w", sum),
         "utilization_percent": ("utilization_percent", fmean),
     }
-    return {
-        name: combine([info[key] for info in infos])
-        for name, (key, combine) in ways.items()
-        if all(key in info for info in infos)
-    }
+    metrics = {}
+    for name, (key, combine) in ways.items():
+        values = [info[key] for info in infos if key in info]
+        # Some devices do not report a figure, and a part of them says nothing of all.
+        if len(values) == len(infos):
+            metrics[name] = combine(values)
+    return metrics
 
 
 def _with_rows_of_batch(
@@ -787,17 +785,13 @@ def _with_rows_of_batch(
 ) -> list[dict[str, Any]]:
     """Return the workers' reports of global batches without a step, with row numbers of the whole batch
     instead of those of a replica."""
-    return [
-        {
-            **batch,
-            "rows": [batch["global_batch"] * global_batch, (batch["global_batch"] + 1) * global_batch],
-            "seen": [
-                {**seen, "rows": sorted(sharded.rows_of(seen["data_rank"], *seen["rows"]))}
-                for seen in batch["seen"]
-            ],
-        }
-        for batch in skipped
-    ]
+    translated = []
+    for batch in skipped:
+        first, seen = batch["global_batch"] * global_batch, []
+        for each in batch["seen"]:
+            seen.append({**each, "rows": sorted(sharded.rows_of(each["data_rank"], *each["rows"]))})
+        translated.append({**batch, "rows": [first, first + global_batch], "seen": seen})
+    return translated
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:

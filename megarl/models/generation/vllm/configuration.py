@@ -182,6 +182,7 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
+    larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
     if needed.weights < needed.budget:
         longest = view[f"{VLLM}.max_model_len"]
         if needed.cached_tokens < longest and view[f"{VLLM}.kv_cache_gb"] is None:
@@ -190,7 +191,6 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
                 f"{needed.cached_tokens:,} tokens, but {VLLM}.max_model_len = {longest:,}"
             )
             sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor))
-            larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
             fix = f"raise it, or {VLLM}.tensor_parallel_size, or shorten {LONGEST}"
             yield Violation(f"{VLLM}.gpu_memory_utilization", share, bound, fix, (*larger, *sizes))
         return
@@ -205,7 +205,6 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
         f"cluster.device_memory_gib = {device_gib(cluster):g} GiB"
     )
     sizes = each_of(f"{VLLM}.tensor_parallel_size", (size for size in _SIZES if size > tensor and fits(size)))
-    larger = each_of(f"{VLLM}.gpu_memory_utilization", (part for part in _SHARES if part > share))
     yield Violation(
         f"{VLLM}.tensor_parallel_size",
         tensor,
@@ -244,16 +243,12 @@ def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, 
     tensor, stages = view[key], view[stages_key]
     if ranks % stages == 0:
         yield from each_of(key, divisors_near(ranks // stages, tensor))
-    yield from each_of(
-        key,
-        (
-            ranks * over // stages
-            for over in divisors_near(nodes, 1)
-            if over > 1 and ranks * over % stages == 0
-        ),
-    )
+    for over in divisors_near(nodes, 1):
+        if over > 1 and ranks * over % stages == 0:
+            yield {key: ranks * over // stages}
     for fewer in divisors_near(ranks, stages):
-        yield from ({stages_key: fewer, key: size} for size in divisors_near(ranks // fewer, tensor))
+        for size in divisors_near(ranks // fewer, tensor):
+            yield {stages_key: fewer, key: size}
     if view["cluster.num_nodes"] == 1 and generation_shape(view) is not None:
         per_node = view["cluster.gpus_per_node"]
         yield from each_of(
@@ -382,18 +377,11 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
         yield Violation(
             key, True, "engines of a mixture of experts get full weights in this version", without
         )
-    named = [
-        name
-        for name in ("embed_tokens", "lm_head")
-        if is_named(f"model.{name}", view["policy.peft.target_modules"])
-    ]
-    if named:
-        yield Violation(
-            key,
-            True,
-            f"policy.peft.target_modules names {named[0]}, whose adapter cannot be sent to engines alone",
-            without,
-        )
+    for name in ("embed_tokens", "lm_head"):
+        if is_named(f"model.{name}", view["policy.peft.target_modules"]):
+            bound = f"policy.peft.target_modules names {name}, whose adapter cannot be sent to engines alone"
+            yield Violation(key, True, bound, without)
+            break
     if view["cluster.device"] != "cpu" and view[f"{GENERATION}.colocated.enabled"]:
         bound = (
             "engines on the policy's GPUs release the model while it trains, and no refit would restore it"

@@ -99,7 +99,8 @@ class ExpertStacks:
         for name, layer in model.named_modules():
             if isinstance(layer, RoutedExperts) and _takes_stacks(layer):
                 for stack, names in _stacks_of(name, layer, infos, reads):
-                    self._places.update({name: (stack, place) for name, place in names.items()})
+                    for weight, place in names.items():
+                        self._places[weight] = (stack, place)
 
     @property
     def names(self) -> KeysView[str]:
@@ -153,15 +154,13 @@ def _stacks_of(
         here = [expert for expert in experts if places[expert] >= 0]
         if not here or any(name not in infos for name in names):
             continue
-        alike = {
-            (infos[names[expert]].shape, infos[names[expert]].dtype, reads.get(names[expert]))
-            for expert in here
-        }
-        elsewhere = {
-            where.length if (where := reads.get(names[expert])) else None
-            for expert in experts
-            if places[expert] < 0
-        }
+        alike, elsewhere = set(), set()
+        for weight, place in zip(names, places, strict=True):
+            where = reads.get(weight)
+            if place >= 0:
+                alike.add((infos[weight].shape, infos[weight].dtype, where))
+            else:
+                elsewhere.add(where.length if where else None)
         if (
             # Require one shape, dtype and slice for all experts, and no reads of other ranks' experts;
             # otherwise build no stack.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 
@@ -81,7 +82,7 @@ class VllmGeneration(EngineGroup):
             RayWorkerBuilder(WORKER, dict(config), seed, tokenizer, len(places[0]), scale),
             name_prefix=name_prefix,
             # Give each node of an engine one worker; its other bundles are for vLLM's ranks.
-            bundle_indices_list=[place for of_engine in places for place in of_engine],
+            bundle_indices_list=list(itertools.chain.from_iterable(places)),
             sharding_annotations=NamedSharding(
                 np.arange(len(places) * len(places[0])).reshape(len(places), -1), ["data_parallel", NODE]
             ),

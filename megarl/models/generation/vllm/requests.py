@@ -138,9 +138,9 @@ def assembled(
     response, and gets an empty one."""
     lengths = data["input_lengths"].tolist()
     given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
-    width = max(
-        (length + len(answer.tokens) for length, answer in zip(lengths, given, strict=True)), default=0
-    )
+    new = torch.tensor([len(answer.tokens) for answer in given], dtype=torch.int64)
+    ends = new + torch.tensor(lengths, dtype=torch.int64)
+    width = max(ends.tolist(), default=0)
     ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     logprobs = torch.zeros(len(lengths), width)
     for row, (length, answer) in enumerate(zip(lengths, given, strict=True)):
@@ -148,13 +148,12 @@ def assembled(
         ids[row, :length] = data["input_ids"][row, :length]
         ids[row, length:end] = torch.tensor(answer.tokens, dtype=torch.int64)
         logprobs[row, length:end] = torch.tensor(answer.logprobs)
-    new = torch.tensor([len(answer.tokens) for answer in given], dtype=torch.int64)
     return BatchedDataDict(
         {
             "output_ids": ids,
             "logprobs": logprobs,
             "generation_lengths": new,
-            "unpadded_sequence_lengths": new + torch.tensor(lengths, dtype=torch.int64),
+            "unpadded_sequence_lengths": ends,
             "truncated": torch.tensor([answer.truncated for answer in given]),
         }
     )

@@ -191,8 +191,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 left = left[len(given) :] if given else []
         finally:
             self._abandon()
-        found = {info.name: notes[info.name].slice_of(info.shape) for info in tensors if info.name in notes}
-        return {name: where for name, where in found.items() if where is not None}
+        slices = {}
+        for info in tensors:
+            where = notes[info.name].slice_of(info.shape) if info.name in notes else None
+            if where is not None:
+                slices[info.name] = where
+        return slices
 
     def _noting(
         self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import tempfile
 import threading
@@ -68,17 +69,15 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
         return _devices()
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
-    strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
     # Run a task on each bundle, because Ray exposes to a process only the GPU of its own bundle.
     task: Any = ray.remote(_devices)
-    asked = [
-        ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
-        for strategy in strategies
-    ]
+    asked = []
+    for place in places:
+        strategy = PlacementGroupSchedulingStrategy(group, place)
+        on_bundle = task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy)
+        asked.append(ray_calls.submit(on_bundle))
     try:
-        return [
-            device for devices in (_devices(), *ray_calls.get(asked, timeout=timeout_s)) for device in devices
-        ]
+        return list(itertools.chain(_devices(), *ray_calls.get(asked, timeout=timeout_s)))
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(
             f"an engine of {count} ranks from bundle {first} on: Ray did not give it the GPUs of "
@@ -143,11 +142,11 @@ class Engine:
         while not wait([answer], LOOK_SECONDS).done:
             dead = [process for process in self._processes if not process.is_alive()]
             if dead and not wait([answer], LAST_WORDS_SECONDS).done:
-                said = ", ".join(
+                deaths = ", ".join(
                     f"{process.name} (process {process.pid}, exit code {process.exitcode})"
                     for process in dead
                 )
-                raise RuntimeError(f"vLLM died in {method}(): {said}.{note_of_full_memory()}")
+                raise RuntimeError(f"vLLM died in {method}(): {deaths}.{note_of_full_memory()}")
         return answer.result()
 
     def _answer(
@@ -463,13 +462,11 @@ class VllmGenerationWorker:
         self._require(version)
         from vllm import SamplingParams
 
-        rows = [
-            ids[:length].tolist()
-            for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
-        ]
+        prompts = []
+        for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
+            prompts.append({"prompt_token_ids": ids[:length].tolist()})
         # vLLM scores a prompt only when it responds, so that one token is sampled and dropped.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompts = [{"prompt_token_ids": row} for row in rows]
         outputs = self._engine.call("generate", prompts, params, use_tqdm=False, **self._beside())
         logprobs = torch.zeros(data["input_ids"].shape)
         for row, output in enumerate(outputs):
@@ -548,10 +545,9 @@ class VllmGenerationWorker:
             and self._engine.call("llm_engine.has_unfinished_requests")
             and time.monotonic() < until
         ):
-            outputs = self._engine.call("llm_engine.step")
-            found |= {
-                int(output.request_id): answer_of(output.outputs[0]) for output in outputs if output.finished
-            }
+            for output in self._engine.call("llm_engine.step"):
+                if output.finished:
+                    found[int(output.request_id)] = answer_of(output.outputs[0])
         return [
             (number, answer.tokens, answer.logprobs, answer.truncated) for number, answer in found.items()
         ]
@@ -625,12 +621,11 @@ class VllmGenerationWorker:
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
     """Return the error of ranks that could not load weights."""
-    said = (
-        f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message
-        for rank, failure in failures.items()
-    )
-    traces = [f"--- in vLLM's rank {rank} ---\n{failure.trace}" for rank, failure in failures.items()]
-    message = "\n".join([f"the engine did not take the weights: {'; '.join(said)}", *traces])
+    messages, traces = [], []
+    for rank, failure in failures.items():
+        messages.append(f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message)
+        traces.append(f"--- in vLLM's rank {rank} ---\n{failure.trace}")
+    message = "\n".join([f"the engine did not take the weights: {'; '.join(messages)}", *traces])
     return (
         RefitError(message)
         if all(failure.on_purpose for failure in failures.values())
