@@ -276,6 +276,7 @@ class FirstFactors:
         # Seed by the layer's name: the values then depend neither on the order of the layers nor on their
         # ranks.
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
+        # Seven bytes always fit into the signed 64-bit seed of a generator.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if letter == "B":
             return torch.randn(shape, generator=generator)

@@ -139,6 +139,7 @@ def varlen_attention(
         runs.longest_queries,
         runs.longest_keys,
         scale=scale,
+        # Number of positions that a query sees on its left (-1 for all) and on its right.
         window_size=(-1 if window is None else window - 1, 0),
     )
     return mixed.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)

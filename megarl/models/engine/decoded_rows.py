@@ -74,6 +74,7 @@ class DecodedRows:
         # Without padding, attention needs no row lengths, and so no mask. ``lengths`` is on the host, so this
         # comparison does not wait for the device.
         self.row_lengths = on_device if bool((lengths < width).any()) else None
+        # Write in place, because CUDA graphs contain the address of this tensor.
         self.place.fill_(end - 1)
         self._prompts, self._step = _Prompts(end, self.count, prompt_of), None
         self.count, self._end = self.count + len(prompt_of), end

@@ -133,8 +133,7 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for zero, so that the first chunk of a run
-            reads no state.
+        initial: [1, G, K, V], the state before each run; None for zero, which first chunks do not read.
         plan: the assignment of runs to chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
@@ -144,8 +143,7 @@ def _scan(
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
 
     def of_heads(of_keys: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
-        """Multiply a tensor of key heads [n, H, ...] with a tensor of value heads [n, G, ...], each key head
-        with all value heads of its group."""
+        """Multiply tensors of key heads [n, H, ...] with tensors of their value heads [n, G, ...]."""
         return (of_keys.unsqueeze(2) * by_head.unflatten(1, (-1, group))).flatten(1, 2)
 
     system = of_heads(key @ key.mT, between * step_size.unsqueeze(-1))

@@ -269,5 +269,7 @@ def _one_ahead(
             yield arrived
             del arrived
     finally:
+        # A caller may stop early. The memory of a gather in flight must not be released before it has
+        # finished.
         if coming is not None:
             coming.wait()

@@ -122,6 +122,8 @@ class Graphs:
                 logger.warning(
                     "decoding without CUDA graphs, which is slower: a step could not be recorded: %s", error
                 )
+                # Run directly from here on, but leave ``few_sizes`` as it is: all ranks must keep the same
+                # rows in a batch, and other ranks may still capture.
                 self.capture = None
                 return function(*recorded.inputs)
         recorded.replay()

@@ -22,6 +22,7 @@ from megarl.models.engine.state_formats import BLOCK
 
 SLICE = BLOCK * 2**10
 """Elements of a slice, enough for a copy between device and host to run at full speed."""
+# Bytes of a page-locked block: a power of two, to which torch would round it up in any case.
 _PINNED_BLOCK = 2**28
 # One thread is enough for all optimizers of a process, because each step uses all cores. Python joins the
 # thread at exit.
@@ -78,6 +79,7 @@ class HostAdam:
         self._stepping: Future[None] | None = None
 
     def _made(self) -> _Buffers:
+        # Four bytes per element, enough for every dtype of gradients and weights.
         gradient, weights = (
             torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)
         )
@@ -123,8 +125,8 @@ class HostAdam:
     def start(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
         """Step all shards, after ``begin``. Shards with early gradients are stepped in a thread: until
         ``finish``, their weights and optimizer state must not be used. Gradients may be used at once."""
-        # Step the other shards now. Their gradients are on the device, and a refit may free those at any
-        # time.
+        # Step the other shards now. Their gradients are on the device, and a refit that follows would free
+        # them.
         self.step([each for each in shards if not each[0].is_early], settings)
         early = [each for each in shards if each[0].is_early]
         self._stepping = _THREAD.submit(self.step, early, settings)

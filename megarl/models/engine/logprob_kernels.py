@@ -182,6 +182,7 @@ def statistics(
             # Without bounds the compiled kernel does not read this pointer, but Triton needs one.
             logits if bounds is None else bounds,
             *found[:3],
+            # The row of moments; without entropies the kernel does not write to this pointer.
             found[-1],
             *(logits.stride(0), start, own, float(temperature)),
             is_scaled=temperature != 1.0,

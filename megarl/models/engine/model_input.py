@@ -27,7 +27,7 @@ from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the rows of a packed micro-batch are in the packed row.
+    """Positions of a packed micro-batch's rows in the packed row.
 
     Attributes:
         begin, end: [b] int64, positions counted over all context-parallel ranks. ``end`` includes the row's
@@ -157,6 +157,8 @@ def lay_out_all(
         else ()
     )
     inputs = []
+    # ``sent`` yields the arrays in the order of ``numbers``: a micro-batch's plan first, then its scored
+    # positions.
     for micro_batch, plan, places in zip(micro_batches, plans, scored, strict=True):
         laid = (
             _rows_as_they_are(micro_batch, context)

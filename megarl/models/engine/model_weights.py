@@ -29,6 +29,6 @@ def open_weights(policy: PolicyConfig) -> HuggingFaceSource:
     ignored = megatron["ignore_config_keys"] if megatron["enabled"] else ()
     stored = as_stored(read_architecture(config, ignored), source.names())
     # Exclude layers that are never trained. Exports copy these from the model's files, so an adapter merged
-    # into them would be lost; AdaptedSource rejects it instead.
+    # into them would be lost.
     trained = replace(stored, prediction_layers=0, vision=None)
     return AdaptedSource(source.directory, Path(adapter), trained)

@@ -124,6 +124,7 @@ class SkipLimit:
 
 def on_all_ranks(holds: bool, device: torch.device) -> bool:
     """Return whether ``holds`` is True on every rank. Collective; all-reduces one scalar."""
+    # The minimum of the flags is 0 if any rank has 0.
     flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)

@@ -76,6 +76,7 @@ class ReceivingWorker:
         Raises:
             RefitError: a rank is missing, or expects other weights or another group.
         """
+        # Close an earlier connection: the policy left its group when it opened the rendezvous for this one.
         self._leave_policy()
         manifest = Manifest.from_description(weights)
         ip, port, world_size, first = address
