@@ -32,7 +32,9 @@ from megarl.errors import BatchError
 
 ObjectT = TypeVar("ObjectT")
 
+# Maximum dimensions of a tensor that can be gathered. It determines the size of the header of a gather.
 _MAX_DIMENSIONS = 8
+# The first pickle protocol with out-of-band buffers.
 _OUT_OF_BAND = 5
 # The header of a gather encodes a dtype as its index in this tuple, so all ranks need the same order.
 _DTYPES: tuple[torch.dtype, ...] = (

@@ -61,7 +61,9 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
 # Phases whose calls take another time in validation, because they process its batches. A save or a refit does
 # not.
 _VALIDATED = (STEP, LOGPROBS, GENERATE)
+# Number of a phase's last durations that determine its limit.
 _REMEMBERED = 10
+# Names of phases in messages, where they differ from the configuration's.
 _NAMES = {STEP: "train"}
 
 

@@ -82,6 +82,7 @@ def _is_abandoned(directory: Path) -> bool:
         # The identity includes the start time, because process ids are reused.
         return owner != _identity(process) and not _is_used(directory)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
+        # If the owner cannot be determined, the directory must stay.
         return False
 
 

@@ -29,6 +29,7 @@ _LEAST_PADDING = 1 / 8
 # Number of values at the start of a column that are tested before all values are.
 _FIRST = 64
 
+# By bytes per element, the integer dtype of the same width.
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Form = Literal["whole", "inside", "bits", "row"]

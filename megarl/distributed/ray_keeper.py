@@ -24,6 +24,7 @@ GRACE_SECONDS = 3.0
 """Seconds between the end of the driver and the kill of the remaining processes."""
 
 _LOOK_SECONDS = 0.02
+# Seconds for which killing is repeated before the directory is removed.
 _KILL_SECONDS = 10.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SESSION, DIRECTORY, DONE = "session", "directory", "done"

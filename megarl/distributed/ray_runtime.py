@@ -56,6 +56,7 @@ _OVERTIME_SECONDS = 40.0
 TOLD_AFTER_SECONDS = 20.0
 """Seconds between log messages about a start that is still in progress."""
 
+# Prefixes of environment variables that control computation and its libraries.
 _FORWARDED_PREFIXES = (
     "CUBLAS_",
     "CUDA_",

@@ -27,6 +27,7 @@ _PINNED_BLOCK = 2**28
 # One thread is enough for all optimizers of a process, because each step uses all cores. Python joins the
 # thread at exit.
 _THREAD = ThreadPoolExecutor(1, "host-adam")
+# Alignment of each tensor in a block, in bytes.
 _ALIGNMENT = 256
 
 

@@ -19,6 +19,7 @@ from megarl.models.engine.heads import HeadOutput
 from megarl.models.engine.microbatches import MicroBatch
 
 logger = logging.getLogger(__name__)
+# Maximum number of micro-batches or weights that a message lists.
 _SHOWN = 4
 
 

@@ -124,7 +124,9 @@ class OffloadStates:
             )
 
 
+# Alignment of each tensor in a block, in bytes.
 _ALIGNMENT = 256
+# Minimum size of a block in bytes.
 _BLOCK = 2**28
 
 

@@ -72,6 +72,7 @@ class StepTrace:
 
 
 logger = logging.getLogger(__name__)
+# Standard deviation of the noise in ``_add_noise_to_weights``.
 NOISE = 0.01
 
 
