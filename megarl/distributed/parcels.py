@@ -160,7 +160,7 @@ class Packer:
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """The form of each column, and the value of its padding."""
+        """For each column, its ``Parcel.form`` and ``Parcel.fill``."""
         wide = [array.shape[1] for array in self._arrays.values() if array.ndim > 1]
         padding = None if self._lengths is None else ~inside(0, self._lengths, wide[0])
         return {
@@ -169,7 +169,7 @@ class Packer:
 
 
 def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
-    """Return the form of a column, and the value of its padding. ``padding`` is a mask [B, S] bool."""
+    """Return ``Parcel.form`` and ``Parcel.fill`` of a column. ``padding`` is a mask [B, S] bool."""
     if array.ndim < 2 or array.size == 0:
         return "whole", 0
     if _same_in_rows(array):

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.02
 _KILL_SECONDS = 10.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SESSION, DIRECTORY, DONE = "session", "directory", "done"
-"""First words of the driver's lines; a number, a path or nothing follows."""
+"""First words of the lines that the driver sends to the keeper. A session id, a path or nothing follows."""
 
 
 @dataclass

@@ -250,7 +250,7 @@ class StartWatch:
         return self
 
     def see(self, process: Popen[Any]) -> None:
-        """Watch a process that Ray has started if it is the control process."""
+        """Watch a process that Ray has just started, if it is the control process."""
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"

@@ -234,8 +234,15 @@ def _times(rows: int) -> str:
 
 
 def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
-    """Divide slots into ranges within the token budget. Return the ranges, and the padded length of each.
-    Slot lengths must be in ascending order."""
+    """Divide slots into ranges within the token budget. A slot consists of the i-th rows of all shards.
+
+    Args:
+        slot_lengths: padded length of each slot, in ascending order.
+        budget: maximum of slots times padded length in a range.
+
+    Returns:
+        The ranges ``[first, last]`` of slots, and the padded length of each range.
+    """
     ranges: list[list[int]] = []
     padded: list[int] = []
     for slot, length in enumerate(slot_lengths):

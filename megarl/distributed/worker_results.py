@@ -37,7 +37,7 @@ _DEATH_POLL_S = 0.2
 _MOST_CALLS = 65_536
 # Minimum seconds of a wait, for fetching results that may already exist.
 _FETCH_S = 10.0
-# Colour codes that Ray adds to workers' tracebacks. They are removed, because errors are also written to
+# Color codes that Ray adds to workers' tracebacks. They are removed, because errors are also written to
 # logs.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (

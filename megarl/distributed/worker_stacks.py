@@ -46,13 +46,13 @@ _MOST_CPU_SHARE = 0.05
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 100
 _FAULTS, _CPU = slice(9, 11), slice(11, 15)
-"""Fields of ``/proc/PID/stat`` after the name: page faults that read a disk, and ticks of CPU, each with
-those of ended children."""
+"""Fields of ``/proc/PID/stat`` after the program name: page faults that read from a disk, and CPU time in
+clock ticks, each also of child processes that have ended."""
 # States in ``/proc/PID/stat``: running or ready to run, and waiting for a disk.
 _GOING_ON = ("R", "D")
 _LOOKS_AGAIN, _PAUSE_S = 4, 0.023
-"""Number of further samples and seconds between them. A thread that polls every few milliseconds runs in some
-samples, and a thread that computes runs in all."""
+"""Number of further samples of the thread states, and seconds between them. A thread that polls every few
+milliseconds is running in some samples; a thread that computes is running in all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A. The scale s is alpha / r, or alpha / sqrt(r) if rank-stabilized (arXiv 2312.0
 changed. Layers and factors have PEFT's names, no matter which layers a backend fuses.
 """
 
-# A PeftDirectory has keys() but is not a mapping, so that `in` would not search its names.
+# A PeftDirectory has keys() but is not a mapping, so `in` does not search its names.
 # ruff: noqa: SIM118
 
 from __future__ import annotations

@@ -506,7 +506,7 @@ def vocab_parallel_scores(
         differentiable with respect to ``logits``.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    # The kernels require adjacent columns.
+    # The kernels require contiguous columns.
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     tokens = None if further is None else further.reshape(-1, further.shape[-1])
     logprobs, *others = _VocabParallelScores.apply(

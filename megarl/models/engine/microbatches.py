@@ -217,8 +217,8 @@ def follow_plan(
         for part, length in zip(parts, lengths, strict=True)
     ]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
-        # Micro-batches of different shapes become packed rows, padded to the longest one. Packing removes the
-        # padding of their rows, so this is shorter than the largest rectangle.
+        # Micro-batches of different shapes become packed rows, which are padded to one length. Packing first
+        # removes the padding of their own rows.
         total = max(packed_length(part, shapes) for part in fitted)
         return [MicroBatch(part, True, total) for part in fitted]
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]

@@ -49,7 +49,8 @@ _LEGAL: dict[OffloadState, frozenset[OffloadState]] = {
 
 
 class OffloadStates:
-    """Tracks a worker's ``OffloadState``, and moves parts when it changes.
+    """Tracks a worker's ``OffloadState``, and moves its parts (parameters, gradients, optimizer state) when
+    it changes.
 
     Args:
         move: moves one part. Called only if the part must move; parameters come first.

@@ -89,7 +89,7 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
 
 
 TRAINING, LOGPROB = "training", "log-probability"
-"""Kinds of passes over a model."""
+"""Kinds of passes, used in error messages."""
 _ADVICE = {
     TRAINING: "policy.train_micro_batch_size, or train_mb_tokens of dynamic_batching or sequence_packing",
     LOGPROB: "policy.logprob_batch_size, or logprob_mb_tokens of dynamic_batching or sequence_packing",

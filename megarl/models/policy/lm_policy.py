@@ -159,7 +159,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             optimizer_path=_absolute(optimizer_path),
             init_reference_model=init_reference_model,
             worker_sharding_annotations=self.sharding_annotations,
-            # NeMo-RL passes these two arguments to its workers; megarl's workers ignore the queue.
+            # An argument of NeMo-RL's workers, which megarl's workers ignore.
             pre_init_communication_queue=None,
             seed=seed,
             collective_timeout_s=(call_timeout_s if deadlines is None else deadlines.longest_s)
@@ -234,7 +234,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
         Raises:
             BatchError: the batch is invalid, or ``k`` is not between 1 and the vocabulary size.
-            ConfigError: the model is a reward or value model, or sampling excludes tokens.
+            ConfigError: sampling excludes tokens.
+            StateError: the model is a reward or value model.
         """
         # A teacher may have more rows than the student, or fewer.
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)

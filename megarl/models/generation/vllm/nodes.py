@@ -58,5 +58,5 @@ class Follower:
         return all(process.is_alive() for process in self._processes)
 
     def shutdown(self) -> None:
-        """End the processes."""
+        """End the processes of this node."""
         self._executor.shutdown()

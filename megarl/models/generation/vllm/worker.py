@@ -68,7 +68,7 @@ def devices_of_places(first: int, count: int, share: float, timeout_s: float = 3
     group = ray.util.get_current_placement_group()
     places = range(first + 1, first + count)
     strategies = [PlacementGroupSchedulingStrategy(group, place) for place in places]
-    # Ray exposes to a process only the GPU of its own bundle, so ask a task on each of the other bundles.
+    # Ray exposes to a process only the GPU of its own bundle, so run a task on each of the other bundles.
     task: Any = ray.remote(_devices)
     asked = [
         ray_calls.submit(task.options(num_cpus=0, num_gpus=share, scheduling_strategy=strategy))
