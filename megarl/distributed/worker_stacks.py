@@ -26,8 +26,8 @@ _FILE_NAME = "megarl-stacks"
 _LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
-# Paths of which at least one is in the stack of a thread that waits for other ranks. Not all of
-# torch.distributed, because FSDP1 and other wrappers run entire forward passes inside it.
+# The stack of a thread that waits for other ranks contains at least one of these paths. The list does not
+# contain all of torch.distributed, because FSDP1 and other wrappers run entire forward passes inside it.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",

@@ -178,8 +178,7 @@ class Engine:
                 try:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
-                    # Ignore the error if the engine is dying: the caller of its last request was told
-                    # already.
+                    # Ignore the error if the engine is dying: its last call has already raised one.
                     if not connection.wait(
                         [process.sentinel for process in self._processes], LAST_WORDS_SECONDS
                     ):
