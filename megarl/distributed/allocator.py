@@ -1,4 +1,4 @@
-"""Settings of torch's allocator on CUDA devices: those in the environment, and those that megarl adds."""
+"""Settings of torch's CUDA allocator: those in the environment, and those that megarl adds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from megarl import env
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch reads; it ignores the older name, the second, if the newer one is set."""
+"""Environment variables that torch reads, the newer name first. The older one is ignored if the newer one is
+set."""
 _EXPANDABLE = "expandable_segments"
-# torch maps pages on several threads only if it allocates with malloc and registers the memory
-# (cudaHostRegister); cudaHostAlloc maps on a single thread.
+# torch can allocate page-locked memory on several threads only with malloc and cudaHostRegister.
+# cudaHostAlloc uses a single thread.
 _PINNING = {"pinned_use_cuda_host_register": "True", "pinned_num_register_threads": "8"}
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """Options of torch's allocator.
+    """Options of torch's CUDA allocator.
 
     Attributes:
-        variable: environment variable that holds them.
-        parts: each option as written, ``name:value``.
+        variable: environment variable that contains the options.
+        parts: the options as written, each ``name:value``.
     """
 
     variable: str
@@ -28,15 +29,14 @@ class AllocatorOptions:
 
     @staticmethod
     def of_environment() -> AllocatorOptions:
-        """Read the settings that torch finds in this process's environment; if the older variable is not set,
-        it adds none."""
-        # If neither is set, use the older name: earlier versions of torch read only that one.
+        """Read the options from this process's environment; there are none if neither variable is set."""
+        # If neither is set, use the older name, because older torch versions read only that one.
         variable = next((name for name in VARIABLES if env.text(name)), VARIABLES[-1])
         parts = map(str.strip, (env.text(variable) or "").split(","))
         return AllocatorOptions(variable, tuple(filter(None, parts)))
 
     def __str__(self) -> str:
-        """Return the variable's value."""
+        """Return the options as the variable's value."""
         return ",".join(self.parts)
 
     @property
@@ -50,14 +50,13 @@ class AllocatorOptions:
         return chosen
 
     def with_expandable(self, chosen: bool) -> AllocatorOptions:
-        """Return these options with the option that says whether segments may grow."""
-        # Replace the option instead of appending it, so that both torch and a reader of the variable find one
-        # value.
+        """Return the options with ``expandable_segments`` set to ``chosen``."""
+        # Replace the option instead of appending it, so that a reader of the variable finds only one value.
         kept = tuple(part for part in self.parts if _name(part) != _EXPANDABLE)
         return AllocatorOptions(self.variable, (*kept, f"{_EXPANDABLE}:{chosen}"))
 
     def as_environment(self) -> dict[str, str]:
-        """Return the variable with its value."""
+        """Return ``{variable: value}``."""
         return {self.variable: str(self)}
 
 
@@ -66,10 +65,10 @@ def _name(part: str) -> str:
 
 
 def fast_pinning() -> dict[str, str]:
-    """Return an environment in which torch allocates page-locked memory on several threads: the first offload
-    of a model waits for it.
+    """Return an environment variable that makes torch allocate page-locked memory on several threads. The
+    first offload of a model has to wait for this allocation.
 
-    On an H200 this gave 8.6 GB/s instead of 2.5. Allocator settings of this environment are kept.
+    On an H200 this gave 8.6 GB/s instead of 2.5. Options that the environment already sets are kept.
     """
     given = AllocatorOptions.of_environment()
     given_names = set(map(_name, given.parts))

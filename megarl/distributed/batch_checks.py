@@ -1,6 +1,5 @@
-"""Checks of a batch on the driver, before any worker is called: keys, shapes, dtypes, values. Each error
-names
-the key, the expected value and the given one."""
+"""Checks of a batch on the driver, before any worker is called: columns, shapes, dtypes and values. Error
+messages name the column, the expected value and the given value."""
 
 from __future__ import annotations
 
@@ -22,22 +21,22 @@ def check_batch(
     max_length_key: str = "policy.max_total_sequence_length",
     may_be_empty: bool = False,
 ) -> None:
-    """Refuse a batch that a worker could not use.
+    """Check that workers can use a batch.
 
     Args:
-        data: a BatchedDataDict of the NeMo-RL policy API.
-        required: keys that must exist besides ``input_ids`` and ``input_lengths``.
-        vocab_size: token ids are in [0, vocab_size).
-        max_length: longest sequence that the configuration allows, tokens.
-        max_length_key: configuration key of that length.
-        may_be_empty: whether a batch without rows is legal.
+        data: a BatchedDataDict with the columns of NeMo-RL's policy API.
+        required: columns that must exist in addition to ``input_ids`` and ``input_lengths``.
+        vocab_size: token ids must be in [0, vocab_size).
+        max_length: maximum sequence length in tokens.
+        max_length_key: configuration key that sets this length, for messages.
+        may_be_empty: accept a batch without rows.
 
     Raises:
-        BatchError: with every problem found.
+        BatchError: lists all problems; if columns are missing, only these.
     """
     problems: list[str] = []
     missing = [key for key in ("input_ids", "input_lengths", *required) if key not in data]
-    # Report missing columns at once and alone, because every check below reads these two columns.
+    # Raise at once if columns are missing, because all checks below read them.
     if missing:
         raise BatchError(
             f"{', '.join(missing)} must be present in the data; it has {', '.join(sorted(map(str, data)))}"
@@ -50,7 +49,7 @@ def check_batch(
         raise BatchError("the batch is empty (0 rows): give at least one sample")
     problems += _length_problems(lengths, rows, width, max_length, max_length_key)
     problems += _shape_problems(data, rows, width)
-    # Run these checks only if lengths and shapes are correct: both compare positions of one with the other.
+    # The following checks compare positions with lengths, so they require correct shapes and lengths.
     if not problems and "token_mask" in data:
         problems += _mask_problems(data["token_mask"], lengths)
     if not problems:
@@ -70,7 +69,7 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
         or lengths.dtype not in (torch.int64, torch.int32)
     ):
         return [f"input_lengths: expected an integer tensor [{rows}], got {_describe(lengths)}"]
-    # Return early: torch raises for the smallest or largest value of an empty tensor.
+    # Return early, because torch's min and max raise for an empty tensor.
     if rows == 0:
         return []
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -93,16 +92,16 @@ def _length_problems(lengths: Any, rows: int, width: int, max_length: int, max_l
 
 
 def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> None:
-    """Refuse a column of additional tokens to score that a worker could not use: no rank has a logit for a
-    token out of range, which would count as 0.
+    """Check a column of additional tokens to score. A token outside the vocabulary has no logit on any rank,
+    and would silently count as a logit of 0.
 
     Args:
-        data: a batch that ``check_batch`` has passed.
-        key: of the column, integers [B, S, K].
-        vocab_size: tokens are in [0, vocab_size).
+        data: a batch that ``check_batch`` has accepted.
+        key: name of the column, integers [B, S, K].
+        vocab_size: tokens must be in [0, vocab_size).
 
     Raises:
-        BatchError: its type, its dimensions or a token is wrong.
+        BatchError: dtype, dimensions or a token are invalid.
     """
     tokens = data[key]
     if (
@@ -124,14 +123,14 @@ def check_scored_tokens(data: Mapping[str, Any], key: str, vocab_size: int) -> N
 
 
 def check_sequence_dimension(data: Mapping[str, Any]) -> None:
-    """Refuse a batch in which a tensor has other rows or columns than ``input_ids``. A worker checks its own
-    data with this.
+    """Check that all columns have as many rows, and tensors as many columns, as ``input_ids``. Workers check
+    their own data with this.
 
     Args:
-        data: batch of a data-parallel rank; a batch without ``input_ids`` passes.
+        data: batch of a data-parallel rank; a batch without ``input_ids`` is accepted.
 
     Raises:
-        BatchError: (also an AssertionError) with every such tensor.
+        BatchError: (also an AssertionError) lists all such columns.
     """
     ids = data.get("input_ids")
     problems = _shape_problems(data, *ids.shape) if isinstance(ids, Tensor) and ids.ndim == 2 else []
@@ -162,7 +161,7 @@ def _shape_problems(data: Mapping[str, Any], rows: int, width: int) -> list[str]
 
 
 def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
-    """Return the problems of padding that counts as a target: a packed row has no such position."""
+    """Report padding whose ``token_mask`` is not 0. A packed row contains no such position."""
     outside = torch.arange(mask.shape[1], device=mask.device)[None] >= lengths[:, None].to(mask.device)
     wrong = outside.logical_and_(mask)
     if not bool(wrong.any()):
@@ -176,11 +175,12 @@ def _mask_problems(mask: Tensor, lengths: Tensor) -> list[str]:
 
 
 def _token_problems(ids: Tensor, lengths: Tensor, vocab_size: int) -> list[str]:
-    """Return the problems of ids out of range anywhere: padding goes through the embedding too."""
+    """Report token ids outside the vocabulary. Padding is checked too, because it also goes through the
+    embedding."""
     if ids.numel() == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return []
-    # Compute a mask over all tokens only for a batch that is refused: every correct one passes the two
-    # reductions above.
+    # Compute a mask over all tokens only for an invalid batch. For a valid one, the two reductions above are
+    # enough.
     wrong = (ids < 0) | (ids >= vocab_size)
     row, column = map(int, wrong.nonzero()[0])
     where = "padding" if column >= int(lengths[row]) else "a token"

@@ -1,9 +1,8 @@
-"""A dictionary of columns with one row per sample: joining, sharding over data-parallel ranks,
-micro-batching,
-and its collectives.
+"""A dictionary of columns with one row per sample. It can be joined, sharded over data-parallel ranks, split
+into micro-batches, and gathered over ranks.
 
-Columns are tensors, or lists with one item per row. The collectives accept data of different size on each
-rank, in any process group, on the device that its backend serves.
+Columns are tensors, or lists with one item per row. The collectives accept a different number of rows on each
+rank, and work in any process group on the device of its backend.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ from megarl.errors import BatchError
 
 ObjectT = TypeVar("ObjectT")
 
+# Maximum dimensions of a tensor that can be gathered. It determines the size of the header of a gather.
 _MAX_DIMENSIONS = 8
+# The first pickle protocol with out-of-band buffers.
 _OUT_OF_BAND = 5
-# The header of a gather gives a dtype by its position in this tuple, so all ranks need the same order.
+# The header of a gather encodes a dtype as its index in this tuple, so all ranks need the same order.
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -52,22 +53,22 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows of all ranks, stacked in rank order, on every rank.
+    """All-gather the rows of all ranks, and stack them in rank order.
 
     Args:
-        tensor: ``[rows, ...]``. The number of rows may differ between ranks and may be 0; the other
-            dimensions and the dtype may not differ.
-        group: process group, None for the default one.
+        tensor: [rows, ...]. The number of rows may differ between ranks and may be 0. All other dimensions
+            and the dtype must be equal.
+        group: process group; None for the default group.
 
     Returns:
-        ``[sum of rows, ...]``, detached, on the device of ``tensor``.
+        [sum of rows, ...], detached, on the device of ``tensor``.
 
     Raises:
-        BatchError: on every rank, if dtypes or trailing dimensions differ.
+        BatchError: dtypes or trailing dimensions differ; raised on every rank.
     """
     row_counts = _gather_row_counts(tensor, group)
     row_bytes = _row_bytes(tensor)
-    # Pad the rows, because all_gather requires the same size on all ranks. The padding is removed afterwards.
+    # Pad the rows, because all_gather requires equal sizes on all ranks. The padding is removed below.
     padded = torch.zeros(max(row_counts) * row_bytes, dtype=torch.uint8, device=tensor.device)
     own = _as_bytes(tensor)
     padded[: own.numel()] = own
@@ -80,9 +81,10 @@ def rebalance_nd_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) 
 def gather_jagged_object_lists(
     objects: list[ObjectT], group: dist.ProcessGroup | None = None
 ) -> list[ObjectT]:
-    """Return the lists of all ranks joined in rank order, on every rank. Lists may have different lengths.
+    """All-gather the lists of all ranks, and concatenate them in rank order. Lists may have different
+    lengths.
 
-    Objects travel pickled between the ranks of the job, so ``group`` must hold ranks of this job only.
+    Objects are unpickled on the other ranks, so ``group`` must contain only ranks of this job.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, objects, group=group)
@@ -90,15 +92,15 @@ def gather_jagged_object_lists(
 
 
 def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the number of rows on every rank. All ranks see all shapes, so that all raise the same error,
-    where otherwise one would wait indefinitely."""
+    """All-gather the number of rows. All ranks see all shapes and raise the same error; otherwise some would
+    wait indefinitely."""
     known = tensor.dtype in _DTYPES and 1 <= tensor.ndim <= _MAX_DIMENSIONS
     header = [
         _DTYPES.index(tensor.dtype) if known else -1,
         tensor.ndim,
         *list(tensor.shape)[:_MAX_DIMENSIONS],
     ]
-    # Give the header a fixed size: the ranks do not know yet whether they have the same number of dimensions.
+    # The header has a fixed size, because ranks may have different numbers of dimensions.
     header += [0] * (_MAX_DIMENSIONS + 2 - len(header))
     mine = torch.tensor(header, dtype=torch.int64, device=tensor.device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -112,7 +114,7 @@ def _gather_row_counts(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
             f"give a tensor of 1 to {_MAX_DIMENSIONS} dimensions with one of "
             f"{list(map(str, _DTYPES))}"
         )
-    # Compare all entries but entry 2, the number of rows, which alone may differ.
+    # Compare all entries except entry 2: only the number of rows may differ.
     if any(entry[:2] + entry[3:] != headers[0][:2] + headers[0][3:] for entry in headers):
         described = [
             f"rank {rank}: {_DTYPES[entry[0]]} {entry[2 : 2 + entry[1]]}"
@@ -130,8 +132,8 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, which carry every dtype over every backend: gloo has no bool, and not every
-    operation has bfloat16."""
+    """Return a tensor's bytes as a flat uint8 tensor, which every backend can send. gloo, for example, does
+    not support bool, nor bfloat16 in every operation."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -140,10 +142,10 @@ def _from_bytes(data: Tensor, like: Tensor, rows: int) -> Tensor:
 
 
 def count_rows(columns: Mapping[str, Any]) -> int:
-    """Return the common number of rows of all columns; 0 without columns.
+    """Return the number of rows that all columns have; 0 without columns.
 
     Raises:
-        BatchError: columns differ, or one has no rows at all (a scalar).
+        BatchError: columns have different numbers of rows, or one is a scalar.
     """
     sizes: dict[str, int] = {}
     for key, value in columns.items():
@@ -162,26 +164,25 @@ def count_rows(columns: Mapping[str, Any]) -> int:
 
 
 def take_rows(value: Any, rows: Sequence[int]) -> Any:
-    """Return the given rows, in that order. Tensors are always copied, because a pickled view would carry its
-    whole storage."""
+    """Return the given rows of a column, in this order. Tensors are always copied, because pickling a view
+    would send its whole storage."""
     if isinstance(value, Tensor):
         return value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
     return [value[row] for row in rows]
 
 
 def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
-    """Join several columns into one: lists are concatenated; tensors are joined along dim 0 and right-padded
-    along dim 1 to the longest.
+    """Stack several columns into one. Lists are concatenated. Tensors are concatenated along dim 0, and
+    right-padded along dim 1 to the longest.
 
     Args:
-        key: for messages.
-        values: all lists, or all tensors with the same number of dimensions and the same dimensions from dim
-            2 on.
+        key: name of the column, for messages.
+        values: only lists; or only tensors with the same number of dimensions and equal sizes from dim 2 on.
         pad_value: value of the padding.
 
     Raises:
-        NotImplementedError: a value is neither a tensor nor a list, or the two are mixed.
-        BatchError: the tensors do not fit together.
+        NotImplementedError: a value is neither a tensor nor a list, or both occur.
+        BatchError: the shapes of the tensors differ in more than dims 0 and 1.
     """
     if all(isinstance(value, list) for value in values):
         return list(chain.from_iterable(values))
@@ -203,7 +204,7 @@ def join_rows(key: str, values: Sequence[Any], pad_value: float) -> Any:
 
 
 def _join_padded(values: Sequence[Tensor], width: int, pad_value: float) -> Tensor:
-    # Use the dtype that torch.cat would choose: a column's type must not depend on whether widths differ.
+    # Use the dtype that torch.cat would choose, so that a column's dtype does not depend on its widths.
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     rows = sum(value.shape[0] for value in values)
     joined = torch.full((rows, width, *values[0].shape[2:]), pad_value, dtype=dtype, device=values[0].device)
@@ -220,17 +221,17 @@ DictT = TypeVar("DictT", bound=Mapping[str, Any])
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
-    """Columns of equal length: tensors ``[B, ...]`` whose dim 1, if any, is the sequence dimension, or lists
-    of B items.
+    """A dictionary of columns with the same number of rows B: tensors [B, ...], whose dim 1, if any, is the
+    sequence; or lists of B items.
 
     Attributes:
-        micro_batch_indices: for each global batch, ``[start, end]`` of each micro-batch, counted from the
-            first row of that global batch; None unless the batch came from dynamic batching or sequence
-            packing.
-        micro_batch_lengths: for each global batch, the padded row length (dynamic) or padded total length
-            (packed) of each micro-batch.
-        elem_counts_per_gb: for each global batch, its number of rows here; None unless the batch came from
-            sequence packing.
+        micro_batch_indices: for each global batch, the row range ``[start, end]`` of each micro-batch,
+            counted from the global batch's first row. None unless the batch was sharded with dynamic batching
+            or sequence packing.
+        micro_batch_lengths: for each global batch, the length of each micro-batch: of its padded rows
+            (dynamic batching) or of all its padded rows together (packing).
+        elem_counts_per_gb: for each global batch, its number of rows in this shard. None unless the batch was
+            sharded with sequence packing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -240,7 +241,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.elem_counts_per_gb: list[int] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Only protocol 5 passes the bytes of arrays on without a copy. copy.deepcopy uses an older protocol.
+        # Only pickle protocol 5 passes array buffers on without a copy. copy.deepcopy uses an older protocol.
         if protocol < _OUT_OF_BAND:
             return super().__reduce_ex__(protocol)
         attributes = {name: value for name, value in vars(self).items() if name != "data"}
@@ -250,14 +251,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """Stack batches; tensors are right-padded along dim 1 to the longest.
+        """Stack batches. Tensors are right-padded along dim 1 to the longest.
 
         Args:
-            batches: at least one; the keys of the first are taken, in sorted order.
-            pad_value_dict: padding value by key, 0 for keys that are not in it.
+            batches: at least one. The result has the keys of the first, sorted.
+            pad_value_dict: padding value by key; 0 for other keys.
 
         Raises:
-            BatchError: no batches, a key is missing from one, or tensors differ in more than dims 0 and 1.
+            BatchError: there are no batches, a batch lacks a key of the first one, or tensors differ in more
+                than dims 0 and 1.
             NotImplementedError: a value is neither a tensor nor a list.
         """
         if not batches:
@@ -278,11 +280,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return joined
 
     def all_gather(self, group: dist.ProcessGroup | None) -> Self:
-        """Return the rows of all ranks of ``group`` in rank order, on every rank; ranks may hold different
-        numbers of rows.
+        """All-gather the rows of all ranks of ``group``, in rank order. Ranks may have different numbers of
+        rows.
 
         Raises:
-            BatchError: on every rank, if keys, dtypes or trailing dimensions differ.
+            BatchError: keys, dtypes or trailing dimensions differ; raised on every rank.
             NotImplementedError: a value is neither a tensor nor a list.
         """
         kinds = {
@@ -290,8 +292,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             for key, value in self.data.items()
         }
         columns = sorted(kinds.items())
-        # Compare the columns before any tensor is gathered: if a rank lacked one, the others would wait in
-        # its collective.
+        # Compare the columns before gathering any: if a rank lacked one, the others would wait for it in the
+        # collective.
         of_ranks = gather_jagged_object_lists([columns], group)
         if of_ranks.count(columns) < len(of_ranks):
             raise BatchError(
@@ -325,17 +327,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def to(self, device: torch.device | str) -> Self:
-        """Move all tensors to ``device``, in place; returns self."""
+        """Move all tensors to ``device`` in place, and return self."""
         for key, value in self.data.items():
             if isinstance(value, Tensor):
                 self.data[key] = value.to(device)
         return self
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
-        """Return the ``rank``-th of ``chunks`` equal, contiguous parts.
+        """Split the rows into ``chunks`` equal, contiguous parts, and return part ``rank``.
 
         Raises:
-            BatchError: the rows do not divide into ``chunks``, or ``rank`` is not one of them.
+            BatchError: ``chunks`` does not divide the number of rows, or ``rank`` is not in [0, chunks).
         """
         total = count_rows(self.data)
         if chunks < 1 or total % chunks:
@@ -349,11 +351,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(rank * share, (rank + 1) * share)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """Return the rows from ``start`` up to, but not including, ``end``. Tensors are views of this batch's
-        tensors.
+        """Return rows ``start`` to ``end`` (exclusive). Tensors are views.
 
         Raises:
-            BatchError: the range is not within the rows.
+            BatchError: the range exceeds the rows.
         """
         sliced = SlicedDataDict()
         for key, value in self.data.items():
@@ -366,10 +367,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return sliced
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
-        """Return the given rows, in the given order, copied; rows may repeat.
+        """Return a copy of the given rows, in this order. Rows may repeat.
 
         Raises:
-            BatchError: an index is outside the rows.
+            BatchError: an index is out of range.
         """
         rows = _row_numbers(indices)
         total = count_rows(self.data)
@@ -388,7 +389,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return BatchedDataDict({key: self.data[key] for key in keys if key in self.data})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return every row ``num_repeats`` times in a row; repeated list items are deep copies."""
+        """Repeat each row ``num_repeats`` times, copies next to each other, like ``torch.repeat_interleave``.
+        List items are deep-copied."""
         repeated = type(self)()
         for key, value in self.data.items():
             if isinstance(value, Tensor):
@@ -398,8 +400,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Truncate every tensor that has a dimension ``dim`` to at most ``truncated_len`` along it, in place
-        (views, no copies)."""
+        """Truncate dimension ``dim`` of every tensor that has one to at most ``truncated_len``. The columns
+        are replaced by views."""
         for key, value in self.data.items():
             if isinstance(value, Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
@@ -407,8 +409,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def reorder_data(self, reordered_indices: Sequence[int] | Tensor) -> None:
         """Undo a reordering in place: row r becomes row ``reordered_indices[r]``.
 
-        Given the order that ``shard_by_batch_size`` returned, this restores the original order of rows that
-        were computed on the shards and stacked in shard order.
+        With the order from ``shard_by_batch_size``, this restores the original order of results that were
+        computed on the shards and stacked in shard order.
 
         Raises:
             BatchError: the indices are not a permutation of the rows.
@@ -420,7 +422,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"{len(order)} reordering indices are not a permutation of the {total} rows; give every row "
                 "number exactly once"
             )
-        # This is the inverse of the permutation.
+        # Sorting the indices by their values gives the inverse permutation.
         place_of = sorted(range(total), key=order.__getitem__)
         for key, value in self.data.items():
             self.data[key] = take_rows(value, place_of)
@@ -458,27 +460,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
-        """Distribute rows over shards, after dividing them into chunks of ``batch_size``.
+        """Split the rows into chunks of ``batch_size``, and distribute each chunk over shards.
 
-        Each shard gets its part of every chunk, in chunk order. By default a part is a contiguous slice. With
-        dynamic batching or sequence packing, rows are assigned by length, the shards carry their
-        micro-batches, and the order of the rows is returned too. No row is physically packed or truncated
-        here.
+        By default, a shard gets a contiguous slice of each chunk. With dynamic batching or sequence packing,
+        rows are assigned by length, the shards contain the plan of their micro-batches, and the order of the
+        rows is returned too. Rows are neither truncated nor concatenated here.
 
         Args:
             shards: number of data-parallel shards.
-            batch_size: rows of a chunk (a global batch); None takes all rows as one chunk.
-            allow_uneven_shards: accept any number of rows; shards have ``ceil(B / shards)`` rows, the last
-                ones fewer. Needs ``batch_size`` None; not for dynamic batching.
-            dynamic_batching_args, sequence_packing_args: at most one of them.
+            batch_size: rows of a chunk (a global batch); None treats all rows as one chunk.
+            allow_uneven_shards: accept any number of rows. Shards get ``ceil(B / shards)`` rows, the last
+                ones fewer. Requires ``batch_size`` None, and no dynamic batching.
+            dynamic_batching_args, sequence_packing_args: at most one of the two.
 
         Returns:
-            The shards; with either argument, also a list whose r-th entry is the original row of row r of the
+            The shards. With either argument, also a list whose entry r is the original row of row r of the
             stacked shards (the argument of ``reorder_data``).
 
         Raises:
-            BatchError: (also an AssertionError) sizes do not divide, columns differ in size, or lengths are
-                missing or out of range.
+            BatchError: (also an AssertionError) a size is not divisible as required, columns have different
+                numbers of rows, or lengths are missing or out of range.
             PackingError: (a ValueError) rows cannot be packed as requested.
         """
         dealt = self.deal(
@@ -497,8 +498,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[DealtRows]:
-        """Shard by batch size without copying a row before it is sent; the worker receives the shard that
-        ``shard_by_batch_size`` would return."""
+        """Like ``shard_by_batch_size``, but rows are not copied before they are sent: each result becomes the
+        shard when it is unpickled in the worker."""
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise BatchError(
                 "dynamic_batching_args and sequence_packing_args cannot be passed together; leave one of "
@@ -531,16 +532,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return [DealtRows(self, packer, rows, {}) for rows in row_lists]
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
-        """Return the rows of one global batch, with its micro-batches if there are any.
+        """Return the rows of one global batch, with the plan of its micro-batches if there is one.
 
         Args:
-            batch_idx: number of the global batch.
-            batch_size: rows of each global batch on this shard; ignored for packed batches, which know their
-                own sizes.
+            batch_idx: index of the global batch.
+            batch_size: rows of a global batch in this shard; ignored after sequence packing, where each
+                global batch has its own size.
 
         Raises:
-            BatchError: there is no such global batch, or ``batch_size`` is missing or disagrees with the
-                micro-batches.
+            BatchError: there is no such global batch, or ``batch_size`` is missing or contradicts the plan.
         """
         if self.elem_counts_per_gb is not None:
             self._require_batch_number(batch_idx, len(self.elem_counts_per_gb))
@@ -557,8 +557,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         batch = self.slice(start, start + batch_size)
         if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
             self._require_batch_number(batch_idx, len(self.micro_batch_indices))
-            # This is the end of the last micro-batch, which is counted from the first row of its global
-            # batch.
+            # The end of the last micro-batch is the planned number of rows.
             planned = self.micro_batch_indices[batch_idx][-1][1]
             if planned != batch_size:
                 raise BatchError(
@@ -571,12 +570,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
-        """Return an iterator over micro-batches of ``microbatch_size`` rows, in order; their tensors are
-        views.
+        """Return an iterator over micro-batches of ``microbatch_size`` rows, in order. Tensors are views.
 
         Raises:
-            BatchError: the rows do not divide by ``microbatch_size``. Raised at the call, not at the first
-                step.
+            BatchError: ``microbatch_size`` does not divide the number of rows. Raised by the call, not by the
+                iterator.
         """
         total = count_rows(self.data)
         if microbatch_size < 1 or total % microbatch_size:
@@ -584,18 +582,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"Batch size ({total}) is not a multiple of microbatch_size ({microbatch_size}); choose one "
                 "that divides it"
             )
-        # Return an expression instead of using yield, so that the checks above run at the call.
+        # Return a generator expression; with ``yield``, the checks above would only run at the first
+        # iteration.
         return (self.slice(start, start + microbatch_size) for start in range(0, total, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """Yield the planned micro-batches, with tensors truncated along ``sequence_dim`` to the padded length
-        of each.
+        """Return an iterator over the planned micro-batches. Tensors are truncated along ``sequence_dim`` to
+        the padded length of their micro-batch.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
         """
-        # Read the plan here rather than in the generator, so that a batch without a plan is refused at the
-        # call.
+        # Read the plan here and not in the generator, so that the call raises if there is no plan.
         return self._dynamic_micro_batches(self._micro_batches(), sequence_dim)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
@@ -607,7 +605,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return len(self._micro_batches())
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """Yield the rows of each pack, unpacked and at full width; the worker packs them.
+        """Return an iterator over the rows of each pack. Rows have full width; the worker concatenates them.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -615,7 +613,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return (self.slice(start, end) for start, end, _ in self._micro_batches())
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return the number of packs, and the longest padded total length in tokens.
+        """Return the number of packs, and the largest padded length of a pack in tokens.
 
         Raises:
             BatchError: the batch was not sharded with dynamic batching or packing.
@@ -632,8 +630,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             yield micro_batch
 
     def _micro_batches(self) -> list[tuple[int, int, int]]:
-        """Return the first row, the row after the last, and the length of every micro-batch of every global
-        batch held here."""
+        """Return (first row, row after the last, length) of every micro-batch of all global batches."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise BatchError(
                 "this batch has no micro-batch plan (micro_batch_indices is None); "
@@ -658,7 +655,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @staticmethod
     def _chunk_size(total: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
-        """Return the rows of a chunk, after checking that everything divides."""
+        """Check that all sizes are divisible as required, and return the number of rows of a chunk."""
         if shards < 1:
             raise BatchError(f"shards = {shards} must be at least 1; give the data-parallel size")
         if allow_uneven:
@@ -716,24 +713,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return value
 
     def _dealt(self, plans: Sequence[ShardPlan], packed: bool) -> list[DealtRows]:
-        # Share one packer between all shards, so that every column is examined only once.
+        # All shards share one packer, so that each column is analyzed only once.
         packer = Packer(self.data)
         return [DealtRows(self, packer, plan.rows, _micro_batches_of(plan, packed)) for plan in plans]
 
 
 class SlicedDataDict(BatchedDataDict[Mapping[str, Any]]):
-    """Part of a batch: a shard, a global batch or a micro-batch."""
+    """A part of a batch: a shard, a global batch or a micro-batch."""
 
 
 class DealtRows:
-    """Rows of a batch that are assigned to a worker. When pickled for another process, they become the shard
-    itself.
+    """Rows of a batch that are assigned to one worker. Unpickled in another process, it is the shard itself.
 
     Args:
-        batch: all rows.
-        packer: of the batch, shared with the other parts.
+        batch: the batch with all rows.
+        packer: packer of this batch, shared by all its ``DealtRows``.
         rows: row numbers, in order.
-        micro_batches: attributes of the shard.
+        micro_batches: attributes of the shard with its micro-batch plan.
     """
 
     def __init__(
@@ -762,14 +758,14 @@ class DealtRows:
         return shard
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Select the rows only now, when Ray pickles the call, so that the driver never holds copies of all
-        # shards.
+        # Copy the rows only now, when Ray pickles the call, so that the driver never has copies of all shards
+        # at once.
         return _arrived, (SlicedDataDict, self._packer.pack(self.rows), dict(self._micro_batches))
 
 
 def with_columns(dealt: Sequence[DealtRows], keys: Collection[str]) -> list[DealtRows]:
-    """Return the same rows with only the columns ``keys`` that the batch has; return the given objects if it
-    has no other columns."""
+    """Return the same rows without the columns that are not in ``keys``. If there are none to remove, the
+    given objects are returned."""
     batch = dealt[0]._batch
     kept = {key: value for key, value in batch.data.items() if key in keys}
     if len(kept) == len(batch.data):
@@ -790,7 +786,7 @@ def _micro_batches_of(plan: ShardPlan, packed: bool) -> dict[str, Any]:
 def _arrived(
     kind: type[BatchedDataDict[Any]], parcels: Parcels, attributes: Mapping[str, Any]
 ) -> BatchedDataDict[Any]:
-    """Return the batch that another process has sent."""
+    """Rebuild a batch that another process has sent."""
     batch = kind(parcels.unpack())
     vars(batch).update(attributes)
     return batch

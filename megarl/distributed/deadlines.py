@@ -1,5 +1,5 @@
-"""Deadlines of worker calls, by phase: time limits that follow from how long a phase has taken, and the run's
-position when a call is late."""
+"""Deadlines of worker calls, by phase of a run. A time limit follows from how long the phase has taken
+before. Also tracks the run's current step, for messages about late calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE = (
     "validate",
 )
 PHASES = (STEP, LOGPROBS, GENERATE, SAVE, LOAD, REFIT, VALIDATE)
-"""Phases with a deadline of their own, ``deadlines.PHASE_s``."""
+"""Phases with their own deadline, the configuration key ``deadlines.PHASE_s``."""
 
 _PHASE_OF: Mapping[str, str] = MappingProxyType(
     {
@@ -58,34 +58,35 @@ _PHASE_OF: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-# Only these phases process batches of a validation; a save or a refit then takes as long as at any other
-# time.
+# Phases whose calls take another time in validation, because they process its batches. A save or a refit does
+# not.
 _VALIDATED = (STEP, LOGPROBS, GENERATE)
+# Number of a phase's last durations that determine its limit.
 _REMEMBERED = 10
+# Names of phases in messages, where they differ from the configuration's.
 _NAMES = {STEP: "train"}
 
 
 @dataclass
 class RunPosition:
-    """The driver's position in a run, for messages about workers that fail or are late.
+    """The current step of the driver's run, for messages about workers that fail or are late.
 
     Attributes:
-        step: number of the current step; None before the first one, and without a run.
+        step: number of the current step; None before the first step, and without a run.
     """
 
     step: int | None = None
 
 
 position = RunPosition()
-"""Position of this process, which drives one run at a time."""
-# Batches of a validation have other sizes than those of training. The flag is per thread, because one thread
-# may validate while another one trains.
+"""Current step of the run that this process drives. A process drives only one run at a time."""
+# Set while this thread validates. A context variable, because another thread may train meanwhile.
 _validates = ContextVar("validates", default=False)
 
 
 @contextlib.contextmanager
 def at_step(step: int) -> Iterator[None]:
-    """Report failures inside the block as failures of this step."""
+    """Set the current step inside the block, so that messages name it."""
     before, position.step = position.step, step
     try:
         yield
@@ -95,7 +96,7 @@ def at_step(step: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def validating() -> Iterator[None]:
-    """Count worker calls that this thread makes inside the block as calls of a validation."""
+    """Assign worker calls that this thread makes inside the block to the phase ``validate``."""
     token = _validates.set(True)
     try:
         yield
@@ -108,10 +109,10 @@ class Call:
     """A call of workers that has not returned yet.
 
     Attributes:
-        method: of the workers; "" if unknown.
-        phase: of the run; the method's name if it belongs to no phase.
-        step: step in which it was made; None outside of the steps.
-        begun: monotonic seconds.
+        method: method of the workers; "" if unknown.
+        phase: phase of the run; the method's name if it belongs to no phase.
+        step: step in which the call was made; None outside steps.
+        begun: start time in monotonic seconds.
     """
 
     method: str
@@ -121,13 +122,13 @@ class Call:
 
     @classmethod
     def of(cls, method: str) -> Call:
-        """Return a call that begins now, at the run's current position."""
+        """Return a call that starts now, in the current step."""
         phase = _PHASE_OF.get(method, method)
         return cls(method, VALIDATE if _validates.get() and phase in _VALIDATED else phase, position.step)
 
     def __str__(self) -> str:
-        """Return for example ``train, step 12``, ``generate (validation), step 12``, ``save_checkpoint, step
-        12``."""
+        """Return a description such as ``train, step 12``, ``generate (validation), step 12`` or
+        ``save_checkpoint, step 12``."""
         validates = self.phase == VALIDATE
         phase = _PHASE_OF[self.method] if validates else self.phase
         name = f"{_NAMES.get(phase, phase)}{' (validation)' if validates else ''}"
@@ -136,11 +137,12 @@ class Call:
 
 @dataclass
 class _Durations:
-    """Seconds that the calls of a phase have taken.
+    """Durations of the calls of a phase, in seconds.
 
     Attributes:
-        last: the last ten times.
-        first: by method, the slowest first time of new workers, in which they compile, allocate and connect.
+        last: the last ten durations.
+        first: for each method, the slowest first call of new workers, which includes compiling, allocating
+            and connecting.
     """
 
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -153,10 +155,10 @@ _kept: dict[str, _Measured] | None = None
 
 @contextlib.contextmanager
 def keeping_durations() -> Iterator[None]:
-    """Let a rebuilt group of workers inside the block know how long the phases of the earlier group with its
-    name took: both belong to one launch."""
+    """Pass measured durations on to later worker groups of the same name inside the block. It encloses one
+    launch, in which a group of workers may be rebuilt."""
     global _kept
-    # Start empty for each launch, because another launch may have other models and batch sizes.
+    # Start without durations, because another launch may have other models and batch sizes.
     before, _kept = _kept, {}
     try:
         yield
@@ -165,19 +167,19 @@ def keeping_durations() -> Iterator[None]:
 
 
 class PhaseDeadlines:
-    """Time limits of calls: ``multiple`` times the slowest of the last ten of a phase, at least ``least_s``,
-    at most the limit of the phase.
+    """Time limits of calls. The limit is ``multiple`` times the slowest of the phase's last ten calls, at
+    least ``least_s`` and at most the configured limit of the phase.
 
-    The first call of a method of new workers is timed separately, because workers compile and allocate then,
-    which may take many times as long as a usual pass. Its limit is ``multiple`` times the slowest first call
-    before, too; if none was measured, ``first_s``, and at most the limit of the phase. A limit of ``least_s``
-    would end healthy runs there, and workers without progress are noticed after ``look_s`` anyway. Methods
-    that belong to no phase have the limit of a step.
+    The first call of each method of new workers has its own limit, because workers compile and allocate in
+    it, which may take many times as long as later calls. If earlier workers' first calls were measured, these
+    count as well. If none was measured, the limit is ``first_s``, or the configured limit of the phase if
+    less. ``least_s`` would end healthy runs there, and workers that make no progress are noticed after
+    ``look_s`` in any case. A method that belongs to no phase has the limit of a step.
 
     Args:
-        limits: seconds by phase; an absent phase has the limit of a step.
+        limits: configured limit of each phase in seconds; an absent phase has the limit of a step.
         least_s, multiple, first_s: see above.
-        measured: durations of earlier workers, which are taken over and updated; None if there were none.
+        measured: durations of earlier workers, updated in place; None if there are none.
     """
 
     def __init__(
@@ -195,68 +197,67 @@ class PhaseDeadlines:
 
     @classmethod
     def of(cls, section: DeadlinesConfig, name: str = "") -> PhaseDeadlines:
-        """Return the deadlines of the section ``deadlines`` of a configuration.
+        """Build the time limits from the ``deadlines`` section of a configuration.
 
         Args:
-            section: of the configuration.
-            name: of the group of workers, by which ``keeping_durations`` keeps the durations; "" keeps
-                nothing.
+            section: the ``deadlines`` section.
+            name: name of the worker group, under which ``keeping_durations`` stores measured durations; ""
+                stores none.
         """
-        # Pass the same dictionary to the next group of this name, so that measurements of the new workers
-        # count at once.
+        # Groups of the same name share this dictionary, so that measurements of new workers count at once.
         measured = _kept.setdefault(name, {}) if _kept is not None and name else None
         limits = {phase: at(section, f"{phase}_s") for phase in PHASES}
         return cls(limits, section["least_s"], section["multiple"], section["first_s"], measured)
 
     @property
     def longest_s(self) -> float:
-        """Seconds that no call may exceed."""
+        """The longest configured limit of any phase, in seconds."""
         return max(self._limits.values())
 
     @property
     def look_s(self) -> float:
-        """Seconds without a reply after which workers are given up if one is stopped, or if all make no
-        progress."""
+        """Seconds without a reply after which workers are checked, and their call is aborted if one is
+        stopped or none makes progress."""
         return self._least_s
 
     def new_workers(self) -> None:
-        """Treat the workers as new: each of their methods is called for the first time again."""
+        """Treat the workers as new, so that the next call of each method is a first call again."""
         self._seen.clear()
         self._counted.clear()
 
     def bound_s(self, call: Call) -> float:
-        """Return the seconds that a call may take, from its beginning."""
+        """Return the time limit of a call in seconds from its start."""
         return self._bound(call)[0]
 
     def key(self, call: Call) -> str:
-        """Return the configuration key that ``bound_s`` comes from."""
+        """Return the configuration key that determines ``bound_s``, for messages."""
         return f"deadlines.{self._bound(call)[1]}"
 
     def _bound(self, call: Call) -> tuple[float, str]:
         phase = call.phase if call.phase in self._limits else STEP
         limit = self._limits[phase], f"{phase}_s"
         if not call.method:
-            # The durations of such calls are never measured.
+            # Without a method name, durations are not measured.
             return limit
         durations = self._measured.get(call.phase, _Durations())
         known = list(durations.last)
-        # Test by method rather than by phase: the first training pass compiles, even if the phase has run
-        # other methods.
+        # Look at the method, not the phase: the first training pass compiles, even if other methods of the
+        # phase have run.
         if (call.phase, call.method) not in self._seen:
             if call.method not in durations.first:
                 return min((self._first_s, "first_s"), limit)
             known.append(durations.first[call.method])
-        # Tuples are compared by their seconds first, and the name of the applicable limit is returned as
-        # well.
+        # Tuples compare by their seconds first, so min and max also select the key of the applicable limit.
         return min(max((self._least_s, "least_s"), (self._multiple * max(known), "multiple")), limit)
 
     def took(self, call: Call, seconds: float) -> None:
-        """Record the duration of a successful call; a call that is waited for in parts counts once."""
+        """Record the duration of a successful call. If a call's results are fetched in parts, it counts
+        once."""
         durations = self._measured.setdefault(call.phase, _Durations())
         counted, is_first = self._counted.get(call.phase, (None, False))
         if counted is call:
-            # Results of one call are often fetched worker by worker. Count them as one duration: many short
-            # ones would tighten the time limit.
+            # The results of one call are often fetched worker by worker. Count one duration for all of them;
+            # otherwise many short ones would reduce the time limit.
             durations.last[-1] = max(durations.last[-1], seconds)
         else:
             durations.last.append(seconds)

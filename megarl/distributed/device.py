@@ -1,5 +1,4 @@
-"""The device runtime: the only module that knows whether this process computes on a CPU (gloo) or on a CUDA
-device (NCCL)."""
+"""The device runtime: the only module that distinguishes a CPU (gloo) from a CUDA device (NCCL)."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from megarl.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 MEBIBYTE = 1024 * 1024
-# cuBLAS, Transformer Engine and NCCL read these variables when they start. The values listed make them
-# deterministic, with the preferred one first.
+# Values of environment variables that make cuBLAS, Transformer Engine and NCCL deterministic; the first one
+# is the default. The libraries read them when they start.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
@@ -36,14 +35,14 @@ _DETERMINISTIC = {
 }
 
 FULL_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-"""Environment variables that keep cuBLAS from rounding operands of float32 products to TF32, no matter which
+"""Environment variables that stop cuBLAS from rounding operands of float32 matmuls to TF32, no matter which
 library calls it. cuBLAS reads them when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of this process in MiB: the allocator's figures on a CUDA device, the resident set and its peak
-    on a CPU."""
+    """Memory of this process in MiB. On a CUDA device these are the allocator's statistics; on a CPU, the
+    resident set and its peak."""
 
     allocated_mb: float
     reserved_mb: float
@@ -53,11 +52,12 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRuntime:
-    """Device, communication backend and everything that differs between them.
+    """The device of this process and its communication backend, with all operations that depend on the kind
+    of device.
 
     Attributes:
-        device: where tensors of this process live.
-        backend: name of the torch.distributed backend that serves this device.
+        device: device for the tensors of this process.
+        backend: name of the torch.distributed backend for this device.
     """
 
     device: torch.device
@@ -77,16 +77,15 @@ class DeviceRuntime:
             torch.cuda.set_device(self.device)
 
     def set_arithmetic(self, *, deterministic: bool = False) -> None:
-        """Set how a CUDA device accumulates products, whatever torch's defaults are. Call it before the
-        process group is joined.
+        """Set the precision of matmuls on a CUDA device, overriding torch's defaults. Call this before
+        joining the process group. No-op on a CPU.
 
-        16-bit products are accumulated in float32: by default cuBLAS may add the parts of a split product in
-        16 bits. Float32 products are not rounded to TF32; for those of Transformer Engine see
-        ``FULL_FLOAT32``. On a CPU this does nothing.
+        16-bit matmuls accumulate in float32; by default cuBLAS may reduce partial sums of a split-K matmul in
+        16 bits. Float32 matmuls do not use TF32; for those of Transformer Engine see ``FULL_FLOAT32``.
 
         Args:
-            deterministic: use only kernels that give the same bits every time, and one order of addition in
-                NCCL. An operation without such a kernel raises RuntimeError. Not yet seen on a GPU.
+            deterministic: use only kernels with bitwise reproducible results, and a fixed reduction order in
+                NCCL. An operation without such a kernel raises RuntimeError. Untested on a GPU.
 
         Raises:
             ConfigError: an environment variable contradicts the setting.
@@ -94,8 +93,8 @@ class DeviceRuntime:
         if not self.is_cuda:
             return
         products = torch.backends.cuda.matmul
-        # torch allows both by default. They lose digits in long sums, so that a parallel layout would differ
-        # from plain transformers by more than rounding.
+        # torch allows both by default. They lose digits in long sums, so the results of a parallel layout
+        # would differ from transformers' by more than rounding.
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (
             False
         )
@@ -120,44 +119,43 @@ class DeviceRuntime:
                     ]
                 )
             env.set_variables({name: found})
-        # The backward passes of these two kinds of attention have no deterministic kernel, while
-        # FlashAttention's has one.
+        # The backward passes of these two attention backends are not deterministic. FlashAttention's can be.
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.use_deterministic_algorithms(True)
-        # Disable this, which would fill the memory of every torch.empty.
+        # By default, deterministic mode also fills the memory of every torch.empty, which takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait until all queued work is done."""
+        """Wait until all work queued on the device is done."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def empty_cache(self) -> None:
-        """Return unused blocks of the allocator to the device."""
+        """Return unused blocks of torch's allocator to the device."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in page-locked host memory if that helps transfers, or the same tensor on
-        a CPU."""
+        """Copy ``tensor`` to page-locked host memory, for faster transfers. On a CPU, return the tensor
+        itself."""
         # A CPU-only torch has no page-locked memory and would raise an error.
         return tensor.pin_memory() if self.is_cuda else tensor
 
     def lock_pages(self, tensor: Tensor) -> None:
-        """Lock the pages of a tensor in host memory where they are, until the process ends; no-op on a CPU.
-        Transfers are slower if the system refuses that."""
+        """Page-lock the memory of a tensor in place, until the process ends. No-op on a CPU. If the system
+        refuses, log a warning; transfers are then slower."""
         if not self.is_cuda or not tensor.nbytes:
             return
         cudart = torch.cuda.cudart()
         if cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) != cudart.cudaError.success:
             logger.warning("%d bytes of host memory cannot be locked: transfers are slower", tensor.nbytes)
-            # The refused call leaves its error for the next kernel launch to raise, which resets it.
+            # The failed call leaves an error that the next kernel launch raises. Launch one here to clear it.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.device)
 
     def memory(self) -> MemoryFigures:
-        """Return the current and the peak memory."""
+        """Return the current memory use and its peak."""
         if self.is_cuda:
             figures = (
                 torch.cuda.memory_allocated(self.device),
@@ -171,32 +169,30 @@ class DeviceRuntime:
         return MemoryFigures(resident, resident, peak, peak)
 
     def free_memory(self) -> int:
-        """Return the bytes of a CUDA device that no process has allocated, as NVML reports them, or as CUDA
-        does if NVML does not reply."""
+        """Return the bytes of the CUDA device that no process has allocated. They come from NVML, or from
+        CUDA if NVML is not available."""
         try:
-            # NVML counts all processes and needs no CUDA context. cudaMemGetInfo would create one of several
-            # hundred MiB.
+            # NVML needs no CUDA context. cudaMemGetInfo would create one, which takes several hundred MiB.
             return int(nvml.get_free_memory_bytes(self.device.index))
         except RuntimeError:
             return int(torch.cuda.mem_get_info(self.device)[0])
 
     def memory_limit(self) -> int:
-        """Return the bytes that this process may have at most: all of a CUDA device, or on a CPU the memory
-        of the machine or less."""
+        """Return the maximum bytes that this process can use: all memory of a CUDA device, or on a CPU the
+        machine's memory or the process's limit if less."""
         if self.is_cuda:
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Tests, and careful sites, limit the address space of a process, which cannot use any memory beyond
-        # it.
+        # Tests and some sites limit a process's address space.
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
     def has_room(self, size: int, left: float) -> bool:
-        """Return whether a CUDA device has ``size`` bytes free for this process, besides the share ``left``
-        of its memory. A CPU never has: its only memory is the host's."""
+        """Return whether ``size`` more bytes on a CUDA device would leave the fraction ``left`` of its memory
+        free. Always False on a CPU, whose tensors are in host memory already."""
         if not self.is_cuda:
             return False
-        # Unused blocks of the allocator are free for this process, but not for any other.
+        # This process can also use blocks that its allocator has cached.
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return (
             self.free_memory() + unused - size
@@ -204,8 +200,8 @@ class DeviceRuntime:
         )
 
     def gpu_figures(self) -> dict[str, float]:
-        """Return ``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device, as far as NVML
-        reports them; empty on a CPU."""
+        """Return ``free_memory_mb``, ``power_w`` and ``utilization_percent`` of a CUDA device. Values that
+        NVML does not report are omitted; empty on a CPU."""
         if not self.is_cuda:
             return {}
         try:
@@ -220,8 +216,8 @@ class DeviceRuntime:
         return {name: value for name, value in figures.items() if value is not None}
 
     def facts(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Return rank, device, memory figures (MiB) and the first values of some parameters; needs
-        torch.distributed."""
+        """Return rank, device and memory statistics (MiB) of this process, and device, shape and dtype of the
+        first parameter. torch.distributed must be initialized."""
         name, parameter = next(iter(named_parameters))
         local_rank = env.integer("LOCAL_RANK", 0)
         figures = self.memory()
@@ -254,48 +250,47 @@ class DeviceRuntime:
         }
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak figures. On a CPU there is nothing to reset: the kernel keeps the peak of the whole
+        """Reset the peak of memory use. No-op on a CPU, where the kernel records the peak of the whole
         process."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def identity(self) -> str:
-        """Return a name that distinguishes this device from every other: NVML's UUID of a GPU, the process of
-        a CPU worker."""
+        """Return a globally unique id: NVML's UUID of a GPU, or host and process id of a CPU worker."""
         if self.is_cuda:
             with contextlib.suppress(RuntimeError):
                 return nvml.get_device_uuid(self.device.index)
-            # Use the form of NVML, so that processes give a GPU the same name whether or not NVML replies.
+            # Use NVML's format, so that all processes agree on the id even if NVML is not available to some.
             return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         return f"CPU-{os.uname().nodename}-{os.getpid()}"
 
     def profiler_start(self) -> None:
-        """Open the CUDA profiler's capture range (for nsys); does nothing on a CPU."""
+        """Open the CUDA profiler's capture range, for nsys. No-op on a CPU."""
         if self.is_cuda:
             torch.cuda.profiler.start()
 
     def profiler_stop(self) -> None:
-        """Close the CUDA profiler's capture range; does nothing on a CPU."""
+        """Close the CUDA profiler's capture range. No-op on a CPU."""
         if self.is_cuda:
             torch.cuda.profiler.stop()
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Return the states of torch's generators, as byte tensors."""
+        """Return the states of torch's random generators as byte tensors."""
         states = {"torch": torch.get_rng_state()}
         if self.is_cuda:
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         return states
 
     def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the states that ``rng_state`` returned."""
+        """Restore states from ``rng_state``."""
         torch.set_rng_state(states["torch"])
         if self.is_cuda and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Stopwatch]:
-        """Measure a block, including the device work it queued."""
-        # Wait for earlier work, which is not part of the block.
+        """Measure the duration of a block, including the device work that it queues."""
+        # Work that was queued before the block must not be measured.
         self.synchronize()
         watch = Stopwatch()
         start = time.perf_counter()
@@ -308,31 +303,31 @@ class DeviceRuntime:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds that a ``DeviceRuntime.timed`` block took."""
+    """Duration of a ``DeviceRuntime.timed`` block, set at its end."""
 
     seconds: float = 0.0
 
 
 def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on ``device``. The host does not wait for a copy to a CUDA device, because it copies
-    from page-locked memory."""
-    # Pin the tensor first: with pageable memory a non_blocking copy waits all the same, or it may read what
-    # is written later.
+    """Copy a tensor to ``device``. The host does not wait for a copy to a CUDA device, because it goes
+    through page-locked memory."""
+    # Pin the tensor first. From pageable memory, a non_blocking copy either blocks anyway, or may read values
+    # that are written later.
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch (all devices)."""
+    """Seed the random generators of Python, numpy and torch (on all devices)."""
     random.seed(seed)
-    # numpy accepts seeds of 32 bits, and torch of 64.
+    # numpy accepts only 32-bit seeds.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def wanted_device() -> str:
-    """Return the value of ``MEGARL_DEVICE``: ``auto``, ``cpu`` or ``cuda``.
+    """Return the value of ``MEGARL_DEVICE``: ``auto`` (the default), ``cpu`` or ``cuda``.
 
     Raises:
         ValueError: it has another value.
@@ -344,9 +339,9 @@ def wanted_device() -> str:
 
 
 def will_use_cuda() -> bool:
-    """Return whether ``runtime`` will choose a CUDA device. CUDA is not initialized, so that processes forked
-    afterwards may still use it."""
-    # device_count() asks NVML, while is_available() may initialise the driver.
+    """Return whether ``runtime`` will choose a CUDA device. Does not initialize CUDA, so that processes
+    forked afterwards can still use it."""
+    # device_count() asks NVML. is_available() may initialize the CUDA driver.
     return wanted_device() != "cpu" and torch.cuda.device_count() > 0
 
 
@@ -354,9 +349,12 @@ def will_use_cuda() -> bool:
 def runtime() -> DeviceRuntime:
     """Return the runtime of this process.
 
-    ``MEGARL_DEVICE`` (``auto``, ``cpu``, ``cuda``) decides, because it is read before there is a
-    configuration; ``auto`` uses CUDA if there is a device. The CUDA device is ``LOCAL_RANK`` modulo the
-    number of devices that this process can see.
+    ``MEGARL_DEVICE`` (``auto``, ``cpu`` or ``cuda``) selects the device; ``auto`` uses CUDA if there is a
+    device. It is an environment variable because it is read before the configuration. The CUDA device is
+    ``LOCAL_RANK`` modulo the number of visible devices.
+
+    Raises:
+        ValueError: ``MEGARL_DEVICE`` is cuda, but there is no CUDA device.
     """
     wanted = wanted_device()
     available = torch.cuda.is_available()
@@ -367,30 +365,30 @@ def runtime() -> DeviceRuntime:
         )
     if wanted == "cpu" or not available:
         return DeviceRuntime(torch.device("cpu"), "gloo")
-    # Take the remainder: Ray shows a worker only its own GPU, which then has index 0, while torchrun shows
-    # all.
+    # Under Ray a worker sees only its own GPU, with index 0; under torchrun it sees all of them. The
+    # remainder is correct in both cases.
     return DeviceRuntime(
         torch.device("cuda", env.integer("LOCAL_RANK", 0) % torch.cuda.device_count()), "nccl"
     )
 
 
 def runtime_on(device: torch.device) -> DeviceRuntime:
-    """Return the runtime of a given device; a CUDA device without an index is the current one of this
-    process."""
+    """Return the runtime for a given device. A CUDA device without an index means this process's current
+    one."""
     if device.type != "cuda":
         return DeviceRuntime(device, "gloo")
     index = torch.cuda.current_device() if device.index is None else device.index
     return DeviceRuntime(torch.device("cuda", index), "nccl")
 
 
-# These texts identify allocators without their own error class: torch's on a CPU, and C++'s if its error
-# passes through torch.
+# Messages of allocators without their own error class: torch's on a CPU, and that of C++, whose errors reach
+# Python through torch.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` reports a lack of memory, on a CPU or a GPU, raised in this process or quoted
-    from another."""
+    """Return whether ``error`` reports a lack of CPU or GPU memory. The error may come from this process, or
+    quote that of another."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         sign in str(error).lower() for sign in _NO_MEMORY
     )

@@ -1,4 +1,4 @@
-"""A grid of ranks with named axes: the coordinates of each rank."""
+"""A grid of ranks with named axes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megarl.errors import MegarlError
 
 
 class ShardingError(MegarlError, ValueError):
-    """A rank layout is malformed, or an axis or rank is not in it."""
+    """The layout of ranks is malformed, or does not contain an axis or a rank."""
 
 
 class ShardingIndexError(MegarlError, IndexError):
-    """A coordinate is outside its axis."""
+    """A coordinate is out of range for its axis."""
 
 
 class NamedSharding:
-    """Ranks arranged in an n-dimensional grid whose axes have names.
+    """Ranks in an n-dimensional grid whose axes have names.
 
-    Example: ``NamedSharding(numpy.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])`` puts rank
-    2 at data_parallel 1, tensor_parallel 0.
+    Example: in ``NamedSharding(numpy.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])``, rank 2
+    has the coordinates data_parallel 1 and tensor_parallel 0.
 
     Args:
-        layout: array, or nested lists, of distinct ranks. Floats with whole values are accepted.
+        layout: array or nested lists of distinct ranks. Floats with integer values are accepted.
         names: one distinct name per axis.
 
     Raises:
-        ShardingError: (a ValueError) the names do not match the layout, or the layout does not hold distinct
-            ranks.
+        ShardingError: (a ValueError) the names do not match the layout, or the layout does not contain
+            distinct ranks.
     """
 
     def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class NamedSharding:
 
     @property
     def layout(self) -> np.ndarray:
-        """The ranks as an int64 array; a copy."""
+        """A copy of the ranks as an int64 array."""
         return self._layout.copy()
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
@@ -87,9 +87,9 @@ class NamedSharding:
         return dict(zip(self._names, self._coordinates[worker_id], strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Return all ranks at the given coordinates, sorted; axes that are not named take all their values.
+        """Return all ranks with the given coordinates, sorted. Axes that are not given are not restricted.
 
-        A coordinate outside its axis gives an empty list.
+        The list is empty if a coordinate is out of range for its axis.
 
         Raises:
             ShardingError: an axis name is unknown.
@@ -101,12 +101,12 @@ class NamedSharding:
         return sorted(map(int, np.ravel(selected)))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """Return the sub-grid at the given coordinates, over the axes that are not named, or a plain rank if
-        all axes are named.
+        """Return the sub-grid with the given coordinates, over the remaining axes; or a single rank if all
+        axes are given.
 
         Raises:
             ShardingError: an axis name is unknown.
-            ShardingIndexError: (an IndexError) a coordinate is outside its axis.
+            ShardingIndexError: (an IndexError) a coordinate is out of range for its axis.
         """
         for axis, index in coords.items():
             size = self.get_axis_size(axis)
@@ -119,7 +119,7 @@ class NamedSharding:
         return NamedSharding(selected, remaining) if remaining else int(selected)
 
     def get_axis_index(self, axis: str) -> int:
-        """Return the position of an axis.
+        """Return the index of an axis.
 
         Raises:
             ShardingError: the name is unknown.
@@ -129,7 +129,7 @@ class NamedSharding:
         return self._names.index(axis)
 
     def get_axis_size(self, axis: str) -> int:
-        """Return the number of coordinates along an axis.
+        """Return the size of an axis.
 
         Raises:
             ShardingError: the name is unknown.
@@ -145,7 +145,7 @@ class NamedSharding:
         return self._names == other._names and np.array_equal(self._layout, other._layout)
 
     def __hash__(self) -> int:
-        # All layouts are int64 and tobytes writes in C order, so that equal grids have equal bytes.
+        # Equal grids have equal bytes: all layouts are int64, and tobytes uses C order.
         return hash((tuple(self._names), self._layout.shape, self._layout.tobytes()))
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ def _as_rank_array(layout: Sequence[Any] | np.ndarray) -> np.ndarray:
         raise ShardingError(
             f"{only_integers} in a full grid, got {layout!r} ({error}); give every row the same length"
         ) from None
-    # Refuse booleans and strings here, and accept floats if they are whole, as NeMo-RL's class does.
+    # Reject booleans and strings, but accept floats with integer values, as NeMo-RL's class does.
     if given.size and not (np.issubdtype(given.dtype, np.integer) or np.issubdtype(given.dtype, np.floating)):
         raise ShardingError(f"{only_integers}, got values of type {given.dtype}; write ranks 0, 1, 2, ...")
     if not np.all(np.isfinite(given)) or np.any(given != np.floor(given)) or np.any(given < 0):

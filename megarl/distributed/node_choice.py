@@ -1,4 +1,5 @@
-"""Choice of a node for each part of a virtual cluster, and slots of a local Ray. Pure: no Ray here."""
+"""Choice of a node for each placement group of a virtual cluster, and the number of slots of a local Ray.
+Does not import Ray."""
 
 from __future__ import annotations
 
@@ -8,28 +9,29 @@ from dataclasses import dataclass, field, replace
 
 from megarl.errors import ClusterError
 
-# CPUs only count slots for Ray here: a laptop must be able to hold more ranks than it has cores.
+# Minimum number of CPUs that a local Ray is started with. Ray only counts them as slots for workers, and a
+# laptop must be able to run more ranks than it has cores.
 _LEAST_LOCAL_SLOTS = 64
 
 
 def local_slots() -> int:
-    """Return the number of workers that a local Ray accepts, one slot each."""
+    """Return the number of CPU slots of a local Ray, which is the number of workers it accepts."""
     return max(_LEAST_LOCAL_SLOTS, os.cpu_count() or 1)
 
 
 class ResourceInsufficientError(ClusterError):
-    """The Ray cluster has fewer CPUs or GPUs than the bundles need, or not on enough nodes."""
+    """The Ray cluster has too few CPUs, GPUs or nodes for the bundles."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living node.
+    """A node of the Ray cluster that is alive.
 
     Attributes:
-        name: the name given to ``ray start --node-name``, or else its address.
-        node_id: Ray's own id for it.
+        name: the name from ``ray start --node-name``, else the node's address.
+        node_id: Ray's own id of the node.
         total: amount of each resource, for example ``{"CPU": 64, "GPU": 8}``.
-        free: the part of it that is not reserved.
+        free: amount of each resource that is not reserved.
     """
 
     name: str
@@ -49,20 +51,20 @@ class RayNode:
 def choose_nodes(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode]
 ) -> list[RayNode]:
-    """Choose a distinct node for each entry of ``counts``, in the order of ``nodes`` as far as their sizes
-    allow.
+    """Choose a different node for each entry of ``counts``, in the order of ``nodes`` as far as their sizes
+    allow, so that adjacent nodes get adjacent ranks.
 
-    Neighbours in ``nodes`` thus become neighbours in rank. Nodes with too little for an entry are left to
-    smaller entries. Free nodes come before partly reserved ones; if all are reserved, the result is that of
-    an idle cluster, and the caller waits.
+    A node that is too small for an entry is used for a smaller one. Nodes with enough free resources are
+    preferred. If there are too few of them, nodes are chosen by their total resources, and the caller has to
+    wait.
 
     Args:
-        counts: bundles of each part, all above 0.
+        counts: number of bundles on each node, all above 0.
         bundle: resources of a bundle, for example ``{"CPU": 1, "GPU": 1}``.
-        nodes: living nodes.
+        nodes: nodes that are alive.
 
     Raises:
-        ResourceInsufficientError: there are too few nodes of that size; the message lists what each has.
+        ResourceInsufficientError: too few nodes are large enough. The message lists the capacity of each.
     """
     chosen = _match(counts, bundle, nodes, free=True) or _match(counts, bundle, nodes, free=False)
     if chosen is None:
@@ -79,7 +81,7 @@ def choose_nodes(
 def _match(
     counts: Sequence[int], bundle: Mapping[str, float], nodes: Sequence[RayNode], free: bool
 ) -> list[RayNode] | None:
-    """Let the largest entry choose first: no smaller one could make better use of its node."""
+    """Assign nodes to entries, the largest entry first: a smaller entry never makes better use of a node."""
     left = list(nodes)
     chosen: dict[int, RayNode] = {}
     for index in sorted(range(len(counts)), key=lambda index: -counts[index]):

@@ -1,8 +1,8 @@
-"""NVIDIA's management library: identity, free memory, power and utilisation of the GPUs of this process.
+"""Identity, free memory, power and utilization of this process's GPUs, from NVIDIA's management library
+(NVML).
 
-It counts the memory of every process on a GPU, which torch's allocator does not, and gives a GPU the same
-name
-in every process. A GPU is given by its index among those that this process can see, as torch counts them.
+Unlike torch's allocator, NVML counts the memory of all processes on a GPU, and its UUID of a GPU is the same
+in every process. Functions take a GPU's index among those visible to this process, as torch does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KERNEL_LIST = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True)
 class GpuFigures:
-    """Figures of a GPU at this moment.
+    """Current readings of a GPU.
 
     Attributes:
-        free_mb: memory that no process has allocated, MiB.
+        free_mb: memory that no process has allocated, in MiB.
         power_w: power in watts; None if the GPU does not report it.
-        utilization_percent: share of the last sampling period (up to a second) in which a kernel ran; None if
-            the GPU does not report it.
+        utilization_percent: percentage of the last sampling period (up to a second) in which a kernel ran;
+            None if the GPU does not report it.
     """
 
     free_mb: float
@@ -37,19 +37,19 @@ class GpuFigures:
 
 @contextlib.contextmanager
 def nvml_context() -> Iterator[Any]:
-    """Yield the initialized library.
+    """Yield the module ``pynvml``, initialized.
 
     Raises:
         RuntimeError: there is no NVIDIA driver, or it does not reply.
     """
     try:
-        # Import it here: a machine without a driver has no such library to load, and most of megarl runs
-        # there.
+        # Import it here, because most of megarl also runs on machines without an NVIDIA driver, where the
+        # library cannot be loaded.
         import pynvml
 
         pynvml.nvmlInit()
     except Exception as error:
-        # Catch NVML's own errors, and those of a library that is missing or cannot be loaded.
+        # NVML's own errors, and the various errors of a library that is missing or cannot be loaded.
         raise RuntimeError(f"NVML cannot be used: {error}") from error
     try:
         yield pynvml
@@ -59,13 +59,13 @@ def nvml_context() -> Iterator[Any]:
 
 
 def count_devices() -> int:
-    """Return the number of GPUs of this machine, including those that ``CUDA_VISIBLE_DEVICES`` hides; if NVML
-    does not reply, those that the driver lists in the file system, and 0 without a driver."""
+    """Return the number of GPUs of this machine, even if ``CUDA_VISIBLE_DEVICES`` hides some. If NVML is not
+    available, count those that the driver lists in /proc; 0 without a driver."""
     try:
         with nvml_context() as nvml:
             return int(_asked(nvml, nvml.nvmlDeviceGetCount))
     except RuntimeError:
-        # In a container the library may be missing although the driver's files exist.
+        # In a container, the library may be missing although the driver's files in /proc exist.
         return len(list(_KERNEL_LIST.glob("*")))
 
 
@@ -73,8 +73,8 @@ def device_id_to_physical_device_id(device_id: int) -> int:
     """Return the driver's index of a GPU.
 
     Args:
-        device_id: its index among those that ``CUDA_VISIBLE_DEVICES`` names; without the variable, the
-            driver's own index.
+        device_id: index of the GPU in ``CUDA_VISIBLE_DEVICES``; without the variable, the driver's index
+            itself.
 
     Raises:
         RuntimeError: there is no such GPU, or the driver does not reply.
@@ -84,8 +84,8 @@ def device_id_to_physical_device_id(device_id: int) -> int:
 
 
 def get_device_uuid(device_idx: int) -> str:
-    """Return the name of a GPU that is the same in every process: ``GPU-<uuid>``, or ``MIG-<uuid>`` for a
-    part of one. Arguments and errors as in ``device_id_to_physical_device_id``."""
+    """Return the unique id of a GPU: ``GPU-<uuid>``, or ``MIG-<uuid>`` for a partition of one. For argument
+    and errors, see ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         # Older versions of pynvml return bytes.
         found = _asked(nvml, lambda: nvml.nvmlDeviceGetUUID(_handle(nvml, device_idx)))
@@ -93,20 +93,19 @@ def get_device_uuid(device_idx: int) -> str:
 
 
 def get_free_memory_bytes(device_idx: int) -> float:
-    """Return the bytes of a GPU's memory that no process has allocated. Arguments and errors as in
+    """Return the bytes of a GPU's memory that no process has allocated. For argument and errors, see
     ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         return float(_asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, device_idx)).free))
 
 
 def gpu_figures(device_idx: int) -> GpuFigures:
-    """Return free memory, power and utilisation of a GPU at this moment. Arguments and errors as in
+    """Return the current free memory, power and utilization of a GPU. For argument and errors, see
     ``device_id_to_physical_device_id``."""
     with nvml_context() as nvml:
         handle = _asked(nvml, lambda: _handle(nvml, device_idx))
         free = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle).free)
-        # Convert from milliwatts. NVML does not report power for every GPU, nor the use of a GPU that is
-        # divided (MIG).
+        # Power is in milliwatts. Some GPUs do not report it, and MIG partitions do not report utilization.
         power = _where_supported(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
         used = _where_supported(nvml, lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
         return GpuFigures(free / MEBIBYTE, power, used)

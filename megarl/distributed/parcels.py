@@ -1,10 +1,9 @@
-"""Batch columns packed for transport to another process, and unpacked there, equal to the bit.
+"""Packing of batch columns for transport to another process. The unpacked columns are bitwise equal.
 
-A tensor travels as a numpy array, whose bytes pickle passes on without a copy (Ray writes them into its store
-in one copy, where every reader sees the same memory). What can be rebuilt at the other end is not sent:
-padding, if a column has one value there; 31 of the 32 bits of a mask of zeros and ones; all but one of the
-values of a constant row. The unpacked tensor is new, writable memory; numpy arrays in Ray's store are
-read-only.
+Tensors are sent as numpy arrays, whose buffers pickle passes on without a copy: Ray copies them once, into
+its object store, which all readers map. Values that can be reconstructed are not sent: padding that has the
+same value in a whole column, 31 of the 32 bits of a mask of zeros and ones, and all but one value of a
+constant row. Unpacked tensors are in new, writable memory, because arrays in Ray's store are read-only.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ import torch
 from torch import Tensor
 
 LENGTH_KEYS = ("input_lengths", "unpadded_sequence_lengths")
-"""Columns with the lengths of the other columns' rows. Without such a column, rows end where the first column
-with positions is zero to the end."""
+"""Columns that contain the row lengths of the other columns. Without such a column, a row ends after its last
+nonzero value in the first column that has positions."""
 
-# Padding is removed only if it makes up at least this share of the positions, because selecting the rest
-# costs about as much as copying it.
+# Minimum fraction of padding for which it is worth removing: selecting the other positions takes about as
+# long as copying all of them.
 _LEAST_PADDING = 1 / 8
 
-# Look at this number of values at the front of a column before examining all of it.
+# Number of values at the start of a column that are tested before all values are.
 _FIRST = 64
 
+# By bytes per element, the integer dtype of the same width.
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Form = Literal["whole", "inside", "bits", "row"]
 
 
 def inside(starts: np.ndarray | int, ends: np.ndarray, width: int) -> np.ndarray:
-    """Return bool [B, width]: the positions of each row from ``starts`` [B] up to, but not including,
-    ``ends`` [B]."""
+    """Return a mask, bool [B, width], of the positions from ``starts`` [B] to ``ends`` [B] (exclusive) of
+    each row."""
     places = np.arange(width)
     return (places >= np.reshape(starts, (-1, 1))) & (places < ends[:, None])
 
@@ -47,11 +47,11 @@ class Parcel:
     """One packed tensor.
 
     Attributes:
-        dtype, shape: of the tensor.
-        form: ``whole``: all values; ``inside``: those of the positions before each row's end; ``bits``: the
-            same, eight zeros or ones per byte; ``row``: one value per row, which all its positions have.
-        values: integers of the tensor's width, or uint8 for ``bits``.
-        fill: value after the ends of rows, an integer of the tensor's width.
+        dtype, shape: dtype and shape of the tensor.
+        form: ``whole``: all values. ``inside``: the values before each row's end. ``bits``: the same, with
+            eight zeros or ones per byte. ``row``: one value per row, for all its positions.
+        values: integers of the dtype's width, or uint8 for ``bits``.
+        fill: value after the end of each row, as an integer of the dtype's width.
     """
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Parcel:
     fill: int = 0
 
     def unpack(self, lengths: np.ndarray | None) -> Tensor:
-        """Return the tensor, in new memory; ``lengths`` [B] are the ends of the rows."""
+        """Return the tensor, in new memory. ``lengths`` [B] are the ends of the rows."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         values = self.values
@@ -75,8 +75,8 @@ class Parcel:
             array = np.full(self.shape, self.fill, values.dtype)
             array[inside(0, lengths, self.shape[1])] = values
             values = array
-        # Copy with np.array: Ray returns read-only memory of its store, for which torch warns, and a later
-        # write would crash.
+        # Copy with np.array, because Ray's store returns read-only memory: torch warns about it, and writing
+        # to it would crash.
         return torch.from_numpy(np.array(values)).view(self.dtype)
 
 
@@ -85,7 +85,7 @@ class Parcels:
     """The packed columns of a batch.
 
     Attributes:
-        columns: by name, in order; columns that are not plain CPU tensors are unchanged.
+        columns: packed columns by name, in order. A column that is not a plain CPU tensor is unchanged.
         lengths: [B] int32, the ends of the rows; None if all padding is sent.
     """
 
@@ -93,7 +93,7 @@ class Parcels:
     lengths: np.ndarray | None
 
     def unpack(self) -> dict[str, Any]:
-        """Return the columns."""
+        """Return the unpacked columns by name."""
         return {
             name: value.unpack(self.lengths) if isinstance(value, Parcel) else value
             for name, value in self.columns.items()
@@ -101,11 +101,11 @@ class Parcels:
 
 
 class Packer:
-    """Packs rows of a batch for other processes. It determines once, for all parts of the batch, what can be
-    left out of each column, such as padding.
+    """Packs rows of a batch for other processes. What can be omitted from each column, such as padding, is
+    determined once for all calls.
 
     Args:
-        columns: tensors [B, ...], in which dim 1 (if present) is the sequence, and lists of B items.
+        columns: tensors [B, ...], whose dim 1, if any, is the sequence; and lists of B items.
     """
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Packer:
         self._arrays = {name: _integers(value) for name, value in columns.items() if _is_plain(value)}
 
     def pack(self, rows: Sequence[int] | None = None) -> Parcels:
-        """Return the given rows, packed, in this order; None for all."""
+        """Pack the given rows, in this order; None for all rows."""
         chosen: Any = slice(None) if rows is None else np.asarray(rows, np.int64)
         packed: dict[str, Any] = {}
         lengths, places = None, np.empty(0, np.int64)
@@ -125,7 +125,7 @@ class Packer:
             form, fill = self._forms[name]
             if form in ("inside", "bits"):
                 assert self._lengths is not None, "rows were found to be cut by them"
-                # Compute the positions once, because all columns without padding share them.
+                # Compute the indices once for all columns whose padding is removed.
                 if lengths is None:
                     lengths = self._lengths[chosen]
                     places = _places(np.arange(len(array))[chosen], lengths, array.shape[1])
@@ -134,7 +134,8 @@ class Packer:
             else:
                 values = (array[:, 0] if form == "row" else array)[chosen]
             size = len(array) if rows is None else len(rows)
-            # Make the array contiguous, because pickle copies any other array into its own stream.
+            # pickle passes on the buffer of a contiguous array; any other array it copies into its own
+            # stream.
             packed[name] = Parcel(
                 value.dtype, (size, *array.shape[1:]), form, np.ascontiguousarray(values), fill
             )
@@ -142,8 +143,8 @@ class Packer:
 
     @cached_property
     def _lengths(self) -> np.ndarray | None:
-        """The ends of the rows, [B] int64; None if few positions are after an end, or if the lengths do not
-        fit."""
+        """The ends of the rows, [B] int64. None if padding is a small part of the positions, or if the
+        lengths column is invalid."""
         wide = next((array for array in self._arrays.values() if array.ndim > 1), None)
         if wide is None:
             return None
@@ -151,7 +152,7 @@ class Packer:
         if lengths is None:
             lengths = _ends(wide)
         rows, width = wide.shape[:2]
-        # A user's column may have that name and contain other numbers. In that case keep all padding.
+        # A user's column may have one of these names but contain other numbers. Then keep all padding.
         fit = lengths.shape == (rows,) and bool(np.all((lengths >= 0) & (lengths <= width)))
         return (
             lengths.astype(np.int64) if fit and lengths.sum() <= (1 - _LEAST_PADDING) * rows * width else None
@@ -159,7 +160,7 @@ class Packer:
 
     @cached_property
     def _forms(self) -> dict[str, tuple[Form, int]]:
-        """The form of each column, and the value of its padding."""
+        """For each column, its ``Parcel.form`` and ``Parcel.fill``."""
         wide = [array.shape[1] for array in self._arrays.values() if array.ndim > 1]
         padding = None if self._lengths is None else ~inside(0, self._lengths, wide[0])
         return {
@@ -168,14 +169,14 @@ class Packer:
 
 
 def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> tuple[Form, int]:
-    """Return the form of a column, and the value in its ``padding``, [B, S] bool."""
+    """Return ``Parcel.form`` and ``Parcel.fill`` of a column. ``padding`` is a mask [B, S] bool."""
     if array.ndim < 2 or array.size == 0:
         return "whole", 0
     if _same_in_rows(array):
         return "row", 0
     if padding is None or array.shape[:2] != padding.shape:
         return "whole", 0
-    # This is the first value in the padding. The next line checks whether all others are the same.
+    # The first value in the padding; the next line checks that all others are equal.
     fill = array[np.unravel_index(padding.argmax(), padding.shape)].reshape(-1)[0]
     if np.any((array != fill) & padding.reshape(*padding.shape, *[1] * (array.ndim - 2))):
         return "whole", 0
@@ -183,9 +184,8 @@ def _form(array: np.ndarray, dtype: torch.dtype, padding: np.ndarray | None) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a column is a tensor that its values, type and shape describe completely."""
-    # Exclude subclasses, whose type would be lost, and lazily negated tensors, whose memory does not hold
-    # their values.
+    """Return whether a column is a CPU tensor that is completely described by values, dtype and shape."""
+    # Exclude subclasses, whose type would be lost, and lazily negated tensors, whose memory has other values.
     return (
         type(value) is Tensor
         and value.layout == torch.strided
@@ -196,14 +196,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _integers(tensor: Tensor) -> np.ndarray:
-    """Return a tensor's memory as integers, which can be compared bit by bit, and which numpy has for each of
-    torch's types."""
+    """Return a tensor's memory as an array of integers. They can be compared bit by bit, and numpy lacks some
+    of torch's dtypes."""
     array: np.ndarray = tensor.view(_AS_INTEGERS[tensor.element_size()]).numpy()
     return array
 
 
 def _one(dtype: torch.dtype) -> int:
-    """Return the integer that has the bits of a one."""
+    """Return the integer with the bits of 1 in ``dtype``."""
     return int(torch.ones(1).to(dtype).view(_AS_INTEGERS[dtype.itemsize]))
 
 
@@ -214,7 +214,7 @@ def _taken(value: Any, rows: Sequence[int] | None) -> Any:
 
 
 def _ends(array: np.ndarray) -> np.ndarray:
-    """Return the position after the last nonzero value of each row, [B]."""
+    """Return the position after each row's last nonzero value, [B]."""
     written = array != 0 if array.ndim == 2 else np.any(array.reshape(*array.shape[:2], -1) != 0, axis=2)
     ends = (
         written.shape[1] - np.argmax(written[:, ::-1], axis=1)
@@ -225,29 +225,29 @@ def _ends(array: np.ndarray) -> np.ndarray:
 
 
 def _same_in_rows(array: np.ndarray) -> bool:
-    """Return whether every row has one value at all its positions."""
-    # An expanded tensor is recognised by its stride, without reading a value.
+    """Return whether each row has the same value at all its positions."""
+    # A stride of 0 means an expanded tensor, so no value need be read.
     if array.strides[1] == 0:
         return True
     first = array[:, :1]
-    # Do two cheap comparisons before the complete one, because most columns already differ there.
+    # Most columns already differ in one of the first two, cheap comparisons.
     return bool(np.all(array[:, -1:] == first) and np.all(array[:, :2] == first) and np.all(array == first))
 
 
 def _is_binary(array: np.ndarray, one: int) -> bool:
-    """Return whether all values are zeros or ones."""
+    """Return whether all values are 0 or 1."""
 
     def binary(values: np.ndarray) -> bool:
         return int(np.count_nonzero(values == 0)) + int(np.count_nonzero(values == one)) == values.size
 
-    # The first values decide for almost every column that does not consist of zeros and ones.
+    # For almost every column with other values, the first values are enough to decide.
     return binary(array[0, :_FIRST]) and binary(array)
 
 
 def _places(rows: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """Return the numbers of the positions inside the given rows, counted through the whole batch."""
-    # Avoid a loop over the rows: add the running number to each row's start minus the positions counted
-    # before that row.
+    """Return the indices, in the flattened batch, of the positions before the end of the given rows."""
+    # Vectorized over the rows: a position's index is its row's start in the batch, minus the number of
+    # positions counted before this row, plus a running number.
     places = np.repeat(rows * width - (np.cumsum(lengths) - lengths), lengths)
     places += np.arange(len(places))
     return places

@@ -1,10 +1,10 @@
-"""Calls of Ray with a time limit: every start, query and end in a cluster goes through these functions.
+"""Ray calls with a time limit. All of megarl's starts, queries and shutdowns in a cluster go through these
+functions.
 
-Ray's own calls wait without limit if one of its processes is stopped or does not get to reply: ``ray.put``
-waits for the raylet and ``ray.nodes`` for the control process, in C++, where no signal is handled. So a
-thread
-watches the calls in progress, and the caller of ``bounded`` is notified of a call that has not returned.
-Outside of ``bounded`` no call is watched.
+Ray's own calls wait indefinitely if one of its processes is stopped or too busy to reply: ``ray.put`` waits
+for the raylet and ``ray.nodes`` for the control process, in C++ code that handles no signals. So a thread
+watches the calls in progress, and notifies the caller of ``bounded`` if one has not returned. Outside
+``bounded``, calls are not watched.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LOOK_SECONDS = 1.0
 
 
 class _Watch:
-    """The watching thread, and each thread's call in progress: when it is late (monotonic seconds), its time
-    limit, and its name."""
+    """The watching thread, and the Ray call that is in progress in each other thread: its deadline (monotonic
+    seconds), its time limit and its name."""
 
     def __init__(self, least_s: float, on_late: Callable[[str], None]) -> None:
         self.least_s, self._on_late = least_s, on_late
@@ -36,9 +36,9 @@ class _Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        # Check at a tenth of a short limit, so that no call exceeds the limit by much more than that.
+        # Check often enough that a call exceeds a short limit by at most about a tenth.
         while not self._closed.wait(min(_LOOK_SECONDS, self.least_s / 10)):
-            # Iterate over a copy, because other threads begin and end calls meanwhile.
+            # Iterate over a copy, because other threads add and remove calls meanwhile.
             for late, seconds, what in list(self.calls.values()):
                 if time.monotonic() > late:
                     self._on_late(
@@ -54,11 +54,11 @@ _watch: _Watch | None = None
 
 @contextlib.contextmanager
 def bounded(least_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
-    """Limit the time of this process's calls of Ray inside the block.
+    """Limit the duration of this process's Ray calls inside the block.
 
     Args:
-        least_s: seconds that a call gets in addition to what it may take by its own arguments.
-        on_late: called once, in another thread, with the name of a call that has not returned.
+        least_s: seconds that a call may take in addition to its own timeout.
+        on_late: called once, in another thread, with a message about a call that has not returned.
     """
     global _watch
     before, _watch = _watch, _Watch(least_s, on_late)
@@ -71,18 +71,17 @@ def bounded(least_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling(what: str, may_take_s: float | None = 0.0) -> Iterator[None]:
-    """Mark the block as a call of Ray; a block inside it has the outer block's limit.
+    """Mark the block as a Ray call. A nested block is covered by the time limit of the outer one.
 
     Args:
-        what: for the message.
-        may_take_s: seconds that the call may wait by its own arguments, or that its phase has; None for no
-            limit.
+        what: name of the call, for the message.
+        may_take_s: timeout of the call itself, or of its phase, in seconds; None for no limit.
     """
     watch = _watch
     if watch is None or may_take_s is None:
         yield
         return
-    # The outer block has a better name for the call, and its limit includes the time of all calls inside it.
+    # The outer block has a better name for the call, and its limit covers the calls inside it.
     if threading.get_ident() in watch.calls:
         yield
         return
@@ -101,20 +100,20 @@ def put(value: Any) -> ray.ObjectRef[Any]:
 
 
 def get(reference: Any, timeout: float | None = None) -> Any:
-    """Call ``ray.get`` for a result that exists, or arrives within ``timeout`` seconds."""
+    """Call ``ray.get`` for a result that exists already, or arrives within ``timeout`` seconds."""
     with calling("ray.get", timeout or 0.0):
         return ray.get(reference, timeout=timeout)
 
 
 def wait(references: Sequence[Any], num_returns: int, timeout: float | None) -> tuple[list[Any], list[Any]]:
-    """Call ``ray.wait``; without a timeout it has no limit."""
+    """Call ``ray.wait``. Without a timeout, its duration is not limited."""
     with calling("ray.wait", timeout):
         return ray.wait(list(references), num_returns=num_returns, timeout=timeout)
 
 
 def submit(remote: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start a task, an actor or an actor's method: ``remote.remote(*args, **kwargs)``, which first stores
-    large arguments."""
+    """Start a task, an actor or an actor's method: ``remote.remote(*args, **kwargs)``. This can block,
+    because Ray stores large arguments first."""
     with calling("the start of a task or an actor"):
         return remote.remote(*args, **kwargs)
 
@@ -126,18 +125,18 @@ def kill(actor: Any, no_restart: bool = True) -> None:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Call ``ray.nodes``: one entry for each node that exists or has existed."""
+    """Call ``ray.nodes``, which returns one entry for each node, alive or dead."""
     with calling("ray.nodes"):
         return ray.nodes()
 
 
 def cluster_resources() -> dict[str, float]:
-    """Call ``ray.cluster_resources``: the resources of all living nodes, by kind."""
+    """Call ``ray.cluster_resources``, which returns the total resources of all nodes that are alive."""
     with calling("ray.cluster_resources"):
         return ray.cluster_resources()
 
 
 def available_resources() -> dict[str, float]:
-    """Call ``ray.available_resources``: the part of them that is not reserved."""
+    """Call ``ray.available_resources``, which returns the resources that are not reserved."""
     with calling("ray.available_resources"):
         return ray.available_resources()

@@ -1,12 +1,11 @@
-"""Cleanup after a local Ray, even if its driver was killed: a small process next to the driver, which runs
-this
-file as a program.
+"""Cleanup after a local Ray, even if its driver is killed: a small process next to the driver, which runs
+this file as a program.
 
-Ray's processes, which a driver starts, have sessions of their own, so a signal to the driver's group or a
-closing terminal does not reach them. The keeper gets the ids of those sessions. When the driver is gone, or
-closes the pipe, it gives them a moment to exit by themselves, kills the rest, and removes Ray's directory.
-Ray's own agents would check only after a minute whether their node still lives. The keeper needs only the
-standard library, and Linux.
+Ray's processes run in their own sessions, so a signal to the driver's process group, or a closing terminal,
+does not reach them. The keeper gets the ids of these sessions. When the driver is gone or closes the pipe,
+the keeper gives them a moment to exit, kills the rest, and removes Ray's directory. Ray's own agents check
+only after a minute whether their node is still alive. The keeper needs Linux, and only Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ GRACE_SECONDS = 3.0
 """Seconds between the end of the driver and the kill of the remaining processes."""
 
 _LOOK_SECONDS = 0.02
+# Seconds for which killing is repeated before the directory is removed.
 _KILL_SECONDS = 10.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SESSION, DIRECTORY, DONE = "session", "directory", "done"
-"""First words of the driver's lines; a number, a path or nothing follows."""
+"""First words of the lines that the driver sends to the keeper. A session id, a path or nothing follows."""
 
 
 @dataclass
 class Kept:
-    """The orders of the driver.
+    """The data that the driver has sent.
 
     Attributes:
-        sessions: numbers of Ray's sessions.
+        sessions: ids of the sessions of Ray's processes.
         directory: directory to remove at the end; empty for none.
         is_done: Ray was shut down normally.
     """
@@ -46,7 +46,7 @@ class Kept:
     is_done: bool = False
 
     def take(self, line: str) -> None:
-        """Apply one line of the driver."""
+        """Apply one line from the driver."""
         word, _, rest = line.partition(" ")
         if word == SESSION:
             self.sessions.add(int(rest))
@@ -57,13 +57,13 @@ class Kept:
 
 
 def members(sessions: Collection[int]) -> Iterator[int]:
-    """Yield the ids of all running processes of some sessions; zombies do not count."""
+    """Yield the ids of all running processes in the given sessions. Zombies are omitted."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            # Ignore errors, because other processes come and go meanwhile.
+            # Ignore errors, because processes may end meanwhile.
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    # Split after the last parenthesis: the program's name, in parentheses, may contain any
+                    # Split after the last parenthesis: the program name is in parentheses and may contain any
                     # character.
                     state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
                 if state not in (b"Z", b"X") and int(session) in sessions:
@@ -71,10 +71,10 @@ def members(sessions: Collection[int]) -> Iterator[int]:
 
 
 def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
-    """Wait until nothing runs in the sessions, kill what still does after ``grace_s`` seconds, and remove the
-    directory."""
+    """Wait until no process runs in the sessions, kill those that remain after ``grace_s`` seconds, and
+    remove the directory."""
     begun = time.monotonic()
-    # List the processes again each time: a process of Ray may have started another one just before it was
+    # List the processes again each time, because a process may have started another one just before it was
     # killed.
     while (left := list(members(kept.sessions))) and time.monotonic() < begun + grace_s + _KILL_SECONDS:
         if time.monotonic() > begun + grace_s:
@@ -87,12 +87,12 @@ def end(kept: Kept, grace_s: float = GRACE_SECONDS) -> None:
 
 
 def listen(driver: int) -> Kept:
-    """Read the orders of the driver until it is gone or has closed the pipe."""
+    """Read the driver's lines until the driver is gone, closes the pipe, or sends ``done``."""
     kept, said = Kept(), b""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    # Watch the driver itself as well: a process that it forked may keep the pipe open after the driver has
-    # ended. pidfd_open needs Linux 5.3; without it only the end of the pipe is noticed.
+    # Watch the driver too, because a process that it forked may keep the pipe open after the driver has
+    # ended. pidfd_open needs Linux 5.3; without it, only the end of the pipe is detected.
     with contextlib.suppress(OSError, AttributeError):
         poll.register(os.pidfd_open(driver), select.POLLIN)
     while True:
@@ -102,14 +102,15 @@ def listen(driver: int) -> Kept:
         *lines, said = said.split(b"\n")
         for line in lines:
             kept.take(os.fsdecode(line))
-        # If there are no data, the pipe has ended, or the driver has ended while one of its children keeps
-        # the pipe open.
+        # Without data, either the pipe has been closed, or the driver has ended while a child of it keeps the
+        # pipe open.
         if kept.is_done or not data:
             return kept
 
 
 if __name__ == "__main__":
-    # The keeper has to outlive the driver, whichever of these signals ends the driver.
+    # The keeper must outlive the driver, even if one of these signals ends the driver and reaches the keeper
+    # too.
     for each in _IGNORED:
         signal.signal(each, signal.SIG_IGN)
     end(listen(int(sys.argv[1])))

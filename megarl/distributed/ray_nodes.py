@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster: their resources, and whether all have joined.
 
-As a program it waits for nodes, for launch/ray_node.sh: ``python -m megarl.distributed.ray_nodes --expect
-n1,n2 --timeout 600``.
+Run as a program, it waits for nodes (used by launch/ray_node.sh): ``python -m megarl.distributed.ray_nodes
+--expect n1,n2 --timeout 600``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _POLL_S = 1.0
 
 
 def alive_nodes() -> list[RayNode]:
-    """Return the living nodes, sorted by name with numbers in numerical order, which is how Slurm lists
-    neighbours."""
+    """Return the nodes that are alive, sorted by name with numbers in numerical order. Slurm names adjacent
+    nodes in this way."""
     with ray_calls.calling("ray.available_resources_per_node"):
-        # Use a private function: Ray's public one sums over the cluster, while a part has to fit on one node.
+        # Ray's public function sums over the cluster, but a placement group must fit on one node.
         free = available_resources_per_node()
     nodes = []
     for node in ray_calls.nodes():
@@ -58,10 +58,16 @@ def wait_for_nodes(
     alive: Callable[[], Sequence[RayNode]] = alive_nodes,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until every expected name is among the living nodes.
+    """Wait until nodes with all expected names are alive.
+
+    Args:
+        expected: names of the nodes.
+        timeout_s: maximum seconds to wait.
+        alive: returns the nodes that are alive.
+        wait: sleeps for some seconds.
 
     Raises:
-        MissingNodesError: some have not joined after ``timeout_s`` seconds; it names them.
+        MissingNodesError: some nodes have not joined in time. The message names them.
     """
     start = time.monotonic()
     seen = -1
@@ -83,13 +89,13 @@ def wait_for_nodes(
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts n2 before n10."""
+    """Return a sort key by which n2 precedes n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Wait for the nodes named on the command line; return 0 when all have joined, 3 when some are missing, 1
-    without Ray."""
+    """Wait for the nodes named on the command line. Return 0 when all have joined, 3 if some are missing, 1
+    without a Ray cluster."""
     parser = argparse.ArgumentParser(
         description="Wait until all nodes have joined the Ray cluster at RAY_ADDRESS."
     )

@@ -1,5 +1,5 @@
-"""The processes and the directory of a local Ray: sessions of their own, a directory that no other user can
-enter, and a keeper that ends and removes them after the driver."""
+"""Processes and directory of a local Ray. Its processes run in their own sessions, no other user can enter
+its directory, and a keeper cleans up both after the driver."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megarl.distributed.leftovers import PREFIX, keep, owned_directory
 
 logger = logging.getLogger(__name__)
 
-# Ray creates Unix sockets below its directory, whose paths may have about 107 bytes in total.
+# Maximum bytes of the path. Ray creates Unix sockets below it, whose paths may have about 107 bytes.
 LONGEST_DIRECTORY = 40
-# This is Ray's directory within the private one: Ray makes its own directory accessible to everybody.
+# Name of Ray's directory inside the private one. Ray makes its own directory accessible to all users.
 _OF_RAY = "ray"
 _FAREWELL_SECONDS = ray_keeper.GRACE_SECONDS + 5.0
 
 
 class LocalRay:
-    """Processes and directories of this process's local Ray.
+    """The processes and the directory of this process's local Ray.
 
     Attributes:
         private: directory that only this user can enter; removed with Ray unless ``MEGARL_KEEP_RAY_FILES`` is
             set.
-        directory: Ray's own directory inside it.
+        directory: Ray's own directory, inside ``private``.
     """
 
     def __init__(self, log_dir: str | None) -> None:
@@ -47,12 +47,12 @@ class LocalRay:
 
     @contextlib.contextmanager
     def own_sessions(self, on_start: Callable[[subprocess.Popen[Any]], None]) -> Iterator[None]:
-        """Give each process that Ray starts inside the block a session of its own, report it to the keeper,
-        and pass it to ``on_start``.
+        """Start each process that Ray starts inside the block in a new session, report the session to the
+        keeper, and pass the process to ``on_start``.
 
-        A terminal sends its signals to a whole process group, and so do many launchers. Ray's processes would
-        end at once, and a run that wants to save first would have no workers. Ray has no option for this, so
-        the function with which it starts processes is replaced meanwhile.
+        A terminal sends its signals to a whole process group, and so do many launchers. They would end Ray's
+        processes at once, so a run that wants to save first would have no workers left. Ray has no option for
+        this, so its function that starts processes is replaced temporarily.
         """
         services: Any = importlib.import_module("ray._private.services")
         start = getattr(services, "ConsolePopen", None)
@@ -67,7 +67,7 @@ class LocalRay:
 
         def started(*arguments: Any, **options: Any) -> Any:
             process = start(*arguments, **{**options, "start_new_session": True})
-            # A process that starts a session leads it, and the session has the number of the process.
+            # The id of a new session is the id of the process that started it.
             self._tell(f"{ray_keeper.SESSION} {process.pid}")
             on_start(process)
             return process
@@ -79,13 +79,13 @@ class LocalRay:
             services.ConsolePopen = start
 
     def keep_files(self) -> None:
-        """Keep the directory, for a person who has to find out what went wrong."""
+        """Do not remove the directory, so that a person can read Ray's logs after a failure."""
         keep(self.private)
         self._tell(ray_keeper.DIRECTORY)
 
     def end(self) -> None:
-        """End the remaining processes of Ray, which was shut down before, and remove its directory. The
-        keeper does so, and this call waits for it."""
+        """Let the keeper end the remaining processes of a Ray that was shut down, and remove its directory.
+        Waits for the keeper."""
         if self._keeper is None:
             return
         self._tell(ray_keeper.DONE)
@@ -102,15 +102,15 @@ class LocalRay:
 
     def _tell(self, line: str) -> None:
         if self._keeper is not None and self._keeper.stdin is not None:
-            # Ignore errors: without a keeper Ray still ends with its driver, only later.
+            # Ignore errors, because without a keeper Ray still ends with its driver, only later.
             with contextlib.suppress(OSError):
                 self._keeper.stdin.write(os.fsencode(f"{line}\n"))
                 self._keeper.stdin.flush()
 
 
 def _private_directory(log_dir: str | None) -> Path:
-    """Return a new directory with mode 0700, in ``log_dir`` or the directory of temporary files, or in
-    ``/tmp`` if that path is too long for Unix sockets."""
+    """Create a directory with mode 0700 in ``log_dir`` or the directory for temporary files; in ``/tmp`` if
+    the path would be too long for Unix sockets."""
     wanted = (
         [log_dir]
         if log_dir is not None
@@ -135,12 +135,12 @@ def _private_directory(log_dir: str | None) -> Path:
 
 
 def _start_keeper() -> subprocess.Popen[bytes] | None:
-    """Return the keeper's process, or None if this is not Linux."""
+    """Start the keeper and return its process; None if this is not Linux."""
     if sys.platform != "linux":
         return None
-    # With -I -S Python reads nothing of the user's, and starts in milliseconds.
+    # With -I -S, Python ignores the user's environment and site packages, and starts in milliseconds.
     command = [sys.executable, "-I", "-S", os.path.abspath(ray_keeper.__file__), str(os.getpid())]
-    # Keep nothing of the driver's open: no pipe that somebody reads to its end, and no directory.
+    # Do not keep the driver's output pipes or working directory in use after the driver has ended.
     nothing = subprocess.DEVNULL
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True

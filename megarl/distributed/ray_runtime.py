@@ -1,10 +1,10 @@
-"""Start of a private local Ray, or connection to a running one, and the part of the driver's environment that
-its workers get.
+"""Start of a private local Ray, or connection to a running cluster, and the part of the driver's environment
+that workers inherit.
 
-A local Ray listens on the loopback interface only, without dashboard and without usage reports, and every
-connection needs a random token. The interface can be chosen only through a constant of Ray that otherwise
-depends on the operating system, see ``_loopback_only``. Signals to the driver's group do not reach its
-processes, and other users cannot enter its directory (``ray_processes``).
+A local Ray listens only on the loopback interface, has no dashboard, sends no usage reports, and requires a
+random token for every connection. Ray has no option for the interface; see ``_loopback_only``. Signals to the
+driver's process group do not reach Ray's processes, and other users cannot enter its directory
+(``ray_processes``).
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ from megarl.time_limit import OutOfTimeError, time_limit
 logger = logging.getLogger(__name__)
 
 INIT_SECONDS = 120.0
-"""Maximum seconds for each of the two attempts of ``ray.init``; Ray itself gives up on most failures after 30
+"""Maximum seconds for each of at most two attempts of ``ray.init``. Ray itself detects most failures after 30
 to 60 s."""
-# An alarm that is set to 0 s never goes off.
+# Minimum time limit of an attempt, because an alarm that is set to 0 s never goes off.
 _SHORTEST_TRY_S = 0.05
 SHUTDOWN_SECONDS = 10.0
-"""Maximum seconds for ``ray.shutdown`` before the processes that it waits for are killed."""
-# ``ray.shutdown`` may take this long after the kill. It has returned after 5 s once its processes were gone.
+"""Maximum seconds for ``ray.shutdown``. After that, the processes that it waits for are killed."""
+# Maximum seconds for ``ray.shutdown`` after the kill. It was seen to return within 5 s.
 _STUCK_SECONDS = 15.0
-# An attempt may exceed its limit by this time before this process ends: single waits of Ray in C++, of up to
-# 30 s, do not notice the alarm.
+# Seconds by which an attempt may exceed its limit before this process ends. Ray waits in C++ for up to 30 s
+# at a time, and the alarm has no effect until such a wait ends.
 _OVERTIME_SECONDS = 40.0
 TOLD_AFTER_SECONDS = 20.0
-"""Seconds after which a start in progress is logged, and between later messages."""
+"""Seconds between log messages about a start that is still in progress."""
 
+# Prefixes of environment variables that control computation and its libraries.
 _FORWARDED_PREFIXES = (
     "CUBLAS_",
     "CUDA_",
@@ -79,7 +80,8 @@ _FORWARDED_PREFIXES = (
     "UCX_",
     "VLLM_",
 )
-# Ray assigns devices to workers itself, and the driver's own choice must not override it.
+# Variables that must not be forwarded: Ray assigns devices to workers itself, and PYTHONPATH is set
+# explicitly.
 _NEVER_FORWARDED = {
     "CUDA_VISIBLE_DEVICES",
     "PYTHONPATH",
@@ -99,36 +101,35 @@ def init_ray(
     timeout_s: float = math.inf,
     silent_s: float = SILENT_SECONDS,
 ) -> None:
-    """Make Ray ready in this process; does nothing if it is ready already.
-
-    Connects to the cluster that ``RAY_ADDRESS`` names; without it starts a local one, which ends with this
-    process.
+    """Connect to the Ray cluster at ``RAY_ADDRESS``; without that variable, start a local Ray, which ends
+    with this process. No-op if Ray is already initialized.
 
     Args:
-        log_dir: where a local Ray gets a private directory for its own files and logs, which is removed with
-            it; a path that is too long for Unix sockets is not used, with a warning.
-        num_cpus: worker slots of a local Ray, which may exceed its cores; None gives 64 or the number of
-            cores, whichever is more.
-        log_to_driver: show what workers print in the driver's output.
+        log_dir: directory in which a local Ray gets a private directory for its files and logs. That
+            directory is removed with Ray. If the path is too long for Unix sockets, another directory is
+            used, with a warning.
+        num_cpus: number of worker slots of a local Ray, which may exceed its cores; None gives 64, or the
+            number of cores if that is more.
+        log_to_driver: show the output of workers in the driver's output.
         object_store_bytes: size of a local Ray's object store in bytes; None lets Ray choose.
-        timeout_s: for all attempts together, of which each has at most ``INIT_SECONDS``.
-        silent_s: seconds after which a stopped control process ends this process; a killed one does at once
-            (``StartWatch``). Ray has no error for either.
+        timeout_s: time limit in seconds for all attempts together; each attempt has at most ``INIT_SECONDS``.
+        silent_s: seconds after which this process ends if Ray's control process is stopped. If that is
+            killed, this process ends at once (``StartWatch``). Ray raises no error in either case.
 
     Raises:
         ClusterError: nothing replies at ``RAY_ADDRESS``, or the local Ray does not start.
-        DeadlineError: the start hangs, so that another one may well succeed.
+        DeadlineError: the start hangs; another attempt may succeed.
     """
     if ray.is_initialized():
         return
     end = time.monotonic() + timeout_s
-    # Disable usage statistics, which Ray sends to its developers by default.
+    # By default, Ray sends usage statistics to its developers.
     env.set_variables({"RAY_USAGE_STATS_ENABLED": "0"})
     _redact_what_workers_print()
     runtime_env: dict[str, Any] = {"env_vars": forwarded_environment()}
     address = env.text("RAY_ADDRESS")
     with _termination_handler_kept():
-        # For Ray, "local" is not an address but a request to start a local Ray.
+        # For Ray, the address "local" is a request to start a local Ray.
         if address is not None and address != "local":
             _attach(address, runtime_env, log_to_driver, end, silent_s)
         else:
@@ -136,24 +137,24 @@ def init_ray(
 
 
 class _Local:
-    """The local Ray of this process, if it has started one."""
+    """The local Ray that this process has started; ``present`` is None if there is none."""
 
     present: LocalRay | None = None
 
 
 def shutdown_ray() -> None:
-    """End Ray in this process; nothing is left of a local one."""
+    """Shut down Ray in this process. Of a local Ray, neither processes nor files remain."""
     _shut_down(_end_local)
     _end_local()
 
 
 def _shut_down(end_processes: Callable[[], None]) -> None:
-    """Call ``ray.shutdown``, which waits indefinitely if one of Ray's processes is stopped.
+    """Call ``ray.shutdown``, with a time limit: it waits indefinitely if one of Ray's processes is stopped.
 
     Args:
-        end_processes: kills those processes; called in another thread if the call has not returned in time.
-            If that does not help either, because the Ray belongs to someone else, this process ends with exit
-            code 4.
+        end_processes: kills Ray's processes; called in another thread if ``ray.shutdown`` does not return in
+            time. If that does not help, because the cluster belongs to someone else, this process ends with
+            exit code 4.
     """
     done = threading.Event()
 
@@ -185,22 +186,22 @@ def _end_local() -> None:
 
 @atexit.register
 def _shutdown_at_exit() -> None:
-    """Shut down before Ray's own exit handler does: all processes must have left the directory when it is
-    removed."""
+    """Shut down a local Ray before Ray's own exit handler does, because all its processes must have ended
+    when its directory is removed."""
     if _Local.present is not None:
         shutdown_ray()
 
 
 @contextlib.contextmanager
 def _termination_handler_kept() -> Iterator[None]:
-    """Keep the driver's handler of SIGTERM, which may want to save first: ``ray.init`` replaces it by one
-    that ends the process at once."""
+    """Keep the driver's SIGTERM handler, which may have to save first. ``ray.init`` replaces it by one that
+    ends the process at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        # Python sets handlers only in the main thread. Restore only a function: SIG_DFL would end the process
-        # like Ray's handler.
+        # Python can set handlers only in the main thread. Restoring SIG_DFL would be no use, because it ends
+        # the process just like Ray's handler.
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
@@ -208,8 +209,8 @@ def _termination_handler_kept() -> Iterator[None]:
 def _init_with_one_retry(
     options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Call ``ray.init``, and once more if it failed: on a busy machine one of Ray's processes may be too late
-    for the others."""
+    """Call ``ray.init``, and retry once. On a busy machine, one of Ray's processes may start too late for the
+    others."""
     try:
         _init_in_time(options, end, watched)
     except Exception as error:
@@ -222,22 +223,20 @@ def _init_with_one_retry(
 def _init_in_time(
     options: Mapping[str, Any], end: float, watched: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Call ``ray.init`` under a deadline, at most until ``end`` in monotonic seconds. A failed attempt leaves
-    no process of Ray.
+    """Call ``ray.init`` with a time limit. A failed attempt leaves no Ray processes behind.
 
     Args:
-        options: of ``ray.init``.
-        end: see above.
-        watched: returns the watch that notices a lost control process meanwhile.
+        options: arguments of ``ray.init``.
+        end: latest end of the attempt, in monotonic seconds.
+        watched: returns a context that detects a lost control process.
     """
     seconds = max(min(INIT_SECONDS, end - time.monotonic()), _SHORTEST_TRY_S)
-    # An earlier Ray of this process, and programs of the user, are children as well, and must survive a
+    # Other child processes, such as an earlier Ray of this process or the user's programs, must survive a
     # failed attempt.
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     logs = options.get("_temp_dir", "its temporary directory on the head node")
     try:
-        # Use a watching thread as well, because the alarm of the time limit is not noticed while Ray waits in
-        # C++.
+        # The alarm of ``time_limit`` has no effect while Ray waits in C++, so a thread watches the call too.
         with (
             _told_of_waiting(logs, seconds),
             ray_calls.bounded(_OVERTIME_SECONDS, leave_late),
@@ -256,7 +255,7 @@ def _init_in_time(
 
 @contextlib.contextmanager
 def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
-    """Log from time to time that a start is still in progress, and where Ray's logs are."""
+    """Log at intervals that the start is still in progress, and where Ray's logs are."""
     done, begun = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -280,13 +279,12 @@ def _told_of_waiting(logs: str, seconds: float) -> Iterator[None]:
 
 
 def _end_processes_of_ray(others: Collection[int]) -> None:
-    """End the processes of a failed start, of which Ray itself knows only some.
+    """Kill the processes of a failed start. Ray itself knows only some of them.
 
     Args:
-        others: older children of this process, which stay.
+        others: ids of child processes that existed before the start, which are not killed.
     """
-    # Find them by their command lines: Ray's processes start new sessions, so that they share no process
-    # group.
+    # Find them by their command lines. They start new sessions, so they share no process group.
     left = [
         child
         for child in psutil.Process().children(recursive=True)
@@ -303,13 +301,13 @@ def _is_of_ray(process: psutil.Process) -> bool:
         words = " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-    # Workers rename themselves to ray::NAME, and the paths of servers and agents contain Ray's package.
+    # Workers rename themselves to ray::NAME. The paths of servers and agents contain Ray's package directory.
     return "ray::" in words or "/ray/" in words
 
 
 def _failure(error: Exception) -> type[MegarlError]:
-    """Return the error class of a failed start: a hang, which Ray reports by a plain Exception, or another
-    fault."""
+    """Return the error class for a failed start: DeadlineError for a hang, which Ray reports as a plain
+    Exception, otherwise ClusterError."""
     return DeadlineError if isinstance(error, TimeoutError) or "timed out" in str(error) else ClusterError
 
 
@@ -346,22 +344,22 @@ def _start_local(
         )
     _ask_for_a_token()
     slots = num_cpus if num_cpus is not None else local_slots()
-    # The directory of a Ray that died in an earlier run of this process remains until that Ray is ended here.
+    # Clean up after a Ray that died in an earlier run of this process.
     _end_local()
     _Local.present = local = LocalRay(log_dir)
-    # Silence Ray's warning that token authentication is on, which is wanted here.
+    # Silence Ray's warning that token authentication is on.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     options = {
         "address": "local",
         "num_cpus": slots,
-        # Disable the dashboard, which accepts jobs, and thus code, from anybody who reaches its port.
+        # The dashboard would accept jobs, and so code, from anybody who can reach its port.
         "include_dashboard": False,
         "log_to_driver": log_to_driver,
         "logging_level": logging.WARNING,
         "object_store_memory": object_store_bytes,
         "runtime_env": runtime_env,
         "_temp_dir": str(local.directory),
-        # Do not start idle processes, one per core, which workers with their own environment never use.
+        # Ray would start one idle process per core. Workers with their own environment never use these.
         "_system_config": {"prestart_worker_first_driver": False},
     }
     try:
@@ -369,7 +367,7 @@ def _start_local(
             _init_with_one_retry(options, end, functools.partial(_watched_start, local, silent_s))
     except Exception as error:
         local.keep_files()
-        # Ray raises a plain Exception if one of its own processes does not start.
+        # Ray raises a plain Exception if one of its processes does not start.
         raise _failure(error)(
             f"a local Ray with {slots} slots did not start ({error}). Fix: see its logs in "
             f"{local.directory}, which you may remove"
@@ -390,31 +388,32 @@ def _watched_start(local: LocalRay, silent_s: float) -> Iterator[None]:
 
 
 def _ask_for_a_token() -> None:
-    """Make a Ray that this process starts refuse clients without its token: otherwise every user of the
-    machine could run code in it.
+    """Make a Ray cluster that this process starts reject clients without its token. Otherwise every user of
+    the machine could run code in it.
 
-    Ray's own default differs between versions: 2.52 is the first that can ask for a token, and early ones do
-    not ask by default.
+    Ray's default differs between versions: tokens exist since 2.52, but early versions do not require them by
+    default.
     """
     if env.text("RAY_AUTH_TOKEN") is None and env.text("RAY_AUTH_TOKEN_PATH") is None:
         env.set_variables(token := {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
         learn(token)
     env.set_variables({"RAY_AUTH_MODE": "token"})
-    # Reload the settings: Ray reads its variables only once, possibly when it was imported.
+    # Reload the settings, because Ray reads its variables only once and may already have done so at import.
     settings: Any = getattr(importlib.import_module("ray._raylet"), "Config", None)
     if settings is not None:
         settings.initialize("")
 
 
 def _redact_what_workers_print() -> None:
-    """Make Ray hide the secrets that this process knows in the output of workers, engines and its own
+    """Make Ray redact the secrets that this process knows in the output of workers, engines and Ray's own
     processes.
 
-    Ray looks the function up when it is joined, and when it shows an error (as of 2.60).
+    Ray 2.60 looks up the replaced function when it connects, and when it shows an error.
     """
     worker: Any = importlib.import_module("ray._private.worker")
     real = getattr(worker, "print_to_stdstream", None)
-    # Without this function Ray prints lines unredacted. If it is wrapped already, an earlier start did that.
+    # A version of Ray without this function prints unredacted lines. If it is wrapped, an earlier call did
+    # that.
     if real is None or hasattr(real, "__wrapped__"):
         return
 
@@ -427,11 +426,11 @@ def _redact_what_workers_print() -> None:
 
 @contextlib.contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Make a Ray that starts inside the block use 127.0.0.1 as its node address.
+    """Make a Ray that is started inside the block use 127.0.0.1 as its node address.
 
-    On Linux Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces,
-    unless it believes that it cannot form clusters. It reads that from the environment when it is imported,
-    which may be long before this call.
+    On Linux, Ray replaces a loopback ``_node_ip_address`` by the outer address and listens on all interfaces,
+    unless ``ENABLE_RAY_CLUSTER`` is false. Ray reads that setting from the environment when it is imported,
+    which may be long before this call; so the constant is set here.
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before = getattr(constants, "ENABLE_RAY_CLUSTER", None)
@@ -446,8 +445,8 @@ def _loopback_only() -> Iterator[None]:
 
 
 def is_single_host() -> bool:
-    """Return whether the cluster is on the loopback interface: no node can join it, so waiting for more
-    resources is useless."""
+    """Return whether the cluster uses the loopback interface. No other node can join it then, so it is
+    useless to wait for more resources."""
     host = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -455,11 +454,12 @@ def is_single_host() -> bool:
 
 
 def forwarded_environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the part of ``source`` (default: this process's environment) that workers get, plus a
-    ``PYTHONPATH`` with the driver's import path.
+    """Return the environment variables that workers get: a subset of ``source`` (default: this process's
+    environment), and a ``PYTHONPATH`` with the driver's import path.
 
-    Ray shows these values to everyone who may look at the cluster, so only variables that control computation
-    are included, and none whose name looks like a secret. On one host workers inherit everything else anyway.
+    Everyone with access to the cluster can read these values. So the subset contains only variables that
+    control computation, and none whose name looks like that of a secret. Workers on the same host inherit all
+    other variables anyway.
     """
     variables = env.snapshot() if source is None else source
     chosen = {name: value for name, value in variables.items() if _may_be_forwarded(name)}
@@ -472,10 +472,9 @@ def _may_be_forwarded(name: str) -> bool:
 
 
 def _driver_import_path(python_path: str) -> list[str]:
-    """Return the directories from which the driver imports project code: workers thus find a checkout that is
-    not installed."""
-    # Put the checkout first, so that workers import the megarl of the driver even if another one is
-    # installed.
+    """Return the directories from which the driver imports project code, so that workers find a checkout that
+    is not installed."""
+    # The checkout comes first, so that workers import the driver's megarl even if another one is installed.
     checkout = str(Path(__file__).resolve().parents[2])
     interpreter = {str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)}
     candidates = [checkout, *python_path.split(os.pathsep), *sys.path]
@@ -484,8 +483,7 @@ def _driver_import_path(python_path: str) -> list[str]:
         if not entry or not os.path.isdir(entry):
             continue
         path = str(Path(entry).resolve())
-        # Leave out paths of the interpreter: a worker has its own, which the driver's would shadow on a node
-        # with another Python.
+        # Omit the interpreter's paths: on a node with another Python, they would shadow the worker's own.
         if path not in result and not any(Path(path).is_relative_to(prefix) for prefix in interpreter):
             result.append(path)
     return result

@@ -1,11 +1,10 @@
-"""Detection that Ray's control process (GCS), or the raylet of the driver's node, is gone, stopped or silent.
+"""Detection of a lost, stopped or silent control process (GCS) of Ray, or raylet of the driver's node.
 
-Ray itself gives up a lost GCS after a minute, and then aborts the driver; when the raylet is gone, it ends
-the
-driver at the next message to the raylet, with exit code 1 and no entry in the run's launches. If one of them
-is
-stopped, or its node swaps, calls of Ray wait indefinitely. In each case nothing can be started, queried or
-ended in the cluster, so no error can be raised: a thread reports it and ends the process.
+Ray waits a minute for a lost GCS, and then aborts the driver. If the raylet is lost, Ray ends the driver at
+its next message to the raylet, with exit code 1 and without an entry in the run's launches. If one of the two
+is stopped, or its node swaps, calls of Ray wait indefinitely. In all these cases nothing can be started,
+queried or ended in the cluster, so raising an error is no use: a thread reports the loss and ends the
+process.
 """
 
 from __future__ import annotations
@@ -34,58 +33,59 @@ from megarl.observe.launches import end_open_launches
 logger = logging.getLogger(__name__)
 
 REFUSED_SECONDS = 10.0
-"""Seconds after which a port without a listener counts as a lost process; a restarted process is back by
-then."""
+"""Seconds after which a process whose port refuses connections counts as lost. A restarted process listens
+again by then."""
 
 SILENT_SECONDS = 40.0
-"""Maximum silence in seconds of a process whose port is open, which may be due to the network; Ray itself
-gives up the GCS after 60 s."""
+"""Maximum seconds without a reply of a process whose port is open, because the network may be the cause. Ray
+itself waits 60 s for the GCS."""
 
-# After this share of ``deadlines.least_s`` a silent process counts as lost: the rest is for the last check
-# and for leaving.
+# Fraction of ``deadlines.least_s`` after which a silent process counts as lost. The rest is for the last
+# check and for ending this process.
 _SHARE_OF_LEAST = 0.7
 
 CONTROL, RAYLET = "Ray's control process (GCS)", "Ray's process of this node (raylet)"
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""First bytes of an HTTP/2 client: the preface and an empty frame of settings (RFC 9113, section 3.4). A gRPC
+"""First bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, section 3.4). A gRPC
 server replies with its own settings before it asks for credentials, so neither a token nor a message of Ray
-is needed. A plain connection proves nothing: the kernel accepts it even for a stopped process."""
+is needed. A TCP connection alone proves nothing, because the kernel accepts it even for a stopped process."""
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED)
 
 
 def leave(message: str, kind: type[MegarlError] = WorkerLostError) -> None:
-    """End this process at once, with an exit code that asks for a restart, and record a reason in its
-    launches: a normal end would need replies from Ray. The workers, and a local Ray, end with their driver.
+    """End this process at once, with the exit code of ``kind``, after recording the reason in its launches.
+
+    A normal exit would need replies from Ray. Workers, and a local Ray, end with their driver.
     """
     end_open_launches(f"{kind.__name__}: {message}")
-    # Do not use sys.stderr, because os._exit flushes no buffers.
+    # Write to the descriptor, because os._exit does not flush the buffer of sys.stderr.
     with contextlib.suppress(OSError):
         os.write(2, f"megarl: {message}\n".encode())
-    # Do not use sys.exit, which would run Ray's own exit handlers: they wait for the process that is gone.
+    # sys.exit would run Ray's exit handlers, which wait for the lost process.
     os._exit(kind.exit_code)
 
 
 def leave_late(message: str) -> None:
-    """Call ``leave`` for a call of Ray that has not returned in time."""
+    """Call ``leave`` because a call of Ray has not returned in time."""
     leave(message, DeadlineError)
 
 
 def silent_seconds(least_s: float) -> float:
-    """Return the seconds of silence after which a process is given up, so that the run has ended after
-    ``least_s`` seconds."""
+    """Return how many seconds a process may be silent before it counts as lost, if this process must have
+    ended ``least_s`` seconds after the loss."""
     return min(SILENT_SECONDS, _SHARE_OF_LEAST * least_s)
 
 
 class PortWatch:
-    """Greets a process of Ray every other second, and checks that it replies.
+    """Contacts one of Ray's processes every two seconds, in a thread, and reports if it does not reply.
 
     Args:
-        name: of the process, for messages.
+        name: name of the process, for messages.
         address: ``host:port`` of its gRPC server.
-        silent_s: seconds without a reply after which it counts as lost; a process with a closed port gets at
-            most ``REFUSED_SECONDS``.
+        silent_s: seconds without a reply after which it counts as lost; at most ``REFUSED_SECONDS`` if its
+            port refuses connections.
         on_lost: called once, in another thread, with a message; None ends this process (``leave``).
     """
 
@@ -102,7 +102,7 @@ class PortWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, because Ray is about to be ended."""
+        """Stop watching. Call this before Ray is shut down."""
         self._closed.set()
         self._thread.join()
 
@@ -110,8 +110,8 @@ class PortWatch:
         seen = time.monotonic()
         while not self._closed.wait(min(_LOOK_SECONDS, self._silent_s / 10)):
             fault = self._look()
-            # Measure time instead of counting checks: a driver that is held up would blame Ray for its own
-            # silence.
+            # Measure the time since the last reply was seen, rather than count failed checks: if this process
+            # is held up, its checks are late too.
             gone = time.monotonic() - seen
             if fault == 0:
                 seen = time.monotonic()
@@ -133,13 +133,13 @@ class PortWatch:
 
 
 def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
-    """Greet the gRPC server at ``host:port``; return 0 if it replies, or if this process cannot tell,
-    otherwise the error's number."""
+    """Contact the gRPC server at ``host:port``. Return 0 if it replies, or for an error that says nothing
+    about the server; otherwise the errno."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connected:
             connected.sendall(GREETING)
-            # A server that closes the connection, because it wants TLS, is alive as well.
+            # A server that closes the connection, because it requires TLS, is alive too.
             connected.recv(1)
     except TimeoutError:
         return errno.ETIMEDOUT
@@ -151,14 +151,14 @@ def greet(address: str, timeout_s: float = _ANSWER_SECONDS) -> int:
 
 
 class ProcessWatch:
-    """Waits for the end of a process of Ray on this host, and notices that it is stopped.
+    """Waits, in a thread, for one of Ray's processes on this host to end or to be stopped, and reports it.
 
     Args:
-        name: of the process, for messages.
-        process_id: of it.
-        silent_s: seconds after which it counts as lost when it is stopped; None never checks.
+        name: name of the process, for messages.
+        process_id: id of the process.
+        silent_s: seconds after which it counts as lost if a signal has stopped it; None does not check this.
         on_lost: as in ``PortWatch``.
-        is_lost: called when it has ended, and returns whether that is a loss; None for always.
+        is_lost: called when the process has ended; returns whether this counts as a loss. None means always.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class ProcessWatch:
         )
         self._is_lost = is_lost or (lambda: True)
         self._process = os.pidfd_open(process_id)
-        # Use a pipe instead of an event, so that poll waits for it and for the process at once.
+        # A pipe rather than an event, so that poll can wait for it and for the process at the same time.
         self._closed, self._close = os.pipe()
         self._thread = threading.Thread(
             target=self._watch, name=f"watch over process {process_id}", daemon=True
@@ -185,15 +185,15 @@ class ProcessWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, because Ray is about to be ended."""
+        """Stop watching. Call this before Ray is shut down."""
         os.write(self._close, b".")
         self._thread.join()
         for descriptor in (self._process, self._closed, self._close):
             os.close(descriptor)
 
     def _watch(self) -> None:
-        # Wait for the process itself instead of checking periodically: Ray ends this process at its next
-        # message to a raylet that has ended.
+        # Wait for the process instead of polling it: the loss must be reported before this process's next
+        # message to the raylet, at which Ray would end this process.
         waiting = select.poll()
         waiting.register(self._process, select.POLLIN)
         waiting.register(self._closed, select.POLLIN)
@@ -231,9 +231,10 @@ def _lost(what: str) -> str:
 
 
 class StartWatch:
-    """Watches the control process of a local Ray while the driver joins it: if it is killed, Ray would wait a
-    minute, and then end the driver with exit code 1 and no message. A control process that ends by itself is
-    left to Ray, which reports why.
+    """Watches the control process of a local Ray while the driver connects to it.
+
+    If the control process is killed, Ray would wait a minute and then end the driver with exit code 1 and no
+    message. A control process that exits by itself is not reported here, because Ray reports the reason.
 
     Args:
         silent_s, on_lost: as in ``ProcessWatch``.
@@ -249,11 +250,11 @@ class StartWatch:
         return self
 
     def see(self, process: Popen[Any]) -> None:
-        """Watch a process that Ray has started, if it is the control process."""
+        """Watch a process that Ray has just started, if it is the control process."""
         command = process.args if isinstance(process.args, list) else [process.args]
         if os.path.basename(str(command[0])) == "gcs_server" and hasattr(os, "pidfd_open"):
             name = f"while Ray started: {CONTROL}"
-            # The return code of Popen is negative for a process that a signal ended.
+            # Popen's return code is negative if a signal ended the process.
             self._watches.append(
                 ProcessWatch(
                     name, process.pid, self._silent_s, self._on_lost, lambda: (process.poll() or 0) < 0
@@ -268,8 +269,8 @@ class StartWatch:
 
 @contextlib.contextmanager
 def watched_join(address: str, silent_s: float) -> Iterator[None]:
-    """Watch the control process of a Ray started by someone else while this process joins it; one that does
-    not reply at first is left to Ray, which reports it.
+    """Watch the control process of an existing Ray cluster while this process connects to it. If it does not
+    reply at the beginning, it is not watched, because Ray reports that itself.
 
     Args:
         address: ``host:port``; other forms that Ray accepts are not watched.
@@ -285,16 +286,16 @@ def watched_join(address: str, silent_s: float) -> Iterator[None]:
 
 
 def watch_ray(least_s: float) -> contextlib.ExitStack:
-    """Watch the Ray that this process has joined, and limit the time of its calls of Ray, until the returned
-    stack is closed.
+    """Watch the Ray cluster that this process has joined, and limit the duration of its Ray calls, until the
+    returned stack is closed.
 
     Args:
-        least_s: seconds within which this process ends, with exit code 4, when Ray's control process or its
-            own raylet is lost.
+        least_s: seconds within which this process ends, with exit code 4, after Ray's control process or the
+            raylet of this node is lost.
     """
     stack = contextlib.ExitStack()
     silent_s = silent_seconds(least_s)
-    # Start with this limit, because the calls below are calls of Ray, which may hang like any other.
+    # Set this limit first, because the Ray calls below may hang too.
     stack.enter_context(ray_calls.bounded(least_s, leave_late))
     stack.callback(PortWatch(CONTROL, ray.get_runtime_context().gcs_address, silent_s).close)
     for node in ray_calls.nodes():
@@ -303,13 +304,14 @@ def watch_ray(least_s: float) -> contextlib.ExitStack:
             stack.callback(PortWatch(RAYLET, address, silent_s).close)
     raylet = own_raylet()
     if raylet is not None:
-        # Notice only the end of the process, at once. The watch of its port notices that it is stopped.
+        # Only detects that the process has ended, but at once. The watch of its port detects that it is
+        # stopped.
         stack.callback(ProcessWatch(RAYLET, raylet, None).close)
     return stack
 
 
 def own_raylet() -> int | None:
-    """Return the process id of this process's raylet; None if Ray or the system do not tell."""
+    """Return the process id of this node's raylet; None if it cannot be determined."""
     node = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     path = getattr(node, "raylet_socket_name", None)
     if not path or not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):
@@ -318,11 +320,12 @@ def own_raylet() -> int | None:
         with socket.socket(socket.AF_UNIX) as connected:
             connected.settimeout(_ANSWER_SECONDS)
             connected.connect(path)
-            # Ask the kernel who holds the other end of the socket, because Ray does not publish the raylet's
-            # process.
+            # Ray does not publish the raylet's process id, so ask the kernel which process has the other end
+            # of the socket.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError as error:
         logger.warning("the process of the raylet was not found: %s", error)
         return None
-    # struct ucred holds process, user and group. The process is 0 if another namespace hides it.
+    # struct ucred contains process, user and group ids. The process id is 0 if it is in a namespace that is
+    # not visible here.
     return int(struct.unpack("3i", credentials)[0]) or None

@@ -1,9 +1,8 @@
-"""Rendezvous of the ranks of one worker group, which never releases a published port.
+"""Rendezvous of the ranks of a worker group, without a gap in which another process could take the port.
 
-Rank 0 binds a listening socket on port 0 in its own process and keeps it; only then are address and port
-published. The socket itself becomes the server socket of ``torch.distributed.TCPStore``, so no other process
-can take the port in between. Under ``torchrun`` no socket is bound here, and the ordinary ``env://``
-rendezvous is used.
+Rank 0 binds a listening socket to port 0 in its own process and keeps it open; only then are address and port
+published. The socket becomes the server socket of ``torch.distributed.TCPStore``. Under ``torchrun`` no
+socket is bound here, and the usual ``env://`` rendezvous is used.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
-# All ranks may connect at once. The kernel's own limit (net.core.somaxconn) has the same default.
+# All ranks may connect at the same time. The kernel's own limit (net.core.somaxconn) has the same default.
 _BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address at which the ranks of a group connect.
+    """Address at which the ranks of a worker group connect.
 
-    ``run_id`` is a random word that only its ranks know. They use it to prove that they belong to the group,
-    and never send it.
+    Attributes:
+        address, port: address and port of rank 0's listening socket.
+        run_id: random text that only the group's ranks know. They use it to prove that they belong to the
+            group, and never send it.
     """
 
     address: str
@@ -46,8 +47,8 @@ class Endpoint:
 
 
 class _Rendezvous:
-    """State of this process's rendezvous. ``generation`` counts process groups, so that a group never reads
-    the keys of an earlier one."""
+    """State of this process's rendezvous. ``generation`` counts the process groups created so far, so that a
+    group never reads the keys of an earlier one."""
 
     def __init__(self) -> None:
         self.endpoint: Endpoint | None = None
@@ -60,23 +61,23 @@ _rendezvous = _Rendezvous()
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
-    """Listen on this address only.
+    """Listen on one address of this host.
 
     Args:
-        address: of this host.
-        port: 0 for any.
+        address: address of this host; no other address is bound.
+        port: port number; 0 for any free port.
 
     Raises:
-        OSError: the port is taken, or this host has no such address.
+        OSError: the port is in use, or the address does not belong to this host.
     """
-    # Choose the family by the address, because an IPv6 cluster has no IPv4 address to bind.
+    # The address determines the family, because a cluster may have only IPv6 addresses.
     family, _, _, _, (host, *_) = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    # Peers may connect before anybody accepts them, because the kernel queues them.
+    # Peers may connect before anyone accepts, because the kernel queues connections.
     return socket.create_server((str(host), port), family=family, backlog=_BACKLOG)
 
 
 def open_listener(address: str) -> int:
-    """Bind a free port of ``address`` in this process, keep it, and return its number. For rank 0 only.
+    """Bind a free port of ``address`` in this process, keep it, and return its number. Only for rank 0.
 
     Raises:
         StateError: this process already listens.
@@ -88,7 +89,7 @@ def open_listener(address: str) -> int:
             "for a worker"
         )
     try:
-        # With port 0 the kernel chooses a free one. A port from a configuration might be in use.
+        # With port 0 the kernel chooses a free port. A configured port might be in use.
         listener = listening_socket(address, 0)
     except OSError as error:
         raise ClusterError(
@@ -101,34 +102,36 @@ def open_listener(address: str) -> int:
 
 
 def set_endpoint(endpoint: Endpoint) -> None:
-    """Set where this process's group connects. Called on every rank, before its worker is constructed."""
+    """Set the address at which this process's group connects. Called on every rank before its worker is
+    constructed."""
     _rendezvous.endpoint = endpoint
 
 
 def init_process_group(
     backend: str, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None
 ) -> None:
-    """Call ``torch.distributed.init_process_group`` over the kept port (Ray) or over ``env://`` (torchrun).
-    Every worker calls this.
+    """Call ``torch.distributed.init_process_group``, with a store on the kept socket (under Ray) or over
+    ``env://`` (under torchrun). Every worker calls this.
 
-    Rank and world size come from ``RANK`` and ``WORLD_SIZE``. May be called again after
-    ``destroy_process_group``, by all ranks.
+    Rank and world size come from ``RANK`` and ``WORLD_SIZE``. All ranks may call this again after
+    ``destroy_process_group``.
 
     Args:
         backend: for example ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
         timeout: time limit of the rendezvous and of every collective.
-        device: of this rank. A CUDA device is bound to the group: NCCL connects the ranks here instead of in
-            the first step, and a barrier need not guess the device.
+        device: device of this rank. A CUDA device is bound to the group: NCCL then connects the ranks here
+            instead of in the first step, and a barrier need not guess the device.
 
     Raises:
-        ClusterError: wrong world size, a rank that is taken, a foreign group at this address, or no listener
-            there.
-        DeadlineError: the others did not connect in time.
+        ClusterError: the world size differs from rank 0's, another process has this rank, or the group at
+            this address is another one.
+        DeadlineError: another rank did not connect in time.
     """
-    # Import torch here: a worker's shell imports this module, and sets thread counts before torch is loaded.
+    # Import torch here, because the worker shell imports this module, and must set thread counts before torch
+    # is loaded.
     import torch.distributed as dist
 
-    # Bind a device only for NCCL, because gloo has no device to connect.
+    # gloo does not support binding a device.
     bound = device if device is not None and device.type == "cuda" else None
     endpoint = _rendezvous.endpoint
     if endpoint is None:
@@ -138,8 +141,7 @@ def init_process_group(
     _keep_gloo_on_loopback(endpoint.address)
     if _rendezvous.store is None:
         _rendezvous.store = _connect(endpoint, rank, world_size, timeout)
-    # Use a new prefix, so that a group that is created again does not read the keys of the previous one in
-    # the same store.
+    # A new prefix for each group, because the store still contains the keys of earlier groups.
     prefix = f"megarl/{_rendezvous.generation}"
     _rendezvous.generation += 1
     store = dist.PrefixStore(prefix, _rendezvous.store)
@@ -152,7 +154,7 @@ def init_process_group(
 
 
 def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """Return the group's TCPStore: on rank 0 the server on the kept socket, elsewhere a client."""
+    """Return the group's TCPStore: on rank 0 the server, on the kept socket; on other ranks a client."""
     import torch.distributed as dist
 
     listener = _rendezvous.listener
@@ -163,7 +165,7 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
         )
     descriptor = None
     if listener is not None:
-        # The store owns the descriptor, and closes it later.
+        # The store takes ownership of the file descriptor.
         descriptor = listener.detach()
         _rendezvous.listener = None
     try:
@@ -173,8 +175,7 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
             world_size=world_size,
             is_master=descriptor is not None,
             timeout=timeout,
-            # Do not wait here: if a rank died before it connected, all others would wait without knowing
-            # which one is missing.
+            # Do not wait here: if a rank died before it connected, no error would tell which one is missing.
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
@@ -187,13 +188,13 @@ def _connect(endpoint: Endpoint, rank: int, world_size: int, timeout: datetime.t
 
 
 def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: int) -> None:
-    """Compare this rank's settings with those of rank 0, whose store it is, at once instead of after the
-    collective timeout.
+    """Compare this rank's settings with those of rank 0, and raise at once instead of after the collective
+    timeout.
 
-    Waits for rank 0: no other rank that connects first decides whose group this is.
+    Waits for rank 0, so that no other process that connects first can determine the group's settings.
 
     Raises:
-        ClusterError: other run id, other world size, rank out of range, or a second process with the same
+        ClusterError: run id or world size differ, the rank is out of range, or another process has the same
             rank.
         DeadlineError: rank 0 did not connect within the store's timeout, or is gone.
     """
@@ -221,7 +222,7 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
             f"the world size of the group {where} was not set by its rank 0. Fix: find out who "
             "else reaches that port"
         )
-    # The store adds atomically, so that only the first of two processes with the same rank is accepted.
+    # ``add`` is atomic, so only the first of two processes with the same rank gets 1.
     if store.add(f"rank_{rank}", 1) > 1:
         raise ClusterError(
             f"rank {rank} {where} is taken: two processes have the same RANK. Fix: give every "
@@ -231,11 +232,11 @@ def check_membership(store: Store, endpoint: Endpoint, rank: int, world_size: in
 
 
 def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
-    """Require on rank 0 that all others prove their membership. The group forms when all have connected, so
-    they are waited for anyway.
+    """Verify on rank 0 that all other ranks belong to the group. Waits for them, as the creation of the group
+    would.
 
     Raises:
-        ClusterError: a rank does not prove it.
+        ClusterError: a rank has no valid proof.
         DeadlineError: a rank did not connect.
     """
     import torch.distributed as dist
@@ -248,7 +249,7 @@ def _check_proofs(store: Store, endpoint: Endpoint, world_size: int) -> None:
             raise DeadlineError(
                 f"rendezvous {where} failed: rank {rank} did not connect ({error}). Fix: see why it stopped"
             ) from error
-        # Compare in constant time: otherwise the duration would reveal how much of a guess is correct.
+        # Compare in constant time, so that the duration does not reveal how much of a guess is correct.
         if not hmac.compare_digest(given.encode(), _proof(endpoint, "rank", rank).encode()):
             raise ClusterError(
                 f"the process that connected as rank {rank} {where} does not prove that it belongs "
@@ -261,13 +262,12 @@ def _proof(endpoint: Endpoint, purpose: str, number: int = 0) -> str:
 
 
 def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> str:
-    """Return the value of ``key`` that rank 0 wrote; every other rank waits for it. ``own`` is this rank's
-    own value."""
+    """Return the value of ``key`` that rank 0 wrote. Rank 0 writes ``own``; all other ranks wait for it."""
     import torch.distributed as dist
 
     try:
-        # Use compare_set instead of set: a value that somebody wrote before rank 0 then shows as different,
-        # and is not overwritten unnoticed.
+        # compare_set does not overwrite a value that another process wrote first. Rank 0 then gets that value
+        # and detects the difference.
         return (store.compare_set(key, "", own) if rank == 0 else store.get(key)).decode()
     except dist.DistError as error:
         raise DeadlineError(
@@ -277,8 +277,8 @@ def _agreed_value(store: Store, key: str, own: str, rank: int, where: str) -> st
 
 
 def _keep_gloo_on_loopback(address: str) -> None:
-    """Make gloo listen on the loopback interface if the whole group connects there; it would otherwise use
-    the interface of the host name."""
+    """Make gloo use the loopback interface if the group connects there. Otherwise it would use the interface
+    of the host name."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(address).is_loopback or env.text("GLOO_SOCKET_IFNAME"):
             return
@@ -289,12 +289,12 @@ def _keep_gloo_on_loopback(address: str) -> None:
 
 
 def compare_collectives() -> None:
-    """Make every group that is created from now on compare each collective over its ranks before it begins:
-    operation, shape, dtype and the number of earlier ones. If they differ, all ranks raise a RuntimeError
-    that lists each rank's call. Call it on all ranks.
+    """Make every process group that is created later compare each collective across its ranks before it
+    starts. Call this on all ranks.
 
-    It is the debugging level DETAIL of ``torch.distributed``. Sends and receives between two ranks are not
-    compared.
+    Operation, shape, dtype and the number of earlier collectives are compared. If they differ, all ranks
+    raise a RuntimeError that lists each rank's call. This is the debug level DETAIL of ``torch.distributed``.
+    It does not compare sends and receives between two ranks.
     """
     import torch.distributed as dist
 
@@ -302,16 +302,16 @@ def compare_collectives() -> None:
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Set how long all groups of this process wait for the other ranks in a collective.
+    """Set the collective timeout of all process groups of this process, in seconds.
 
-    A group that is created without a timeout, as in Megatron-Core and in device meshes, waits 10 minutes with
+    A group that was created without a timeout, as in Megatron-Core and in device meshes, has 10 minutes with
     NCCL and 30 with gloo.
     """
     from torch.distributed import distributed_c10d
 
     timeout = datetime.timedelta(seconds=seconds)
-    # Use private names: torch has no public way to change the timeout of an existing group, and Megatron-Core
-    # creates its own groups.
+    # torch has no public function that changes the timeout of an existing group, and Megatron-Core creates
+    # groups itself.
     for group in list(distributed_c10d._world.pg_map):
         # One backend may serve several devices of its group; setting its timeout again does no harm.
         for device in group._device_types:
@@ -321,6 +321,7 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def _innermost(backend: Any) -> Any | None:
-    """Return the backend inside the wrapper of ``compare_collectives``, if any; None if it has no timeout."""
+    """Return the backend inside the wrapper of ``compare_collectives``, if there is one; None if the backend
+    has no timeout."""
     inner = getattr(backend, "wrapped_pg", backend)
     return inner if hasattr(inner, "_set_default_timeout") else None

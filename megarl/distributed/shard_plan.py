@@ -1,4 +1,4 @@
-"""Assignment of rows to shards and micro-batches by their lengths alone. Pure Python, no torch."""
+"""Assignment of rows to shards and micro-batches, from their lengths alone. Pure Python, without torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.errors import BatchError
 
 
 class DynamicBatchingArgs(TypedDict):
-    """Settings of micro-batches of rows of similar length.
+    """Settings of dynamic batching, which forms micro-batches of rows of similar length.
 
     Keys:
-        max_tokens_per_microbatch: rows times padded length never exceeds this.
+        max_tokens_per_microbatch: maximum of rows times padded length in a micro-batch.
         sequence_length_round: padded lengths are rounded up to a multiple of this.
-        input_key: key of the tensor ``[B, S]`` whose S is the maximum padded length.
-        input_lengths_key: key of the lengths ``[B]``.
-        width_multiple: as a maximum, S is rounded up to a multiple of this, by default 1.
-        rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
+        input_key: key of the tensor [B, S], whose S is the maximum padded length.
+        input_lengths_key: key of the lengths [B].
+        width_multiple: S is first rounded up to a multiple of this (default 1).
+        rows_together: number of consecutive rows that must stay in one micro-batch, 2 for pairs (default 1).
     """
 
     max_tokens_per_microbatch: int
@@ -35,17 +35,17 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """Settings of micro-batches that are packed into one row each.
+    """Settings of sequence packing, which concatenates the rows of a micro-batch to one row.
 
     Keys:
-        max_tokens_per_microbatch: the padded lengths of a micro-batch never sum to more than this.
-        input_key, input_lengths_key: keys of the tensor ``[B, S]`` and of the lengths ``[B]``.
-        algorithm: name of a packing algorithm, by default best_fit_decreasing.
-        sequence_length_pad_multiple: each sequence counts as rounded up to a multiple of this.
-        seed: for the algorithm first_fit_shuffle, by default 0.
-        attention_crossover_length: length in tokens at which attention costs as much as the matrix
-        multiplications, to balance shards.
-        rows_together: consecutive rows that must stay in one micro-batch (2 for pairs), by default 1.
+        max_tokens_per_microbatch: maximum sum of the padded lengths in a micro-batch.
+        input_key, input_lengths_key: keys of the tensor [B, S] and of the lengths [B].
+        algorithm: name of the packing algorithm (default best_fit_decreasing).
+        sequence_length_pad_multiple: each sequence length is rounded up to a multiple of this.
+        seed: seed of the algorithm first_fit_shuffle (default 0).
+        attention_crossover_length: length in tokens at which attention costs as much as the matmuls; used to
+            balance shards.
+        rows_together: number of consecutive rows that must stay in one micro-batch, 2 for pairs (default 1).
     """
 
     max_tokens_per_microbatch: int
@@ -63,12 +63,12 @@ class ShardPlan:
     """The rows of one shard, in order, and its micro-batches.
 
     Attributes:
-        rows: row numbers of the whole batch.
-        micro_batch_indices: for each chunk (global batch), ``[start, end]`` of each micro-batch, counted from
-            the chunk's first row.
-        micro_batch_lengths: for each chunk, the padded row length (dynamic) or the padded total length
-            (packed) of each micro-batch.
-        elem_counts_per_gb: for each chunk, the number of rows of this shard.
+        rows: row numbers in the batch.
+        micro_batch_indices: for each chunk (global batch), the row range ``[start, end]`` of each
+            micro-batch, counted from the first row of the chunk in this shard.
+        micro_batch_lengths: for each chunk, the length of each micro-batch: of its padded rows (dynamic
+            batching) or of all its padded rows together (packing).
+        elem_counts_per_gb: for each chunk, the number of rows in this shard.
     """
 
     rows: list[int]
@@ -78,11 +78,11 @@ class ShardPlan:
 
     @classmethod
     def empty(cls) -> ShardPlan:
-        """Return a shard without rows."""
+        """Return a plan without rows."""
         return cls([], [], [], [])
 
     def add_chunk(self, rows: Sequence[int], ranges: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
-        """Append one chunk's rows and micro-batches."""
+        """Append the rows and micro-batches of one chunk."""
         self.rows.extend(rows)
         self.micro_batch_indices.append(list(map(list, ranges)))
         self.micro_batch_lengths.append(list(lengths))
@@ -90,7 +90,7 @@ class ShardPlan:
 
 
 def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
-    """Return the rows of each shard: its equal, contiguous slice of every chunk of ``batch_size`` rows."""
+    """Return the rows of each shard: an equal, contiguous slice of every chunk of ``batch_size`` rows."""
     share = batch_size // shards
     rows: list[list[int]] = [[] for _ in range(shards)]
     for first in range(0, total, share):
@@ -99,8 +99,8 @@ def plan_even(total: int, batch_size: int, shards: int) -> list[list[int]]:
 
 
 def plan_uneven(total: int, shards: int) -> list[list[int]]:
-    """Return the rows of each shard: contiguous, ``ceil(total / shards)`` each until none are left; the last
-    shards may be smaller or empty."""
+    """Return the rows of each shard: contiguous slices of ``ceil(total / shards)`` rows. The last shards may
+    have fewer rows, or none."""
     share = -(-total // shards)
     rows = list(range(total))
     return [rows[shard * share : (shard + 1) * share] for shard in range(shards)]
@@ -109,18 +109,22 @@ def plan_uneven(total: int, shards: int) -> list[list[int]]:
 def plan_dynamic(
     lengths: Sequence[int], width: int, batch_size: int, shards: int, args: DynamicBatchingArgs
 ) -> list[ShardPlan]:
-    """Group rows of similar length, with the same micro-batch limits and padded lengths on all shards.
+    """Form micro-batches of rows of similar length. All shards get the same number of micro-batches with the
+    same shapes.
 
-    Each chunk is sorted by length and distributed round-robin; slot i of all shards together decides the
-    padded length, so that every shard runs the same number of micro-batches of the same shape. A micro-batch
-    closes when one more row would exceed the token budget.
+    The rows of each chunk are sorted by length and distributed round-robin. The i-th rows of all shards
+    together determine a padded length for all of them. A micro-batch is closed when one more row would exceed
+    the token budget.
 
     Args:
-        lengths: one length per row, 1 to ``width``.
-        width: S, no padded length exceeds it.
+        lengths: the length of each row, from 1 to ``width``.
+        width: S, the maximum padded length.
+        batch_size: rows of a chunk (global batch).
+        shards: number of data-parallel shards.
+        args: the settings.
 
     Raises:
-        BatchError: a single padded row exceeds the budget, or a bound in ``args`` is not positive.
+        BatchError: a single padded row exceeds the token budget, or a setting is not positive.
     """
     budget, multiple = args["max_tokens_per_microbatch"], args["sequence_length_round"]
     together = _rows_together(args, batch_size, shards)
@@ -161,12 +165,12 @@ def plan_dynamic(
 def plan_packed(
     lengths: Sequence[int], batch_size: int, shards: int, args: SequencePackingArgs
 ) -> list[ShardPlan]:
-    """Pack each chunk into bins, the same number for every shard; a bin is a micro-batch. Shards may get
-    different numbers of rows.
+    """Pack the rows of each chunk into bins; each bin is a micro-batch. All shards get the same number of
+    bins, but possibly different numbers of rows.
 
     Raises:
-        PackingError: a padded length exceeds the budget, a chunk has fewer rows than shards, or the algorithm
-            is unknown.
+        PackingError: a padded length exceeds the token budget, a chunk has fewer rows than shards, or the
+            algorithm is unknown.
         BatchError: ``sequence_length_pad_multiple`` is not positive.
     """
     multiple = args["sequence_length_pad_multiple"]
@@ -176,20 +180,20 @@ def plan_packed(
     packer = get_packer(
         args.get("algorithm", DEFAULT_PACKING_ALGORITHM),
         args["max_tokens_per_microbatch"],
-        # Give each shard the same number of bins: ranks that share collectives must run the same number of
-        # micro-batches.
+        # Each shard needs the same number of bins, because ranks that share collectives must run the same
+        # number of micro-batches.
         min_bin_count=shards,
         bin_count_multiple=shards,
         seed=args.get("seed", 0),
     )
     plans = [ShardPlan.empty() for _ in range(shards)]
     for start in range(0, len(lengths), batch_size):
-        # Round before packing, because a bin has to hold the sequences with their padding.
+        # Round before packing, because a bin must have space for the padding of its sequences.
         padded = [_round_up(length, multiple) for length in lengths[start : start + batch_size]]
         bins = packer.pack(_sums(padded, together))
         group_costs = _sums([sequence_cost(length, crossover) for length in padded], together)
-        # Bins have about the same number of tokens, but the cost of attention grows with the square of a
-        # sequence's length: balance the shards by cost instead of tokens.
+        # Bins have about the same number of tokens, but attention takes longer for longer sequences. So
+        # balance the shards by cost, not by tokens.
         costs = [sum(map(group_costs.__getitem__, members)) for members in bins]
         dealt: list[list[int]] = []
         for number in deal_bins(costs, shards):
@@ -220,7 +224,7 @@ def _rows_together(args: DynamicBatchingArgs | SequencePackingArgs, batch_size: 
 
 
 def _sums(values: Sequence[int], together: int) -> Sequence[int]:
-    """Return the sum of each group of ``together`` consecutive values."""
+    """Return the sums of consecutive groups of ``together`` values."""
     return (
         values
         if together == 1
@@ -233,11 +237,19 @@ def _times(rows: int) -> str:
 
 
 def _cut_by_budget(slot_lengths: Sequence[int], budget: int) -> tuple[list[list[int]], list[int]]:
-    """Return ranges of slots, and the padded length of each range; slot lengths must not decrease."""
+    """Divide slots into ranges within the token budget. A slot consists of the i-th rows of all shards.
+
+    Args:
+        slot_lengths: padded length of each slot, in ascending order.
+        budget: maximum of slots times padded length in a range.
+
+    Returns:
+        The ranges ``[first, last]`` of slots, and the padded length of each range.
+    """
     ranges: list[list[int]] = []
     padded: list[int] = []
     for slot, length in enumerate(slot_lengths):
-        # Lengths never decrease, so that the newest slot is the padded length of the whole range.
+        # Lengths are in ascending order, so the newest slot determines the padded length of the range.
         if ranges and (slot + 1 - ranges[-1][0]) * length <= budget:
             ranges[-1][1] = slot + 1
             padded[-1] = length

@@ -1,9 +1,8 @@
-"""Room in ``/dev/shm``, where Ray's object store and the ranks of a vLLM engine share memory.
+"""Free space in ``/dev/shm``, where Ray's object store and the ranks of a vLLM engine share memory.
 
-A file there may be larger than the room for it: a process that writes a page without room is killed by the
-kernel (SIGBUS), without a message. So the remaining room is reported beforehand, and after a process has
-died.
-The buffers of a refit are not files there.
+A file there may be larger than the free space. A process that writes to a page for which there is no space is
+killed by the kernel (SIGBUS), without a message. So megarl warns when little space is left, and mentions it
+when a process has died. Refit buffers are not files there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 LITTLE = 64 * 2**20
-"""Bytes of room below which the batches and results of a step may not fit."""
+"""Free bytes below which the batches and results of a step may not fit."""
 _FIX = (
     "Fix: ls -l /dev/shm and remove what ended processes have left, or mount it larger (mount -o "
     "remount,size=8G /dev/shm; "
@@ -25,7 +24,7 @@ _FIX = (
 
 
 def free_bytes() -> int | None:
-    """Return the bytes that are left; None if there is no such file system."""
+    """Return the free bytes in ``/dev/shm``; None if it does not exist."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -34,7 +33,8 @@ def free_bytes() -> int | None:
 
 
 def note_of_full_memory() -> str:
-    """Return a note for the message of a process that died on this host; empty if there is room."""
+    """Return a note for the error message of a process that died on this host; empty if enough space is
+    free."""
     free = free_bytes()
     if free is None or free >= LITTLE:
         return ""
@@ -45,17 +45,17 @@ def note_of_full_memory() -> str:
 
 
 class SharedMemoryWatch:
-    """Warns when there is little room, once until there is more again.
+    """Warns when ``/dev/shm`` is almost full, and again only after it was not.
 
     Args:
-        needed: bytes that Ray's object store may take there; 0 if it is elsewhere.
+        needed: bytes that Ray's object store may need there; 0 if it is elsewhere.
     """
 
     def __init__(self, needed: int) -> None:
         self._needed, self._told = needed, False
 
     def look(self) -> None:
-        """Warn if there is little room."""
+        """Warn if fewer than ``LITTLE`` bytes are free, or fewer than ``needed`` if that is less."""
         free = free_bytes() if self._needed else None
         if free is None or free >= min(LITTLE, self._needed):
             self._told = False

@@ -1,4 +1,4 @@
-"""Rows of token ids in one array."""
+"""Rows of token ids, stored in one array."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 
 class TokenRows(Sequence[list[int]]):
-    """Rows of token ids; a row becomes a list only when it is read.
+    """A sequence of rows of token ids in one array. A row is converted to a list only when it is read.
 
     Attributes:
-        joined: [N] int, the tokens of all rows one after another.
-        lengths: [B] int64, tokens of each row.
+        joined: [N] int, the tokens of all rows, concatenated.
+        lengths: [B] int64, number of tokens of each row.
     """
 
     def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
@@ -27,14 +27,15 @@ class TokenRows(Sequence[list[int]]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
-        """Build it from rows that are lists."""
+        """Build from rows that are lists of token ids."""
         return cls(np.fromiter(chain.from_iterable(rows), np.int64), _lengths(rows))
 
     @classmethod
     def of_arrays(cls, rows: Sequence[np.ndarray]) -> TokenRows:
-        """Build it from rows that are int64 arrays."""
+        """Build from rows that are int64 arrays."""
         if len(rows) == 1:
-            # A turn of a conversation has a single row, because the driver builds turns one by one.
+            # The common case in multi-turn rollouts, where the driver builds one row per turn. It needs no
+            # copy.
             return cls(rows[0], np.array([len(rows[0])]))
         return cls(np.concatenate(rows) if len(rows) else np.empty(0, np.int64), _lengths(rows))
 
@@ -61,13 +62,13 @@ class TokenRows(Sequence[list[int]]):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all rows."""
+        """Total number of tokens."""
         return len(self.joined)
 
     def parts(self, tokens: int) -> Iterator[TokenRows]:
-        """Yield the rows in order, in parts of at most about that many tokens, and of at least one row."""
-        # Divide the tokens into windows of that size: rows whose last tokens are in the same window form a
-        # part.
+        """Split the rows, in order, into parts of about ``tokens`` tokens. Each part has at least one row."""
+        # Divide all tokens into windows of ``tokens`` tokens. Rows whose last tokens are in the same window
+        # form a part.
         part = (self._ends - 1) // tokens
         ends = [0, *self._ends.tolist()]
         for first, last in pairwise(sorted({0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(self)})):

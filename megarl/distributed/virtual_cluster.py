@@ -1,5 +1,5 @@
-"""Reservation of bundles for workers in a Ray cluster, one per worker rank, on a GPU or on CPU only; and TCP
-ports for their rendezvous."""
+"""Reservation of bundles in a Ray cluster, one per worker rank, with or without a GPU; and free TCP ports for
+rendezvous."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ from megarl.distributed.ray_nodes import alive_nodes, lost_node_name
 from megarl.distributed.ray_runtime import init_ray, is_single_host
 from megarl.errors import ConfigError, DeadlineError, MegarlError, StateError, WorkerLostError
 
-# Ray's processes use lower ports, and the kernel uses higher ones unless configured otherwise.
+# Ports that are rarely in use: Ray's processes use lower ones, and the kernel's ephemeral range is above by
+# default.
 _QUIET = range(20_000, 32_768)
+# Number of ports to try before the kernel is left to choose one.
 _ATTEMPTS = 100
-# This is the time between two checks for lost nodes while Ray reserves bundles.
+# Seconds between two checks for lost nodes while Ray reserves bundles.
 _LOOK_S = 5.0
 _KERNELS_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(address: str, ports: Sequence[int] = _QUIET) -> int:
-    """Return a port of ``address`` out of ``ports`` that has no listener now, and that the kernel gives only
-    to a process that asks for its number.
+    """Return a port of ``address`` that is not in use, and preferably one that the kernel never assigns by
+    itself.
 
-    Between this result and the server's bind, every connection and every bind to port 0 on this host takes a
-    port of the kernel's range; a port outside that range stays free unless a process names it. If ``ports``
-    are all in the kernel's range, the result is too.
+    Until a server binds the port, other connections and binds to port 0 on this host get ports of the
+    kernel's ephemeral range. A port outside that range stays free unless a process asks for its number. If
+    all of ``ports`` are in the ephemeral range, so is the result.
 
     Raises:
-        OSError: the address is not one of this host, or has no free port.
+        OSError: the address does not belong to this host, or has no free port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     candidates = _quiet_ports(ports)
-    # Use the operating system's entropy: processes that seed ``random`` with the same number must not all ask
-    # for the same port.
+    # Use the operating system's entropy: processes that have seeded ``random`` equally must not all try the
+    # same port.
     random.SystemRandom().shuffle(candidates)
     for port in candidates[:_ATTEMPTS]:
         with contextlib.suppress(OSError):
@@ -86,15 +88,15 @@ _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class ClusterConfig(TypedDict):
-    """Size of the cluster that a run asks for."""
+    """Size of the cluster that a run requests."""
 
     gpus_per_node: int
     num_nodes: int
 
 
 class PY_EXECUTABLES:
-    """Python interpreters of the workers. One environment serves all kinds of workers; the names are those of
-    the NeMo-RL policy API."""
+    """Python interpreters of the workers, by NeMo-RL's names. In megarl, all workers use the same
+    environment."""
 
     SYSTEM = sys.executable
     BASE = sys.executable
@@ -103,31 +105,31 @@ class PY_EXECUTABLES:
 
 
 def _get_node_ip_and_free_port() -> tuple[str, int]:
-    """Return the address of this node and a port that was free a moment ago; another process may take it.
+    """Return this node's address and a port that is free now, but may be taken by another process later.
     Worker groups do not use it."""
     address = ray.util.get_node_ip_address()
     return address, free_port(address)
 
 
 class RayVirtualCluster:
-    """A set of bundles, one per worker rank, in placement groups that are created when first needed.
+    """A set of bundles, one per worker rank, in placement groups that are created at first use.
 
     Args:
-        bundle_ct_per_node_list: worker ranks of each node, for example ``[8, 8]``.
-        use_gpus: every bundle holds one GPU; False for CPU-only ranks.
-        max_colocated_worker_groups: worker groups that share the bundles; each worker gets one CPU and this
-            fraction of the GPU.
-        num_gpus_per_node: GPUs that a node is expected to have; bounds ``bundle_ct_per_node_list`` with
+        bundle_ct_per_node_list: number of worker ranks on each node, for example ``[8, 8]``.
+        use_gpus: every bundle has one GPU; False for CPU-only ranks.
+        max_colocated_worker_groups: number of worker groups that share the bundles. Each worker gets one CPU
+            and this fraction of the GPU: 1 divided by the number.
+        num_gpus_per_node: number of GPUs of a node; the maximum of ``bundle_ct_per_node_list`` with
             ``use_gpus``.
         name: prefix of the placement groups' names.
-        placement_group_strategy: Ray strategy of a unified placement group (``PACK``, ``SPREAD``,
+        placement_group_strategy: Ray's strategy for a unified placement group (``PACK``, ``SPREAD``,
             ``STRICT_PACK``, ``STRICT_SPREAD``).
-        max_retries: number of checks for enough resources, with waits of 1, 2, 4, ... s between; nodes may
-            still be joining.
-        ready_timeout_s: seconds to wait until Ray has reserved everything.
+        max_retries: how often the cluster's resources are checked, with waits of 1, 2, 4, ... s in between,
+            because nodes may still be joining.
+        ready_timeout_s: maximum seconds until Ray has reserved all bundles.
 
     Raises:
-        ConfigError: an argument is out of its bounds.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class RayVirtualCluster:
         max_retries: int = 6,
         ready_timeout_s: float = 180.0,
     ) -> None:
-        # Set this attribute first: __del__ releases the bundles, even if a check below raises an error.
+        # Set this attribute first, because __del__ reads it even if a check below raises.
         self._placement_groups: list[PlacementGroup] | None = None
         _check_arguments(
             bundle_ct_per_node_list, use_gpus, max_colocated_worker_groups, num_gpus_per_node, max_retries
@@ -164,33 +166,33 @@ class RayVirtualCluster:
         self._nodes: set[str] = set()
 
     def world_size(self) -> int:
-        """Return the number of bundles, which is the number of worker ranks of one group."""
+        """Return the number of bundles, which is the number of worker ranks of a group."""
         return sum(self._bundle_ct_per_node_list)
 
     def node_count(self) -> int:
-        """Return the number of nodes that hold at least one bundle."""
+        """Return the number of nodes with at least one bundle."""
         return sum(1 for count in self._bundle_ct_per_node_list if count > 0)
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """Return the placement groups, one per node with bundles, reserved on the first call.
+        """Return the placement groups, one per node with bundles. They are reserved at the first call.
 
-        In a Ray cluster of several nodes each group is on a node of its own, in the order of the nodes'
-        names; on a single node all are there. Ranks count through the groups, so that neighbours in rank
-        (tensor parallelism) are on one node.
+        In a cluster of several nodes, each group is on a different node, in the order of the nodes' names; in
+        a cluster of one node, all groups are there. Ranks are numbered through the groups, so that adjacent
+        ranks, which are tensor-parallel, are on the same node.
 
         Raises:
             ResourceInsufficientError: the cluster is too small.
-            DeadlineError: the resources exist but are used by others.
+            DeadlineError: the resources exist but are in use.
             WorkerLostError: a node was lost meanwhile.
-            StateError: after ``shutdown``.
+            StateError: ``shutdown`` was called before.
         """
         return self._init_placement_groups()
 
     def _init_placement_groups(
         self, strategy: str | None = None, use_unified_pg: bool = False
     ) -> list[PlacementGroup]:
-        """Create the placement groups; ``use_unified_pg`` makes one group of all bundles, for workers that
-        span nodes."""
+        """Create the placement groups. ``use_unified_pg`` creates one group with all bundles, for workers
+        that span nodes."""
         if self._placement_groups is None:
             if self._is_shut_down:
                 raise StateError(
@@ -198,18 +200,19 @@ class RayVirtualCluster:
                 )
             if not ray.is_initialized():
                 init_ray()
-            # Retry, because the nodes of a job join one after another. A single host already has all its
-            # resources.
+            # Retry, because the nodes of a job join one after another. A single host has all its resources
+            # from the start.
             attempts = 1 if is_single_host() else self._max_retries
             _retry(lambda: self._check_resources(ray_calls.cluster_resources()), attempts, time.sleep)
             self._placement_groups = self._reserve(strategy or self.placement_group_strategy, use_unified_pg)
         return self._placement_groups
 
     def check_places(self, nodes: Sequence[RayNode]) -> list[RayNode]:
-        """Require that the nodes have the bundles, and return the nodes with their remaining resources.
+        """Check that the nodes have enough resources for the bundles. Return the nodes with their remaining
+        resources.
 
         Raises:
-            ResourceInsufficientError: they have not.
+            ResourceInsufficientError: they do not.
         """
         total: defaultdict[str, float] = defaultdict(float)
         for node in nodes:
@@ -222,12 +225,12 @@ class RayVirtualCluster:
         return [node.without(self._bundle, bundles[node.node_id]) for node in nodes]
 
     def lost_nodes(self) -> list[str]:
-        """Return the names of nodes with reserved bundles that are gone; empty if all bundles are on the only
+        """Return the names of lost nodes on which bundles were reserved; always empty in a cluster of one
         node."""
         return list(filter(None, map(lost_node_name, sorted(self._nodes))))
 
     def _check_resources(self, total: Mapping[str, float]) -> None:
-        # Count one CPU for each worker of each group that may share a bundle, as in _bundle.
+        # One CPU for each worker of each group that may share a bundle, as in ``_bundle``.
         needed = {"CPU": self.world_size() * self.max_colocated_worker_groups}
         if self.use_gpus:
             needed["GPU"] = self.world_size()
@@ -251,7 +254,7 @@ class RayVirtualCluster:
 
     def _reserve(self, strategy: str, unified: bool) -> list[PlacementGroup]:
         bundle, counts = self._bundle, self._bundle_ct_per_node_list
-        # Add a unique suffix, because Ray requires distinct names and two clusters may have the same name.
+        # Ray requires distinct names, but two clusters may have the same name.
         name = f"{self.name or 'cluster'}-{uuid.uuid4().hex[:8]}"
         if unified:
             with ray_calls.calling("placement_group"):
@@ -264,12 +267,12 @@ class RayVirtualCluster:
             places, groups = self._places(alive_nodes()), []
             self._nodes = {node_id for _, node_id in places if node_id}
             with ray_calls.calling("placement_group"):
-                # Pin each group to its node by the label: otherwise Ray would choose nodes, and ranks would
-                # not follow their order.
+                # Pin each group to its node by a label. Otherwise Ray would choose the node, and the order of
+                # the ranks would not follow the order of the nodes.
                 for index, (count, node_id) in enumerate(places):
                     selector = [{_NODE_ID_LABEL: node_id}] * count if node_id else None
                     bundles = [dict(bundle) for _ in range(count)]
-                    # Keep the neighbours of a rank in tensor parallelism on its node: otherwise their sums
+                    # STRICT_PACK keeps tensor-parallel ranks on one node. Otherwise their all-reduces would
                     # use the network.
                     of_node = f"{name}-node{index}"
                     groups.append(
@@ -277,8 +280,8 @@ class RayVirtualCluster:
                             bundles, strategy="STRICT_PACK", name=of_node, bundle_label_selector=selector
                         )
                     )
-        # Remove the groups after a failure: if Ray reserves some of them later, they would hold their bundles
-        # until Ray ends.
+        # After a failure remove the groups, because Ray may still reserve some of them, which would occupy
+        # their bundles until Ray ends.
         try:
             self._await_reserved(groups)
         except MegarlError:
@@ -287,10 +290,10 @@ class RayVirtualCluster:
         return groups
 
     def _await_reserved(self, groups: Sequence[PlacementGroup]) -> None:
-        """Wait until Ray has reserved all of them.
+        """Wait until Ray has reserved all placement groups.
 
         Raises:
-            WorkerLostError: a chosen node is gone, so that waiting is useless.
+            WorkerLostError: a chosen node is gone, so waiting is useless.
             DeadlineError: it takes too long.
         """
         deadline = time.monotonic() + self._ready_timeout_s
@@ -316,12 +319,12 @@ class RayVirtualCluster:
 
     @property
     def _bundle(self) -> dict[str, int]:
-        """The resources of a bundle."""
+        """Ray resources of one bundle."""
         return {"CPU": self.max_colocated_worker_groups, **({"GPU": 1} if self.use_gpus else {})}
 
     def _places(self, nodes: Sequence[RayNode]) -> list[tuple[int, str | None]]:
-        """Return the number of bundles of each node, with the node's name; None if there is only one node, as
-        on a laptop."""
+        """Return, for each node, the number of bundles and Ray's id of the node. The id is None if there is
+        only one node, as on a laptop."""
         counts = [count for count in self._bundle_ct_per_node_list if count > 0]
         if len(nodes) == 1:
             return [(count, None) for count in counts]
@@ -331,11 +334,11 @@ class RayVirtualCluster:
         ]
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Return the address of the node of bundle 0 and a port that was free there a moment ago. Worker
-        groups keep a bound port instead."""
+        """Return the address of bundle 0's node and a port that is free there now. Worker groups do not use
+        it; they keep a bound port."""
         first = self.get_placement_groups()[0]
         task = ray.remote(_get_node_ip_and_free_port).options(
-            # Ask for no CPU: workers may hold all CPUs of the bundle, and the task would wait for them.
+            # Request no CPU, because workers may occupy all CPUs of the bundle.
             num_cpus=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=first, placement_group_bundle_index=0
@@ -350,16 +353,16 @@ class RayVirtualCluster:
             ) from error
 
     def shutdown(self) -> bool:
-        """Release the bundles. May be called more than once; always returns True."""
+        """Release the bundles, and return True. Further calls are allowed."""
         groups, self._placement_groups = self._placement_groups, None
         self._is_shut_down = True
-        # Without Ray there is nothing left to release.
+        # If Ray has been shut down, the bundles are released already.
         if ray.is_initialized():
             _remove(groups or ())
         return True
 
     def __del__(self) -> None:
-        # At its end the interpreter may be partly gone, and Ray then has released everything.
+        # During interpreter shutdown, modules may already be gone. Ray then releases the bundles itself.
         if sys is not None and not sys.is_finalizing():
             self.shutdown()
 
@@ -376,11 +379,11 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def check_places_together(clusters: Sequence[RayVirtualCluster]) -> None:
-    """Require once that the living nodes have the bundles of all these clusters, free or reserved, each
-    cluster after those before it.
+    """Check that the nodes that are alive have enough resources for the bundles of all these clusters
+    together, whether free or reserved.
 
     Raises:
-        ResourceInsufficientError: they have not.
+        ResourceInsufficientError: they do not.
     """
     nodes = [replace(node, free=node.total) for node in alive_nodes()]
     for cluster in clusters:
@@ -408,8 +411,8 @@ def _check_arguments(
 
 
 def _retry(check: Callable[[], None], attempts: int, wait: Callable[[float], None]) -> None:
-    """Run ``check`` until it passes, at most ``attempts`` times, waiting 1, 2, 4, ... s between; the last
-    error is raised."""
+    """Call ``check`` until it does not raise, at most ``attempts`` times, waiting 1, 2, 4, ... s in between.
+    The last error is raised."""
     for attempt in range(attempts):
         try:
             return check()

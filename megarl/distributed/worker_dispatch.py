@@ -1,5 +1,5 @@
-"""Dispatch of calls: the arguments of each worker by the routing rules of a worker group, as plain functions
-without Ray."""
+"""Rules that determine the arguments of each worker in a call of a worker group. Plain functions without
+Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megarl.errors import BatchError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerCall:
-    """One call: the worker's index, its keyword arguments, and whether its reply is part of the result."""
+    """A call of one worker: its index, its keyword arguments, and whether its return value is part of the
+    result."""
 
     worker: int
     kwargs: dict[str, Any]
@@ -21,7 +22,7 @@ class WorkerCall:
 
 
 def refuse_positional(method: str, positional: Sequence[Any]) -> None:
-    """Refuse positional arguments: only keywords are sent, so that none is sharded by mistake.
+    """Reject positional arguments. Keywords name the data, so that nothing is sharded by mistake.
 
     Raises:
         BatchError: (also an AssertionError) there are positional arguments.
@@ -36,10 +37,11 @@ def refuse_positional(method: str, positional: Sequence[Any]) -> None:
 def workers_on_first_of(
     sharding: NamedSharding | None, world_size: int, axes: Sequence[str] | None
 ) -> list[int]:
-    """Return the indices of the workers whose coordinate is 0 on each of ``axes``; all workers without axes.
+    """Return the indices of the workers whose coordinate on each of ``axes`` is 0; without axes, of all
+    workers.
 
     Raises:
-        ConfigError: (a ValueError) an axis is unknown, or there is no sharding to find axes in.
+        ConfigError: (a ValueError) an axis is unknown, or there is no sharding.
     """
     if not axes:
         return list(range(world_size))
@@ -55,10 +57,10 @@ def _is_first(coordinates: Mapping[str, int], axes: Iterable[str]) -> bool:
 def plan_multiple_data(
     workers: Sequence[int], common_kwargs: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]
 ) -> list[WorkerCall]:
-    """Give the i-th called worker the i-th item of every list, and ``common_kwargs``.
+    """Give the i-th of ``workers`` item i of every list, and ``common_kwargs``.
 
     Raises:
-        BatchError: (also an AssertionError) a list does not have one item for each called worker.
+        BatchError: (also an AssertionError) the length of a list is not the number of workers.
     """
     _check_distinct(common_kwargs, lists)
     for name, values in lists.items():
@@ -83,15 +85,15 @@ def plan_sharded_data(
     """Give every worker its shard of the nested lists.
 
     A value ``v`` of ``nested`` is indexed as ``v[c0][c1]...`` with the worker's coordinates on
-    ``in_sharded_axes``. Workers along ``replicate_on_axes`` get the very same object. On an axis that is in
-    neither (free) only coordinate 0 gets data; the others are not called, or are called with None for every
-    value with ``dummy_calls_on_free_axes``. The result consists of the replies of workers with coordinate 0
-    on all of ``output_is_replicated`` and on all free axes.
+    ``in_sharded_axes``. Workers along ``replicate_on_axes`` get the same object. On any other axis (a free
+    axis), only workers at coordinate 0 get data. The others are not called or, with
+    ``dummy_calls_on_free_axes``, are called with None for every value. The result consists of the return
+    values of workers with coordinate 0 on all of ``output_is_replicated`` and on all free axes.
 
     Raises:
-        ConfigError: (a ValueError) no sharding, an unknown axis, or an axis that is both sharded and
+        ConfigError: (a ValueError) there is no sharding, an axis is unknown, or an axis is both sharded and
             replicated.
-        BatchError: (also an AssertionError) a list's length is not its axis' size.
+        BatchError: (also an AssertionError) the length of a list is not the size of its axis.
     """
     known = _require(sharding)
     _check_axes(known, [*in_sharded_axes, *replicate_on_axes, *output_is_replicated])

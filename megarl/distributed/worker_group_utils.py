@@ -1,6 +1,5 @@
-"""Small helpers of the worker groups: merging of Ray options, profiler options, threads, and the text that
-names
-a worker."""
+"""Small helpers of worker groups: merging of Ray options, profiler options, thread counts, and the prefix
+that names a worker in errors."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ _SHORT_AXIS_NAMES = {
 def recursive_merge_options(
     default_options: Mapping[str, Any], extra_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Merge two nested option mappings; if both give a value, that of ``extra_options`` is taken.
+    """Merge two nested option mappings. Values of ``extra_options`` override those of ``default_options``.
+    The result is a deep copy.
 
     Ray stores the profiler option of a decorated actor class as ``runtime_env["_nsight"]``, but accepts it
-    only as ``"nsight"``: the former is renamed before the merge, and an explicit ``nsight`` takes precedence.
-    Neither input is changed, and the result shares nothing with them.
+    only as ``"nsight"``. It is renamed before the merge, unless ``nsight`` is also given.
     """
     default_copy = _with_public_nsight_key(default_options)
     extra_copy = _with_public_nsight_key(extra_options)
@@ -60,15 +59,15 @@ def _merge(default: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 def get_nsight_config_if_pattern_matches(
     worker_name: str, patterns: str | None = None, step_range: str | None = None
 ) -> dict[str, Any]:
-    """Return the runtime environment entry with which Ray runs a worker under NVIDIA Nsight Systems, or
-    ``{}``.
+    """Return the entry of a Ray runtime environment that runs a worker under NVIDIA Nsight Systems; ``{}`` if
+    no pattern matches.
 
     Args:
         worker_name: name of the worker or of its group, for example ``lm_policy``.
         patterns: comma-separated shell patterns (``*policy*,vllm*``); None reads
             ``MEGARL_NSYS_WORKER_PATTERNS``.
-        step_range: ``start:stop`` of the profiled steps, used in the report's file name; None reads
-            ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
+        step_range: ``start:stop`` of the profiled steps, which becomes part of the report's file name; None
+            reads ``MEGARL_NSYS_PROFILE_STEP_RANGE``.
     """
     pattern_text = patterns if patterns is not None else env.text("MEGARL_NSYS_WORKER_PATTERNS", "")
     steps = step_range if step_range is not None else env.text("MEGARL_NSYS_PROFILE_STEP_RANGE", "")
@@ -78,10 +77,10 @@ def get_nsight_config_if_pattern_matches(
     return {
         "nsight": {
             "t": "cuda,cudnn,cublas,nvtx",
-            # %p is the process number, so that every worker has its own report.
+            # %p is replaced by the process id, so that every worker writes its own report.
             "o": f"'{worker_name}_{steps}_%p'",
             "stop-on-exit": "true",
-            # Record nothing before the range is opened (DeviceRuntime.profiler_start).
+            # Record only the range that DeviceRuntime.profiler_start opens.
             "capture-range": "cudaProfilerApi",
             "capture-range-end": "stop",
         }
@@ -89,8 +88,8 @@ def get_nsight_config_if_pattern_matches(
 
 
 MOST_THREADS = 16
-"""Maximum threads of a rank that uses a GPU, whose threads copy, tokenize and read files: more would be idle.
-"""
+"""Maximum OpenMP threads of a rank with a GPU. Its threads only copy, tokenize and read files, so more would
+be idle."""
 
 
 def usable_cores() -> int:
@@ -99,16 +98,16 @@ def usable_cores() -> int:
 
 
 def threads_of_rank(cores: int, ranks: int) -> int:
-    """Return the OpenMP threads of a rank with a GPU: its share of the cores of its node, at most
+    """Return the number of OpenMP threads of a rank with a GPU: its share of the node's cores, at most
     ``MOST_THREADS``.
 
-    Ranks on a CPU have one thread each, because they occupy the cores themselves.
+    Ranks on a CPU have one thread each (set by the caller), because they occupy the cores themselves.
     """
     return min(max(cores // ranks, 1), MOST_THREADS)
 
 
 def format_coordinates(rank: int, coordinates: Mapping[str, int] | None, host: str) -> str:
-    """Return the prefix of every error of a worker, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes
+    """Return the prefix of a worker's error messages, for example ``[pp1 dp0 cp0 tp1 node7]``; without axes,
     ``[rank3 node7]``."""
     if not coordinates:
         return f"[rank{rank} {host}]"

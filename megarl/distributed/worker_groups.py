@@ -1,9 +1,9 @@
-"""One group of workers on a virtual cluster: start them, call them by axis, collect their replies, end them.
+"""A group of workers on a virtual cluster: start them, call them by axis, collect their results, end them.
 
-``group.workers[i]`` is a handle whose methods are called as on a Ray actor:
-``group.workers[i].method.remote(key=value)``. Results of such calls, and of every ``run_*`` method, can be
-given to ``ray.get``; ``get_all_worker_results`` is better: it notices the first failure while other workers
-hang, names the worker that failed, and has a deadline.
+``group.workers[i]`` is a handle whose methods are called like those of a Ray actor:
+``group.workers[i].method.remote(key=value)``. The futures of such calls, and of every ``run_*`` method, can
+be given to ``ray.get``. ``get_all_worker_results`` is better: it raises the first failure even if other
+workers hang, names the worker that failed, and has a deadline.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ __all__ = ["MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "WorkerHan
 logger = logging.getLogger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 1800.0
+# Seconds to wait until killed actors have ended.
 _DEATH_WAIT_S = 10.0
 
 
 @dataclass
 class MultiWorkerFuture:
-    """Future replies to one call of several workers.
+    """The futures of one call of several workers.
 
     Attributes:
         futures: one for each called worker.
-        return_from_workers: indices of the workers whose replies make up the result; None means all called
-            ones.
-        called_workers: index of the worker of each future; None means workers 0, 1, 2, ...
+        return_from_workers: indices of the workers whose return values form the result; None for all called
+            workers.
+        called_workers: the worker's index of each future; None for workers 0, 1, 2, ...
     """
 
     futures: list[Any]
@@ -79,11 +80,11 @@ class MultiWorkerFuture:
         return_generators_as_proxies: bool = False,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Return ``worker_group.get_all_worker_results(self, ...)``."""
+        """Call ``worker_group.get_all_worker_results`` with this object."""
         return worker_group.get_all_worker_results(self, return_generators_as_proxies, timeout_s=timeout_s)
 
     def selected(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values that belong to the result, in the order of ``return_from_workers``, given one
+        """Select the values that form the result, in the order of ``return_from_workers``. ``values`` has one
         value per future."""
         if self.return_from_workers is None:
             return list(values)
@@ -97,23 +98,23 @@ class RayWorkerGroup:
 
     Args:
         cluster: provides the bundles.
-        remote_worker_builder: the class and its arguments.
+        remote_worker_builder: the worker class and its arguments.
         workers_per_node: None for one worker in every bundle, a number for all nodes, or a list with one
             number per node.
-        name_prefix: prefix of the workers' names, which is matched against the profiler patterns.
-        bundle_indices_list: (placement group, bundles) of each group of tied workers; excludes
+        name_prefix: prefix of the workers' names, which is also matched with the profiler's patterns.
+        bundle_indices_list: (placement group, bundles) of each group of tied workers; cannot be combined with
             ``workers_per_node``.
-        sharding_annotations: axes of the workers' ranks; needed for sharded calls and for coordinates in
-            errors.
-        env_vars: environment of the workers; overrides variables forwarded from the driver, and is overridden
-            by ``configure_worker``.
-        init_timeout_s: seconds until all constructors must have returned.
-        call_timeout_s: default time limit of ``get_all_worker_results``, in seconds.
-        deadlines: time limits by phase, which replace that default.
+        sharding_annotations: axes of the workers' ranks; needed for sharded calls, and for coordinates in
+            error messages.
+        env_vars: environment variables of the workers. They override those forwarded from the driver, and
+            ``configure_worker`` overrides them.
+        init_timeout_s: maximum seconds until all constructors have returned.
+        call_timeout_s: default time limit of ``get_all_worker_results`` in seconds.
+        deadlines: time limits by phase, used instead of ``call_timeout_s``.
 
     Raises:
-        ConfigError: (a ValueError) the bundles do not fit the cluster or the axes.
-        MegarlError, WorkerError, DeadlineError: a worker could not be created; none is left running.
+        ConfigError: (a ValueError) the bundles do not match the cluster or the axes.
+        MegarlError, WorkerError, DeadlineError: a worker could not be created; no worker is left running.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class RayWorkerGroup:
         call_timeout_s: float | None = DEFAULT_CALL_TIMEOUT_S,
         deadlines: PhaseDeadlines | None = None,
     ) -> None:
-        # Set this attribute first: __del__ reads it, even if something below raises an error.
+        # Set this attribute first, because __del__ reads it even if something below raises.
         self._workers: list[WorkerHandle] = []
         self._endpoint: Endpoint | None = None
         self.cluster = cluster
@@ -155,11 +156,11 @@ class RayWorkerGroup:
     def _specs(self, places: Sequence[WorkerPlace], env_vars: dict[str, str]) -> list[WorkerSpec]:
         groups = self.cluster.get_placement_groups()
         ranks = max(group.bundle_count for group in groups)
-        # Set the thread count: Ray sets OMP_NUM_THREADS to the CPUs of a worker, which is 1, and torch reads
-        # it only once, when it is imported.
+        # Ray would set OMP_NUM_THREADS to the CPUs of a worker, which is 1. torch reads the variable only
+        # when it is imported.
         threads = threads_of_rank(usable_cores(), ranks) if self.cluster.use_gpus else 1
-        # Keep this order: a thread count in the driver's environment, which is forwarded, overrides the
-        # computed one.
+        # Later entries override earlier ones: a thread count that the user sets in the driver's environment
+        # has precedence over the computed one.
         shared_env = {"OMP_NUM_THREADS": str(threads), **forwarded_environment(), **env_vars}
         profiler = get_nsight_config_if_pattern_matches(self.name_prefix)
         options = recursive_merge_options(
@@ -172,12 +173,12 @@ class RayWorkerGroup:
                 name=place.name,
                 placement_group=groups[place.group],
                 bundle_index=place.bundle,
-                # Ask for a share of a GPU: for Ray, groups of workers that share a device over time are all
-                # on it at once.
+                # Request a fraction of the GPU: worker groups use a shared device in turn, but for Ray all of
+                # them occupy it at the same time.
                 num_gpus=1 / self.cluster.max_colocated_worker_groups if self.cluster.use_gpus else 0,
                 bundle_indices=place.bundle_indices,
-                # Pass the secret to each worker rather than in runtime_env, which Ray shows to anybody who
-                # may look at the cluster.
+                # Pass the secret to each worker as an argument, not in runtime_env, which everyone with
+                # access to the cluster can read.
                 environment={**place.environment(), run_secret.VARIABLE: run_secret.drawn_secret()},
                 options=options,
                 coordinates=sharding.get_worker_coords(place.rank) if sharding is not None else None,
@@ -187,40 +188,40 @@ class RayWorkerGroup:
 
     @property
     def master_address(self) -> str:
-        """Address at which the workers connect, that of the first one's node."""
+        """Rendezvous address of the workers, on the node of rank 0."""
         assert self._endpoint is not None, "the constructor has waited for them"
         return self._endpoint.address
 
     @property
     def master_port(self) -> int:
-        """Port at which the workers connect."""
+        """Rendezvous port of the workers."""
         assert self._endpoint is not None, "the constructor has waited for them"
         return self._endpoint.port
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """Handles by rank; empty after ``shutdown``. Methods left by ``run_before_next`` run first, because
-        calls by a handle bypass the group."""
+        """Handles of the workers by rank; empty after ``shutdown``. Reading this first runs the methods that
+        ``run_before_next`` has deferred, because calls through a handle bypass the group."""
         self._run_before()
         return self._workers
 
     @property
     def nodes(self) -> list[str]:
-        """Ray's id of the node of each worker, by rank; empty after ``shutdown``."""
+        """Ray's id of each worker's node, by rank; empty after ``shutdown``."""
         return [worker.process.node_id for worker in self._workers]
 
     @property
     def calls(self) -> int:
-        """Number of calls of this group so far; while it is unchanged, the workers have not been called."""
+        """Number of calls of this group so far. If it has not changed, no worker has been called."""
         return self._calls
 
     def run_before_next(self, method_name: str) -> None:
-        """Make all workers run a method without arguments before their next call, in the same message if that
-        call goes to all of them. An error of the method is raised where the results of that call are awaited;
-        the call itself is then not run.
+        """Defer a method without arguments: all workers run it before their next call, in the same message if
+        that call goes to all of them. If the method raises, awaiting that call's results raises its error,
+        and the call itself is not run.
 
         Raises:
-            StateError: the workers were shut down, or one still hangs in a call that failed.
+            StateError: the workers were shut down, or one still hangs in an earlier call that failed.
         """
         self._require_workers(method_name)
         self._registry.check_free(method_name)
@@ -229,7 +230,7 @@ class RayWorkerGroup:
             self._before.append(method_name)
 
     def _run_before(self) -> None:
-        """Run the methods that wait for the next call."""
+        """Run the deferred methods now."""
         before, self._before = self._before, []
         for method in before:
             self.get_all_worker_results(
@@ -238,20 +239,20 @@ class RayWorkerGroup:
 
     @property
     def worker_metadata(self) -> list[dict[str, Any]]:
-        """Return for each worker: node_idx, local_rank, global_rank, name, bundle_indices, dp_shard_idx."""
+        """For each worker: node_idx, local_rank, global_rank, name, bundle_indices, dp_shard_idx."""
         return self._metadata
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel shards: the size of that axis, or without axes the number of groups of tied
-        workers."""
+        """Number of data-parallel shards: the size of the axis ``data_parallel``, or without axes the number
+        of groups of tied workers."""
         return len(self._dp_leaders)
 
     def get_dp_leader_worker_idx(self, dp_shard_idx: int) -> int:
         """Return the index of the first worker of a data-parallel shard.
 
         Raises:
-            IndexError: the shard is not in [0, dp_size).
+            IndexError: ``dp_shard_idx`` is not in [0, dp_size).
         """
         if not 0 <= dp_shard_idx < self.dp_size:
             raise IndexError(
@@ -262,11 +263,11 @@ class RayWorkerGroup:
     def run_single_worker_single_data(
         self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call one worker, and return its future.
+        """Call one worker, and return the future.
 
         Raises:
-            BatchError: (also an AssertionError) positional arguments, or no worker with that index.
-            StateError: the workers were shut down, or one still hangs in a call that failed.
+            BatchError: (also an AssertionError) there are positional arguments, or no worker with this index.
+            StateError: the workers were shut down, or one still hangs in an earlier call that failed.
         """
         refuse_positional(method_name, args)
         self._require_workers(method_name)
@@ -280,8 +281,8 @@ class RayWorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all workers with the same arguments, or on ``run_rank_0_only_axes`` only those at coordinate
-        0. Return a list of futures."""
+        """Call all workers with the same arguments, and return a list of futures. With
+        ``run_rank_0_only_axes``, call only workers at coordinate 0 on these axes."""
         refuse_positional(method_name, args)
         workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
         return self._submit(method_name, [WorkerCall(worker, kwargs) for worker in workers])
@@ -294,11 +295,11 @@ class RayWorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> list[Any]:
-        """Call workers with one item each of the lists in ``kwargs``, and with all of ``common_kwargs``.
+        """Call each worker with one item of every list in ``kwargs``, and with all of ``common_kwargs``.
         Return a list of futures.
 
         Raises:
-            BatchError: (also an AssertionError) a list's length is not the number of called workers.
+            BatchError: (also an AssertionError) the length of a list is not the number of called workers.
         """
         refuse_positional(method_name, args)
         workers = workers_on_first_of(self.sharding_annotations, len(self._workers), run_rank_0_only_axes)
@@ -315,14 +316,14 @@ class RayWorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
-        """Call workers with the shard of their coordinates; see ``plan_sharded_data`` for the rules.
+        """Call each worker with the shard for its coordinates; see ``plan_sharded_data`` for the rules.
 
-        A shard that goes to several workers is stored once.
+        A shard that goes to several workers is stored only once.
 
         Raises:
             ConfigError: (a ValueError) an axis is unknown, or both sharded and replicated.
-            BatchError: (also an AssertionError) positional arguments, or a list whose length is not its axis'
-                size.
+            BatchError: (also an AssertionError) there are positional arguments, or the length of a list is
+                not the size of its axis.
         """
         refuse_positional(method_name, args)
         calls = plan_sharded_data(
@@ -347,14 +348,15 @@ class RayWorkerGroup:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Wait for the replies, also of plain lists of futures, and return those that belong to the result.
+        """Wait for the results of a call, and return those that form its result. Plain lists of futures are
+        accepted too.
 
-        The items of generators are appended one after another, worker by worker; with
-        ``return_generators_as_proxies`` the Ray generators themselves are returned at once instead.
+        The items of generators are concatenated, worker by worker. With ``return_generators_as_proxies``, the
+        Ray generators themselves are returned at once.
 
         Args:
-            timeout_s: time limit in seconds; None takes the group's: that of the phase, from the beginning of
-                the call on, or ``call_timeout_s``.
+            timeout_s: time limit in seconds. None uses the group's: the limit of the phase, counted from the
+                start of the call, or ``call_timeout_s``.
 
         Raises:
             MegarlError, WorkerError, DeadlineError: see ``await_results``.
@@ -379,7 +381,7 @@ class RayWorkerGroup:
             return bundle.selected(values)
         if return_generators_as_proxies:
             return bundle.selected(bundle.futures)
-        # The end of a generator is a separate result, which can be waited for and fails like any other.
+        # The end of a generator is a separate future, which can be awaited, and fails, like any other.
         ends = [
             future.completed() if isinstance(future, ObjectRefGenerator) else future
             for future in bundle.futures
@@ -395,7 +397,7 @@ class RayWorkerGroup:
         if timeout_s is None and self._deadlines is not None:
             call = call or Call("", "")
             seconds, key = self._deadlines.bound_s(call), self._deadlines.key(call)
-            # In a refit the ranks wait for engines, whose group is checked elsewhere or not at all.
+            # In a refit, ranks wait for engines, which are not watched here. So a lack of progress is normal.
             return Deadline(
                 seconds,
                 begun=call.begun,
@@ -406,28 +408,30 @@ class RayWorkerGroup:
         return Deadline(self._call_timeout_s if timeout_s is None else timeout_s)
 
     def shutdown(self, cleanup_method: str | None = None, timeout: float = 30.0, force: bool = False) -> bool:
-        """End all workers. May be called more than once.
+        """End all workers. Further calls are allowed.
 
         Args:
-            cleanup_method: method that every worker runs first, for at most ``timeout`` seconds; skipped with
-                ``force``, or when a worker hangs in a failed call.
+            cleanup_method: method that every worker runs first; skipped with ``force``, or if a worker hangs
+                in a failed call.
+            timeout: maximum seconds for the cleanup method.
+            force: kill the workers at once.
 
         Returns:
-            True if the clean-up succeeded; the workers are gone in any case.
+            True if the cleanup succeeded. The workers are ended in any case.
         """
-        # Clear the attributes first, so that a second shutdown, or __del__ during this one, finds nothing to
-        # do.
+        # Clear the attributes first, so that a second call, or __del__ during this one, does nothing.
         workers, self._workers = self._workers, []
         self._before = []
         if not workers or not ray.is_initialized():
             return True
         clean = True
         if cleanup_method is not None and not force:
-            # Do not call a worker that hangs: the call would wait for the one that hangs.
+            # Do not call a worker that hangs in another call, because the cleanup would have to wait for that
+            # call.
             clean = not self._registry.has_unfinished() and self._clean_up(workers, cleanup_method, timeout)
         for worker in workers:
             kill_actor(worker.actor)
-        # Ray answers a call to a dead actor with an error, which shows that the actor has ended.
+        # A call of a dead actor returns an error, which shows that the actor has ended.
         obituaries: list[Any] = [ray_calls.submit(worker.actor.__ray_ready__) for worker in workers]
         _, alive = ray_calls.wait(obituaries, num_returns=len(obituaries), timeout=_DEATH_WAIT_S)
         if alive:
@@ -438,7 +442,7 @@ class RayWorkerGroup:
                 self.name_prefix,
                 _DEATH_WAIT_S,
             )
-            # Kill these processes directly, because a stopped process does not receive Ray's message.
+            # Kill these processes directly, because a stopped process does not handle Ray's message.
             kill_processes(
                 [
                     worker.process
@@ -462,7 +466,8 @@ class RayWorkerGroup:
         return True
 
     def __del__(self) -> None:
-        # At its end the interpreter may be partly gone. Ray then ends the workers with their driver.
+        # During interpreter shutdown, modules may already be gone. Ray then ends the workers with their
+        # driver.
         if sys is not None and not sys.is_finalizing() and ray.is_initialized():
             for worker in self._workers:
                 kill_actor(worker.actor)
@@ -477,8 +482,8 @@ class RayWorkerGroup:
         self._calls += 1
         if not self._before:
             return self._start(method, calls, ())
-        # The waiting calls can go along in the same message only if every worker is called once. A generator
-        # would run them when its first item is fetched, which may never happen.
+        # The deferred methods can be part of the same message only if every worker is called once. A
+        # generator would run them when its first item is requested, which may never happen.
         if [call.worker for call in calls] != list(range(len(self._workers))) or getattr(
             self._workers[0], method
         ).is_generator:
@@ -497,21 +502,21 @@ class RayWorkerGroup:
                 kwargs = {key: shared.get(id(value), value) for key, value in call.kwargs.items()}
                 remote = getattr(self._workers[call.worker], method)
                 started.append(remote.remote_after(before, **kwargs) if before else remote.remote(**kwargs))
-                # Register only calls with a single reference: a generator has none by which its call could be
-                # found.
+                # Register only calls with a single future. A generator has none by which its call could be
+                # looked up.
                 if isinstance(started[-1], ray.ObjectRef):
                     self._registry.begin(under_way, started[-1])
         return started
 
 
 def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
-    """Store each object that goes to more than one worker once, instead of pickling it for each; return
-    references by identity."""
+    """Store each object that goes to several workers once, instead of pickling it for each of them. Return
+    references by the object's id."""
     seen: dict[int, Any] = {}
     shared: dict[int, ray.ObjectRef[Any]] = {}
     for call in calls:
         for value in call.kwargs.values():
-            # Leave small values in the message, because storing them would cost more.
+            # Small values stay in the message, because storing them would take longer.
             if (
                 value is None
                 or isinstance(value, (bool, int, float, str, ray.ObjectRef))
@@ -520,7 +525,7 @@ def _share(calls: Sequence[WorkerCall]) -> dict[int, ray.ObjectRef[Any]]:
                 continue
             if id(value) in seen:
                 shared[id(value)] = ray_calls.put(value)
-            # Keep a reference, so that no other object gets the same id during this loop.
+            # Keep a reference, so that the id is not reused for another object during this loop.
             seen[id(value)] = value
     return shared
 

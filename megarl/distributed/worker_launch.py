@@ -1,12 +1,10 @@
-"""Start of the workers of a group: processes first, then their rendezvous, then all constructors at once.
+"""Start of the workers of a group. Each phase runs on all ranks at the same time:
 
-Order of the phases, each over all ranks at the same time:
-
-1. an empty shell in every bundle, with the environment that its process needs from the start;
-2. each shell imports the worker class and calls ``configure_worker``; if the result needs other Ray options,
-   the shell is replaced;
-3. rank 0 binds the rendezvous port and keeps it; the driver gets address and port;
-4. all constructors run concurrently, so that they can connect in ``rendezvous.init_process_group``.
+1. An empty shell starts in every bundle, with the environment that its process needs from the start.
+2. Each shell imports the worker class and calls ``configure_worker``. If the result requires other Ray
+   options, the shell is replaced.
+3. Rank 0 binds the rendezvous port and keeps it. The driver gets address and port.
+4. All constructors run concurrently, so that they can connect in ``rendezvous.init_process_group``.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ DEFAULT_INIT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker to start.
+    """Description of a worker to start.
 
     Attributes:
-        rank: position in the group.
-        name: for logs.
-        placement_group, bundle_index: its bundle.
-        num_gpus: share of the bundle's GPU, 0 on CPU.
-        bundle_indices: (placement group index, bundles) of a group of tied workers, for its leader only.
-        environment: variables of this rank alone (``RANK`` and similar), set before the worker class is
+        rank: rank in the group.
+        name: name for logs.
+        placement_group, bundle_index: the worker's bundle.
+        num_gpus: fraction of the bundle's GPU; 0 on a CPU.
+        bundle_indices: (placement group index, bundles) of a group of tied workers; only for its leader.
+        environment: environment variables of this rank (``RANK`` and similar), set before the worker class is
             imported.
-        options: Ray options, for example ``runtime_env`` with the variables that all ranks share.
-        coordinates: axis name to index, for messages.
+        options: Ray options, for example ``runtime_env`` with the variables of all ranks.
+        coordinates: index on each axis by name, for messages.
     """
 
     rank: int
@@ -59,13 +57,13 @@ class WorkerSpec:
 
 
 class RayWorkerBuilder:
-    """The worker to build on Ray: the full name of its class, and its constructor's arguments.
+    """The full name of a worker class, and the arguments of its constructor.
 
     Args:
-        ray_actor_class_fqn: ``package.module.Class``. A plain class, or one decorated with ``ray.remote``,
-            whose options are then defaults. If the class has ``configure_worker(num_gpus, bundle_indices) ->
-            (resources, env_vars, init_kwargs)``, its result overrides Ray options, environment and
-            constructor arguments.
+        ray_actor_class_fqn: ``package.module.Class``. It may be a plain class, or one decorated with
+            ``ray.remote``, whose options then are defaults. If the class has ``configure_worker(num_gpus,
+            bundle_indices) -> (resources, env_vars, init_kwargs)``, its result overrides Ray options,
+            environment and constructor arguments.
         args, kwargs: arguments of the constructor.
     """
 
@@ -82,7 +80,7 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, list[int]] | None = None,
         **extra_options: Any,
     ) -> PendingWorkers:
-        """Start one worker on its own; ``.wait()`` returns a list with its handle."""
+        """Start a single worker without a group. ``.wait()`` of the result returns a list with its handle."""
         spec = WorkerSpec(
             rank=0,
             name=self.ray_actor_class_fqn.rpartition(".")[2],
@@ -103,18 +101,18 @@ class RayWorkerBuilder:
         bundle_indices: tuple[int, list[int]] | None = None,
         **extra_options: Any,
     ) -> WorkerHandle:
-        """Start one worker on its own and wait until it is constructed."""
+        """Start a single worker without a group, and wait until it is constructed."""
         return self.create_worker_async(
             placement_group, placement_group_bundle_index, num_gpus, bundle_indices, **extra_options
         ).wait()[0]
 
 
 class PendingWorkers:
-    """Workers whose processes are starting. ``wait`` runs the remaining phases; if anything fails, no process
+    """Workers whose processes are starting. ``wait`` runs the remaining phases. If anything fails, no process
     is left running.
 
     Attributes:
-        endpoint: where they connect; None until ``wait`` has returned.
+        endpoint: rendezvous address of the workers; None until ``wait`` has returned.
     """
 
     def __init__(
@@ -134,15 +132,15 @@ class PendingWorkers:
     def wait(
         self, timeout_s: float = DEFAULT_INIT_TIMEOUT_S, look_s: float | None = None
     ) -> list[WorkerHandle]:
-        """Return the handles of the constructed workers, by rank.
+        """Wait until all workers are constructed, and return their handles by rank.
 
         Args:
-            timeout_s: for all phases together.
+            timeout_s: time limit in seconds for all phases together.
             look_s: see ``Deadline``.
 
         Raises:
             MegarlError, WorkerError: a worker could not be created; see ``await_results``.
-            DeadlineError: they were not ready after ``timeout_s`` seconds.
+            DeadlineError: the workers were not ready after ``timeout_s`` seconds.
         """
         deadline = Deadline(timeout_s, key="" if look_s is None else "deadlines.init_s", look_s=look_s)
         try:
@@ -150,15 +148,15 @@ class PendingWorkers:
             self.endpoint = endpoint = self._meet(deadline)
             name = self._builder.ray_actor_class_fqn
             with ray_calls.calling(f"constructor of {name}", deadline.left()):
-                # Store the arguments once for all workers: otherwise a configuration or a tokenizer would be
-                # pickled for each of them.
+                # Store the arguments once for all workers. Otherwise configuration and tokenizer would be
+                # pickled for each worker.
                 arguments = ray_calls.put((self._builder.args, self._builder.kwargs))
                 references = [
                     ray_calls.submit(shell.construct, name, endpoint, arguments, requirement.init_kwargs)
                     for shell, requirement in zip(self._shells, requirements, strict=True)
                 ]
             methods = await_results(references, self._registry, f"constructor of {name}", deadline)
-        # Clean up after an interrupt as well: remaining processes would hold the devices of the next start.
+        # Also after an interrupt, because remaining processes would occupy the devices.
         except BaseException:
             self.kill()
             raise
@@ -168,7 +166,7 @@ class PendingWorkers:
         ]
 
     def kill(self) -> None:
-        """End all processes of the group."""
+        """Kill all processes of the group."""
         for shell in self._shells:
             kill_actor(shell)
 
@@ -177,8 +175,8 @@ class PendingWorkers:
         answers = self._ask(everyone, deadline)
         unfit: list[int] = []
         for index in everyone:
-            # Start an actor again if its options differ: Ray fixes them when it starts, before the worker's
-            # class can state its needs.
+            # If the worker class requires other Ray options, start another actor: Ray fixes the options at
+            # the start, before the class is imported.
             options = _ray_options(self._specs[index], answers[index][1])
             if options != self._options[index]:
                 unfit.append(index)
@@ -204,7 +202,7 @@ class PendingWorkers:
         ]
         answers = await_results(references, self._registry, f"start of {name}", deadline)
         for index, (process, _) in zip(indices, answers, strict=True):
-            # Set the process as soon as it is known, so that errors name the host from now on.
+            # From here on, errors can name the worker's host.
             self._registry.set_process(self._shells[index], process)
         return answers
 
@@ -217,21 +215,21 @@ class PendingWorkers:
 def start_workers(
     builder: RayWorkerBuilder, specs: Sequence[WorkerSpec], registry: WorkerRegistry
 ) -> PendingWorkers:
-    """Begin phase 1 for all workers of a group."""
+    """Start phase 1 for all workers of a group."""
     shells = [_start_shell(spec, _ray_options(spec, ClassRequirements()), registry) for spec in specs]
     return PendingWorkers(builder, specs, registry, shells)
 
 
 def kill_actor(actor: ActorHandle[Any]) -> None:
-    """End an actor's process now, whatever it is doing; does nothing if the actor, or Ray, is gone."""
-    # Ray raises one of these if an actor is gone, depending on the state of the actor and of the cluster.
+    """Kill an actor's process at once. No-op if the actor, or Ray, is gone."""
+    # Ray raises any of these if an actor is gone, depending on the state of the actor and of the cluster.
     with contextlib.suppress(ray.exceptions.RayError, ValueError, RuntimeError):
         ray_calls.kill(actor)
 
 
 def _ray_options(spec: WorkerSpec, requirement: ClassRequirements) -> dict[str, Any]:
-    """Return the Ray options of one worker: decorator < caller < ``configure_worker``. The decorator does not
-    decide the share of the GPU."""
+    """Return the Ray options of one worker. Those of the decorator are overridden by the caller's, and these
+    by ``configure_worker``'s. The decorator cannot set the fraction of the GPU."""
     options = recursive_merge_options({"num_cpus": 1}, requirement.decorator_options)
     options = recursive_merge_options(options, {**spec.options, "num_gpus": spec.num_gpus})
     asked: Mapping[str, Any] = {**requirement.resources, "runtime_env": {"env_vars": requirement.env_vars}}
@@ -242,7 +240,7 @@ def _start_shell(spec: WorkerSpec, options: dict[str, Any], registry: WorkerRegi
     place = PlacementGroupSchedulingStrategy(
         placement_group=spec.placement_group,
         placement_group_bundle_index=spec.bundle_index,
-        # Whatever a worker itself starts through Ray, as vLLM may do, has to run on the worker's own bundle.
+        # What a worker itself starts through Ray, as vLLM may do, must run on the worker's own bundle.
         placement_group_capture_child_tasks=True,
     )
     remote = ray.remote(WorkerShell).options(**options, scheduling_strategy=place)

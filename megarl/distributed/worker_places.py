@@ -1,5 +1,4 @@
-"""Bundles of the workers of a group: rank, name, and the environment variables that pass them to a worker. No
-Ray here."""
+"""Assignment of bundles to the workers of a group, with rank, name and environment variables. Without Ray."""
 
 from __future__ import annotations
 
@@ -13,18 +12,19 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """The bundle and rank of one worker.
+    """The bundle and the rank of one worker.
 
     Attributes:
-        rank: position in the group.
+        rank: rank in the group.
         world_size: number of workers in the group.
-        node: index of the node's entry in the list of placement groups.
-        group, bundle: placement group and bundle in it.
-        local_world_size: workers of the group with the same ``node``.
-        tied_group: index of its group of tied workers (a group of one, unless bundles were given together).
-        is_leader: first of its tied group.
-        bundle_indices: (node, bundles) of the tied group; None unless it is the leader.
-        name: for logs.
+        node: index of the node in the list of placement groups.
+        group, bundle: index of the placement group, and of the bundle in it.
+        local_world_size: number of the group's workers with the same ``node``.
+        tied_group: index of the worker's group of tied workers, whose bundles were given together; otherwise
+            each worker is a group of its own.
+        is_leader: the worker is the first of its tied group.
+        bundle_indices: (node, bundles) of the tied group; None unless the worker is its leader.
+        name: name for logs.
     """
 
     rank: int
@@ -39,8 +39,8 @@ class WorkerPlace:
     name: str
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a distributed launcher, except the address, which is known only once rank 0
-        has bound it."""
+        """Return the environment variables that a distributed launcher sets, except the rendezvous address,
+        which is known only after rank 0 has bound it."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.bundle),
@@ -50,7 +50,7 @@ class WorkerPlace:
         }
 
     def metadata(self) -> dict[str, Any]:
-        """Return the entry of ``RayWorkerGroup.worker_metadata``."""
+        """Return the worker's entry of ``RayWorkerGroup.worker_metadata``."""
         return {
             "node_idx": self.node,
             "local_rank": self.bundle,
@@ -67,14 +67,15 @@ def place_workers(
     bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None,
     name_prefix: str,
 ) -> list[WorkerPlace]:
-    """Assign bundles to all workers, and return them by rank.
+    """Assign bundles to all workers, and return the assignments by rank.
 
     Args:
-        bundle_counts: bundles of each placement group.
-        workers_per_node, bundle_indices_list, name_prefix: as for ``RayWorkerGroup``.
+        bundle_counts: number of bundles of each placement group.
+        workers_per_node, bundle_indices_list, name_prefix: as in ``RayWorkerGroup``.
 
     Raises:
-        ConfigError: (a ValueError) both arguments are given, or one does not fit the placement groups.
+        ConfigError: (a ValueError) both ``workers_per_node`` and ``bundle_indices_list`` are given, or one
+            does not match the placement groups.
     """
     if bundle_indices_list is None:
         counts = _worker_counts(bundle_counts, workers_per_node)
@@ -141,8 +142,7 @@ def _worker_counts(bundle_counts: Sequence[int], workers_per_node: int | Sequenc
 
 
 def _placement_group(bundle_counts: Sequence[int], node: int) -> int:
-    """Return the placement group of a node: a unified group holds the bundles of all nodes, counted
-    through."""
+    """Return the index of a node's placement group. A unified group contains the bundles of all nodes."""
     return 0 if len(bundle_counts) == 1 else node
 
 
@@ -153,7 +153,7 @@ def _check_bundles(bundle_counts: Sequence[int], tied_groups: Sequence[tuple[int
         )
     taken: set[tuple[int, int]] = set()
     for node, bundles in tied_groups:
-        # In a unified group the node is only a label, so that any number from 0 on is valid.
+        # In a unified group the node is only a label, so any number from 0 up is valid.
         if node < 0 or (len(bundle_counts) > 1 and node >= len(bundle_counts)):
             raise ConfigError(
                 f"bundle_indices_list: node {node} does not exist, there are {len(bundle_counts)}. Fix: "
@@ -168,7 +168,7 @@ def _check_bundles(bundle_counts: Sequence[int], tied_groups: Sequence[tuple[int
                     f"bundle_indices_list: bundle {bundle} on node {node} must lie in [0, "
                     f"{bundle_counts[group]}). Fix: correct it"
                 )
-            # Compare groups rather than nodes: in a unified group a bundle is the same under every label.
+            # Compare groups rather than nodes, because in a unified group different nodes share the bundles.
             if (group, bundle) in taken:
                 raise ConfigError(
                     f"bundle_indices_list: bundle {bundle} on node {node} is given twice; it holds one "

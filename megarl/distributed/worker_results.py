@@ -1,6 +1,5 @@
-"""Waits for workers: the first failure ends the wait, no wait is endless, and every error names the worker
-that
-it comes from."""
+"""Waiting for results of workers. The first failure ends the wait, every wait has an end, and errors name the
+worker they come from."""
 
 from __future__ import annotations
 
@@ -28,15 +27,18 @@ from megarl.errors import WORKER_TRACE, DeadlineError, MegarlError, StateError, 
 
 logger = logging.getLogger(__name__)
 
-# When one rank fails, its peers fail a moment later with broken connections. Waiting for this time allows the
-# cause to be distinguished from these consequences.
+# When one rank fails, its peers fail a moment later with broken connections. After a failure, wait this many
+# seconds for others, to tell the cause from its consequences.
 _ECHO_WAIT_S = 1.0
-# Ray's health check declares a silent node dead after 15 s to 50 s.
+# Maximum seconds to wait for the cause. Ray's health check declares a silent node dead after 15 to 50 s.
 _CAUSE_WAIT_S = 60.0
 _DEATH_POLL_S = 0.2
+# Maximum number of stored calls; results that nobody awaits would otherwise accumulate.
 _MOST_CALLS = 65_536
+# Minimum seconds of a wait, for fetching results that may already exist.
 _FETCH_S = 10.0
-# Remove the colours that Ray adds to the tracebacks of workers, because errors are also written to logs.
+# Color codes that Ray adds to workers' tracebacks. They are removed, because errors are also written to
+# logs.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONNECTION_WORDS = (
     "Connection closed by peer",
@@ -48,15 +50,15 @@ _CONNECTION_WORDS = (
 
 
 class Deadline:
-    """A time limit in seconds that several waits share; ``None`` is no limit.
+    """A time limit that several waits share.
 
     Attributes:
-        seconds: the limit.
-        key: configuration key of the limit; "" if the caller set it.
-        look_s: seconds without any reply after which workers that are stopped or make no progress are given
-            up; None never checks.
-        wait_for_others: the workers may wait for a process outside of their group, so that a lack of progress
-            is no reason to give them up.
+        seconds: the limit in seconds; None for no limit.
+        key: configuration key of the limit, for messages; "" if the caller set it.
+        look_s: seconds without any reply after which a call is aborted if a worker is stopped or none makes
+            progress; None does not check this.
+        wait_for_others: the workers may wait for a process outside their group, so a lack of progress is no
+            reason to abort.
     """
 
     def __init__(
@@ -68,24 +70,22 @@ class Deadline:
         look_s: float | None = None,
         wait_for_others: bool = False,
     ) -> None:
-        """Args: begun: monotonic seconds from which on it counts, where that leaves a moment to fetch what is
-        done; None for now.
-        """
+        """Start the time limit at ``begun``, in monotonic seconds; None for now. It ends at least 10 seconds
+        from now, or ``seconds`` if that is less, so that results that already exist can be fetched."""
         self.seconds, self.key, self.look_s, self.wait_for_others = seconds, key, look_s, wait_for_others
         now = time.monotonic()
         since = now if begun is None else begun
-        # Leave some time to fetch: results that are ready must be returned even if they are requested long
-        # after the call.
+        # Results that are ready must be returned even if they are requested long after the call's limit.
         self._end = None if seconds is None else max(since + seconds, now + min(seconds, _FETCH_S))
 
     def left(self) -> float | None:
-        """Return the remaining seconds, never negative."""
+        """Return the remaining seconds, at least 0; None without a limit."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
 class WorkerRegistry:
-    """Workers of one group by actor (rank, coordinates, process), their calls in progress, and the calls that
-    never returned."""
+    """The workers of a group, by actor (rank, coordinates, process), with their calls in progress and calls
+    that were aborted."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -94,15 +94,15 @@ class WorkerRegistry:
         self._unfinished: list[ray.ObjectRef[Any]] = []
 
     def add(self, actor: ActorHandle[Any], rank: int, coordinates: Mapping[str, int] | None) -> None:
-        """Register a worker, before its first call."""
+        """Register a worker. Must precede its first call."""
         self._ranks[actor._actor_id.hex()] = (rank, coordinates)
 
     def set_process(self, actor: ActorHandle[Any], process: WorkerProcess) -> None:
-        """Record the worker's process, as soon as it is known."""
+        """Store the process of a worker once it is known."""
         self._processes[actor._actor_id.hex()] = process
 
     def label(self, reference: ray.ObjectRef[Any]) -> str:
-        """Return the coordinates of the worker that computes ``reference``, for example ``[pp0 dp1 cp0 tp0
+        """Return the name of the worker that computes ``reference``, for example ``[pp0 dp1 cp0 tp0
         node7]``."""
         actor = _actor_of(reference)
         if actor not in self._ranks:
@@ -112,31 +112,32 @@ class WorkerRegistry:
         return format_coordinates(rank, coordinates, process.host if process else "host not yet known")
 
     def process(self, reference: ray.ObjectRef[Any]) -> WorkerProcess | None:
-        """Return the process of the worker that computes ``reference``; None before it has started."""
+        """Return the process of the worker that computes ``reference``; None before the process has
+        started."""
         return self._processes.get(_actor_of(reference))
 
     def begin(self, call: Call, reference: ray.ObjectRef[Any]) -> None:
-        """Record the call that a result belongs to. The oldest calls that nobody waits for are forgotten."""
+        """Store the call to which a result belongs. If there are too many, the oldest call is dropped."""
         self._calls[reference.hex()] = call
         if len(self._calls) > _MOST_CALLS:
-            # Dictionaries keep their order, so that the first key is the oldest call.
+            # Dictionaries keep insertion order, so the first key is the oldest call.
             del self._calls[next(iter(self._calls))]
 
     def call_of(self, reference: ray.ObjectRef[Any]) -> Call | None:
-        """Return the call that ``reference`` is the result of; None if unknown."""
+        """Return the call that computes ``reference``; None if unknown."""
         return self._calls.get(reference.hex())
 
     def forget(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Forget calls whose results have arrived."""
+        """Remove calls whose results have arrived."""
         for reference in references:
             self._calls.pop(reference.hex(), None)
 
     def set_unfinished(self, references: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Record the calls that were still running when a wait was given up."""
+        """Store the calls that were still running when a wait was aborted."""
         self._unfinished = list(references)
 
     def has_unfinished(self) -> bool:
-        """Return whether a call that was given up still occupies its worker."""
+        """Return whether a call whose wait was aborted still runs."""
         if self._unfinished:
             _, self._unfinished = ray_calls.wait(
                 self._unfinished, num_returns=len(self._unfinished), timeout=0
@@ -144,7 +145,8 @@ class WorkerRegistry:
         return bool(self._unfinished)
 
     def check_free(self, what: str) -> None:
-        """Require that no worker is busy with a call that was given up: a new call would wait behind it.
+        """Check that no worker is busy with a call whose wait was aborted, because a new call would have to
+        wait for it.
 
         Raises:
             StateError: a worker is.
@@ -160,31 +162,30 @@ class WorkerRegistry:
 def await_results(
     references: Sequence[ray.ObjectRef[Any]], registry: WorkerRegistry, what: str, deadline: Deadline
 ) -> list[Any]:
-    """Return the values of ``references``, in order. All of them are watched, so that a failed worker is
-    noticed while its peers hang.
+    """Wait for worker calls, and return their results in order. All calls are watched, so that a failed
+    worker is detected while its peers hang.
 
     Args:
-        references: results of worker calls; one may occur twice.
-        registry: names the workers.
-        what: the call, for messages.
+        references: futures of worker calls; may contain duplicates.
+        registry: registry of the workers.
+        what: description of the call, for messages.
         deadline: time limit of the wait.
 
     Raises:
-        MegarlError: a worker raised one; the same class again, with the worker's coordinates before its
+        MegarlError: a worker raised one. It is raised with the same class, and the worker's name before its
             message.
-        WorkerError: a worker raised another exception (its ``__cause__``).
+        WorkerError: a worker raised another exception, which is the ``__cause__``.
         WorkerLostError: a worker's process or node is gone.
-        DeadlineError: not all replied in time, the process of one is stopped, or none of the silent ones
-            makes progress; the message has the stacks of those that still run.
+        DeadlineError: some workers did not reply in time, the process of one is stopped, or no silent worker
+            makes progress. The message contains the stacks of those that still run.
     """
     values: dict[ray.ObjectRef[Any], Any] = {}
-    # Remove duplicates, because ray.wait refuses a reference that is given twice.
+    # ray.wait rejects duplicates.
     pending = list(dict.fromkeys(references))
     watch = WorkerWatch(deadline.look_s, deadline.wait_for_others)
     while pending:
         times = [seconds for seconds in (deadline.left(), watch.until_look()) if seconds is not None]
-        # Wait for one result at a time: if it waited for all of them, Ray would not return at the first
-        # failure.
+        # Wait for one result at a time, because a wait for all of them would not return at the first failure.
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=min(times, default=None))
         if not ready:
             reason = "" if deadline.left() == 0 else watch.give_up(list(map(registry.process, pending)))
@@ -209,8 +210,8 @@ def _await_cause(
     pending: list[ray.ObjectRef[Any]],
     values: dict[ray.ObjectRef[Any], Any],
 ) -> list[ray.ObjectRef[Any]]:
-    """Wait for the cause while all failures look like its consequences: Ray learns of a lost node later than
-    the node's peers do."""
+    """Wait for the cause while all failures so far look like consequences: a lost node's peers fail before
+    Ray reports the loss."""
     deadline = Deadline(_CAUSE_WAIT_S)
     while pending and deadline.left() and all(_echo_rank(error) == 2 for _, error in failures):
         ready, pending = ray_calls.wait(pending, num_returns=1, timeout=deadline.left())
@@ -239,8 +240,7 @@ def _take(
 def _raise_failure(
     failures: Sequence[tuple[ray.ObjectRef[Any], RayError]], registry: WorkerRegistry, what: str
 ) -> None:
-    # The failure that looks least like a broken connection is the cause; among equals it is the first to
-    # arrive.
+    # The cause is the failure that looks least like a broken connection; of several, the first to arrive.
     reference, error = min(failures, key=lambda failure: _echo_rank(failure[1]))
     others = [registry.label(other) for other, _ in failures if other != reference]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
@@ -259,8 +259,7 @@ def _echo_rank(error: RayError) -> int:
 
 
 def _await_death(actor: str) -> None:
-    """Wait until Ray knows whether a process or its node has ended; at first it reports only a lost
-    connection."""
+    """Wait until Ray knows that an actor is dead. At first it only reports a lost connection."""
     deadline = Deadline(_CAUSE_WAIT_S)
     with contextlib.suppress(RayError, RuntimeError, OSError):
         while deadline.left():
@@ -272,7 +271,7 @@ def _await_death(actor: str) -> None:
 
 
 def _lost_node(process: WorkerProcess | None) -> str:
-    """Return a note if a worker's whole node is gone, else ""."""
+    """Return a note if the worker's node is lost; otherwise ""."""
     name = None if process is None else lost_node_name(process.node_id)
     return "" if name is None else f" node {name} is lost:"
 
@@ -290,13 +289,13 @@ def _translate(label: str, error: RayError, what: str, also: str) -> MegarlError
     trace = f"{WORKER_TRACE}\n{_COLOURS.sub('', str(error))}"
     if isinstance(cause, MegarlError):
         try:
-            # Keep the class, so that its exit code is preserved and callers that catch it still do.
+            # Keep the class, which determines the exit code and which callers may catch.
             translated = type(cause)(f"{label} {cause}{also}{trace}")
-            # Copy attributes that the worker attached to the error, such as skipped batches.
+            # Copy attributes that the worker has set on the error, such as the skipped batches.
             vars(translated).update(vars(cause))
             return translated
         except TypeError:
-            # The class has a different constructor: use WorkerError, whose message gives the class's name.
+            # The class has another constructor. Fall back to WorkerError, whose message names the class.
             pass
     return WorkerError(f"{label} {what}: {type(cause).__name__}: {cause}{also}{trace}")
 
@@ -309,7 +308,7 @@ def _deadline_error(
     deadline: Deadline,
     reason: str,
 ) -> DeadlineError:
-    """Return the error for workers that were late or, with a reason, given up earlier."""
+    """Return the error for workers that are late or, with a ``reason``, whose call was aborted earlier."""
     labels = list(map(registry.label, pending))
     processes = list(map(registry.process, pending))
     looks = looks_at(processes)
@@ -341,10 +340,9 @@ def _deadline_error(
 
 
 def blame(labels: Sequence[str], looks: Sequence[ProcessLook | None]) -> str:
-    """Return a sentence on which of the silent workers keeps the others waiting; "" if none stands out.
+    """Return a sentence that names the silent workers on which the others wait; "" if none stands out.
 
-    A worker whose process does not run stands out, and so does one that is not in a collective while others
-    are.
+    Workers whose process does not run stand out. So do workers that are not in a collective while others are.
     """
     still, apart, waiting = [], [], 0
     for label, look in zip(labels, looks, strict=True):

@@ -1,8 +1,8 @@
-"""The Ray actor that holds a worker: a generic shell, and the handle with which the driver calls it.
+"""The Ray actor around a worker: a generic shell, and the handle with which the driver calls it.
 
-The driver knows a worker class by name only. The shell imports and constructs it in the worker's own process,
-so that the driver never imports what workers need. Importing this file loads no torch: thread counts are set
-before torch is loaded.
+The driver knows the worker class only by name. The shell imports and constructs it in the worker's process,
+so the driver never imports the worker's dependencies. This module does not import torch, because thread
+counts must be set before torch is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Host and process of a worker."""
+    """Host name, Ray's node id and process id of a worker."""
 
     host: str
     node_id: str
@@ -47,7 +47,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
-    """Requirements of a worker class: Ray options of its decorator, and the three results of its
+    """Requirements of a worker class: the Ray options of its decorator, and the three results of its
     ``configure_worker``."""
 
     decorator_options: dict[str, Any] = field(default_factory=dict)
@@ -57,11 +57,11 @@ class ClassRequirements:
 
 
 def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
-    """Import ``package.module.Class``; a Ray-decorated class is unwrapped, and its decorator's options are
-    returned with it.
+    """Import ``package.module.Class``. Return the class, without a Ray decorator, and the decorator's
+    options.
 
     Raises:
-        ConfigError: the name is not dotted, the module lacks it, or it is not a class.
+        ConfigError: the name is not dotted, the module does not contain it, or it is not a class.
         ClusterError: the module cannot be imported in this process.
     """
     module_name, _, class_name = name.rpartition(".")
@@ -75,8 +75,8 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
             "Fix: install what it needs in the workers' environment"
         ) from error
     found: Any = getattr(module, class_name, None)
-    # Classes of the NeMo-RL policy API are decorated by ``ray.remote``, and such a class creates no object in
-    # this process: use the class that was decorated.
+    # NeMo-RL's worker classes are decorated with ``ray.remote``. A decorated class cannot be instantiated in
+    # this process, so use the original class.
     if isinstance(found, ActorClass):
         return found.__ray_metadata__.modified_class, dict(getattr(found, "_default_options", {}))
     if not inspect.isclass(found):
@@ -88,18 +88,18 @@ def import_worker_class(name: str) -> tuple[type, dict[str, Any]]:
 
 
 def own_compile_cache() -> None:
-    """Make ``torch.compile`` keep its cache where nobody else can write, because it unpickles what it finds
-    there. An existing ``TORCHINDUCTOR_CACHE_DIR`` is kept.
+    """Make ``torch.compile`` use a cache directory to which nobody else can write, because it unpickles the
+    files there. A value of ``TORCHINDUCTOR_CACHE_DIR`` in the environment is kept.
 
-    By default the cache is in the machine's temporary directory, under the user's name, and the user who
-    creates that directory first may write into it.
+    The default directory is in the machine's temporary directory and has the user's name. Any user can create
+    it first, and then write to it.
     """
     if env.text(_COMPILE_CACHE):
         return
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
-    # Do not follow a link, which another user may have created.
+    # lstat does not follow a symbolic link, which another user may have created.
     found = usual.lstat()
     if (
         stat.S_ISDIR(found.st_mode)
@@ -120,12 +120,12 @@ def own_compile_cache() -> None:
 
 
 class WorkerShell:
-    """Body of the actor. One instance lives in one process and constructs at most one worker."""
+    """Ray actor class that constructs and calls one worker in its process."""
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         env.set_variables(environment)
         redact_log(env.snapshot())
-        # Remove unsafe variables of the node, whose Ray may have been started by somebody else.
+        # Remove unsafe variables of the node's environment: another user may have started its Ray.
         env.forget_unsafe()
         own_compile_cache()
         self._name = name
@@ -138,7 +138,7 @@ class WorkerShell:
     def inspect_class(
         self, class_name: str, num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[WorkerProcess, ClassRequirements]:
-        """Import the worker class and return its requirements."""
+        """Import the worker class. Return this process and the class's requirements."""
         worker_class, options = import_worker_class(class_name)
         process = WorkerProcess(socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid())
         configure = getattr(worker_class, "configure_worker", None)
@@ -150,10 +150,9 @@ class WorkerShell:
         )
 
     def open_rendezvous(self) -> tuple[str, int]:
-        """Bind the group's rendezvous port in this process and keep it (rank 0 only). Return address and
-        port."""
-        # Bind the port here and keep it: a port that was only found to be free may be taken by the time it is
-        # used.
+        """Bind the group's rendezvous port in this process and keep it. Return address and port. Only for
+        rank 0."""
+        # Bind the port here and keep it. A port that was only found to be free may be in use later.
         address = ray.util.get_node_ip_address()
         return address, rendezvous.open_listener(address)
 
@@ -164,27 +163,28 @@ class WorkerShell:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         init_kwargs: dict[str, Any],
     ) -> dict[str, bool]:
-        """Build the worker. Return its methods; True marks generators, whose items are streamed."""
+        """Construct the worker. Return its methods by name; the value is True for generator methods."""
         env.set_variables({"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)})
         rendezvous.set_endpoint(endpoint)
-        # Arguments that the class itself requests override the caller's.
+        # Arguments from the class's ``configure_worker`` override the caller's.
         worker_class, _ = import_worker_class(class_name)
         positional, keywords = arguments
         self._worker = worker_class(*positional, **{**keywords, **init_kwargs})
         return _methods(worker_class)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the worker. Errors propagate with their traceback."""
+        """Run a method of the worker."""
         return getattr(self._worker, method)(*args, **kwargs)
 
     def call_after(self, before: Sequence[str], method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run methods without arguments, and then ``method`` if none of them raised."""
+        """Run the methods ``before``, without arguments, and then ``method``. If one raises, the others are
+        not run."""
         for name in before:
             getattr(self._worker, name)()
         return self.call(method, *args, **kwargs)
 
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Run a generator method of the worker; every item becomes an object of its own."""
+        """Run a generator method of the worker. Ray stores each item as a separate object."""
         yield from getattr(self._worker, method)(*args, **kwargs)
 
 
@@ -198,7 +198,7 @@ def _methods(worker_class: type) -> dict[str, bool]:
 
 
 class RemoteMethod:
-    """A method of a handle, called with ``.remote(...)`` as a method of a Ray actor."""
+    """A worker's method on the driver, called with ``.remote(...)`` like a method of a Ray actor."""
 
     __slots__ = ("_actor", "_name", "is_generator")
 
@@ -213,17 +213,17 @@ class RemoteMethod:
         return ray_calls.submit(target, self._name, *args, **kwargs)
 
     def remote_after(self, before: Sequence[str], **kwargs: Any) -> Any:
-        """Start the method, which must not be a generator, after other methods that take no arguments, in one
-        call."""
+        """Start the methods ``before``, without arguments, and then this method, in one call. Not for
+        generator methods."""
         target: Any = self._actor.call_after
         return ray_calls.submit(target, tuple(before), self._name, **kwargs)
 
 
 class WorkerHandle:
-    """The driver's end of one worker: ``handle.method.remote(...)`` returns a Ray future, as with a plain
-    actor handle.
+    """The driver's handle of a worker. ``handle.method.remote(...)`` returns a Ray future, as with a Ray
+    actor.
 
-    Object references among the direct arguments are resolved by Ray. ``actor`` is the Ray actor itself, for
+    Ray resolves object references among the direct arguments. ``actor`` is the Ray actor itself, for
     ``ray.kill``.
     """
 
@@ -238,8 +238,8 @@ class WorkerHandle:
         self._methods = dict(methods)
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        # Python also calls this for a slot that is not set, and reading ``_methods`` would then recurse
-        # without end.
+        # Python also calls this for a slot that is not set yet. Reading ``_methods`` would then recurse
+        # infinitely.
         if name.startswith("__") or name in WorkerHandle.__slots__:
             raise AttributeError(name)
         if name not in self._methods:

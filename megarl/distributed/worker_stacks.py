@@ -1,10 +1,9 @@
-"""Python stacks, states and activity of processes, observed from outside: whether a silent one is working,
-and
-where it hangs.
+"""Python stacks, states and activity of processes, observed from outside, to tell whether a silent process is
+working, and where it hangs.
 
-A process that registers opens an unnamed file and lets ``faulthandler`` write all its threads' stacks there
-on SIGUSR2, which works even while it waits in C++ code or for the interpreter's lock. Another process of the
-same user finds the file in ``/proc``, sends the signal and reads it; nothing is left on disk.
+A process that registers opens an unnamed file, to which ``faulthandler`` writes the stacks of all threads on
+SIGUSR2. This works even while the process waits in C++ code or for the GIL. Another process of the same user
+finds the file in ``/proc``, sends the signal and reads the file; nothing is left on disk.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _FILE_NAME = "megarl-stacks"
 _LINK = f"/memfd:{_FILE_NAME}:"
 STOPPED, GONE, RUNS = "is stopped by a signal (SIGSTOP or SIGTSTP)", "is gone", ""
 _STATES = {"T": STOPPED, "Z": GONE, "X": GONE, "D": "waits for a disk or a network file system"}
-# The stack of a thread that waits for other ranks contains one of these. The list does not cover all of
-# torch.distributed, inside which FSDP1 and other wrappers run whole passes.
+# The stack of a thread that waits for other ranks contains at least one of these paths. The list does not
+# contain all of torch.distributed, because FSDP1 and other wrappers run entire forward passes inside it.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -39,34 +38,35 @@ _COLLECTIVES = (
     "megatron/core/distributed/param_and_grad_buffer.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
-# The stack of the thread that runs the worker's method contains this.
+# Text in the stack of the thread that runs the worker's method.
 _METHOD = 'worker_shell.py", line'
-# A process at rest uses at most this share of a processor: Ray, gloo and NCCL have threads that wake now and
-# then, and a loop may check whether it can continue.
+# Maximum fraction of a CPU core that a waiting process uses. It is not 0, because threads of Ray, gloo and
+# NCCL wake up at times, and the process may wait in a polling loop.
 _MOST_CPU_SHARE = 0.05
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 100
 _FAULTS, _CPU = slice(9, 11), slice(11, 15)
-"""Fields of ``/proc/PID/stat`` after the name: page faults that read a disk, and ticks of CPU, each with
-those of ended children."""
+"""Fields of ``/proc/PID/stat`` after the program name: page faults that read from a disk, and CPU time in
+clock ticks, each also of child processes that have ended."""
+# States in ``/proc/PID/stat``: running or ready to run, and waiting for a disk.
 _GOING_ON = ("R", "D")
 _LOOKS_AGAIN, _PAUSE_S = 4, 0.023
-"""Number of further samples and seconds between them. A thread that polls every few milliseconds runs in some
-samples, and a thread that computes runs in all."""
+"""Number of further samples of the thread states, and seconds between them. A thread that polls every few
+milliseconds is running in some samples; a thread that computes is running in all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Work that a process of this host and its descendants have done so far.
+    """Total work of a process on this host and of its descendants so far.
 
     Attributes:
-        at: time of the sample, monotonic seconds of its host.
-        cpu_s: seconds of CPU, including descendants that have ended.
-        bytes: bytes that they have read and written, by calls and on disks.
-        faults: pages that had to be read from a disk.
-        processes: their numbers.
-        goes_on: one of their threads runs, or would if it had a processor, or waits for a disk or a network
-            file system.
+        at: time of the sample, in monotonic seconds of the host.
+        cpu_s: CPU seconds, including those of descendants that have ended.
+        bytes: bytes read and written, by system calls and on disks.
+        faults: number of pages that had to be read from a disk.
+        processes: ids of the processes.
+        goes_on: a thread of these processes runs, is ready to run, or waits for a disk or a network file
+            system.
     """
 
     at: float
@@ -77,11 +77,11 @@ class Activity:
     goes_on: bool = False
 
     def rested_since(self, before: Activity) -> bool:
-        """Return whether the processes have only waited since ``before``."""
+        """Return whether the processes have only waited since the sample ``before``."""
         return (
             not (self.goes_on or before.goes_on)
             and self.processes == before.processes
-            # A difference below zero means that a process has ended.
+            # A negative difference means that a process has ended.
             and 0 <= self.cpu_s - before.cpu_s <= _MOST_CPU_SHARE * (self.at - before.at)
             and 0 <= self.bytes - before.bytes <= _MOST_BYTES
             and 0 <= self.faults - before.faults <= _MOST_FAULTS
@@ -90,13 +90,13 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """State of a process as observed from outside.
+    """A sample of a process's state.
 
     Attributes:
-        state: state that keeps it from running, as the end of a sentence; "" if it runs, sleeps or cannot be
-            seen.
-        stack: its threads' stacks, at most 6000 characters; "" if there is none.
-        activity: its work so far; None if that cannot be seen.
+        state: what keeps the process from running, as the end of a sentence; "" if it runs or sleeps, or if
+            its state is unknown.
+        stack: stacks of its threads, at most 6000 characters; "" if there are none.
+        activity: its work so far; None if unknown.
     """
 
     state: str
@@ -105,9 +105,9 @@ class ProcessLook:
 
     @property
     def place(self) -> str:
-        """Position of the thread that runs the worker's method, as lines of its stack; empty if unknown."""
+        """Stack of the thread that runs the worker's method; empty if unknown."""
         blocks = self._method
-        # Skip the first line, which names the thread that has written the stack and may differ between
+        # Skip the first line, which shows whether this thread wrote the stacks. That may differ between
         # samples.
         return blocks[-1].partition("\n")[2] if blocks else ""
 
@@ -117,29 +117,29 @@ class ProcessLook:
 
     @property
     def waits_for_others(self) -> bool | None:
-        """True if the worker's method is in a collective; None if no stack tells."""
+        """True if the worker's method is in a collective; None if there is no stack."""
         blocks = self._method or ([self.stack] if self.stack else [])
         return any(sign in blocks[-1] for sign in _COLLECTIVES) if blocks else None
 
 
 @functools.cache
 def register_stacks(worker: str = "") -> None:
-    """Prepare this process; without ``/proc`` or unnamed files its stacks are simply not reported.
+    """Let other processes read this process's stacks. No-op on a system without ``/proc`` or unnamed files.
 
     Args:
-        worker: name of the worker that it holds, which ``worker_of`` returns.
+        worker: name of the worker in this process, which ``worker_of`` returns.
     """
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        # Use a bare descriptor, which stays open as long as the process lives: a file object would buffer
-        # what the signal handler writes. Use SIGUSR2, because SIGUSR1 asks a run to stop.
+        # A bare file descriptor stays open until the process ends. SIGUSR2, because SIGUSR1 requests the end
+        # of a run.
         faulthandler.register(
             signal.SIGUSR2, file=os.memfd_create(f"{_FILE_NAME}:{worker}"), all_threads=True
         )
 
 
 def worker_of(process_id: int) -> str | None:
-    """Return the name of the worker in a process of this host; "" for a worker without a name, None for a
-    process that has not registered."""
+    """Return the name of the worker in a process on this host: "" if it registered without a name, None if it
+    has not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
         if path is not None:
@@ -148,25 +148,25 @@ def worker_of(process_id: int) -> str | None:
 
 
 def look_at(process_id: int, with_stack: bool = True) -> ProcessLook:
-    """Return the state of one process of this host, its stacks if it may still reply, and its activity."""
+    """Sample a process on this host: its state and, unless it is stopped or gone, its stacks and activity."""
     state = read_state(process_id)
     if not with_stack or state in (STOPPED, GONE):
         return ProcessLook(state)
-    # Read the activity first, before the process's threads wake to write their stacks.
+    # Read the activity first, because writing the stacks is activity too.
     activity = read_activity(process_id)
     return ProcessLook(state, read_stack(process_id), activity)
 
 
 def kill_worker(process_id: int) -> None:
-    """Kill a process of this host, which may be stopped. A process that has not registered is left alone,
-    because it has reused the number."""
+    """Kill a process on this host, even if it is stopped. A process that has not registered is not killed,
+    because it is another one that has reused the id."""
     with contextlib.suppress(OSError):
         if _stack_file(process_id) is not None:
             os.kill(process_id, signal.SIGKILL)
 
 
 def read_state(process_id: int) -> str:
-    """Return why a process of this host does not run, as in ``ProcessLook``."""
+    """Return what keeps a process on this host from running; see ``ProcessLook.state``."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -178,7 +178,7 @@ def read_state(process_id: int) -> str:
 
 
 def read_activity(process_id: int) -> Activity | None:
-    """Read the activity of one process of this host; None if it is gone, or if there is no ``/proc``."""
+    """Sample the activity of a process on this host; None if it is gone, or if there is no ``/proc``."""
     at = time.monotonic()
     ticks = faults = moved = 0
     try:
@@ -201,8 +201,8 @@ def _goes_on_after(seconds: float, processes: Iterable[int]) -> bool:
 
 
 def _goes_on(processes: Iterable[int]) -> bool:
-    """Return whether, at this moment, a thread runs, or would if it had a processor, or waits for a disk or a
-    network file system."""
+    """Return whether a thread of these processes runs now, is ready to run, or waits for a disk or a network
+    file system."""
     return any(stat[0] in _GOING_ON for each in processes for stat in _threads(each))
 
 
@@ -214,13 +214,13 @@ def _stat(path: Path) -> list[str]:
 def _threads(process_id: int) -> Iterator[list[str]]:
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{process_id}/task").iterdir():
-            # Ignore errors, because threads come and go.
+            # Ignore errors, because threads may end meanwhile.
             with contextlib.suppress(OSError):
                 yield _stat(path / "stat")
 
 
 def _bytes(process_id: int) -> int:
-    """Return the bytes that a process has read and written; 0 if that may not be seen."""
+    """Return the bytes that a process has read and written; 0 if access is denied."""
     with contextlib.suppress(OSError):
         counts = dict(line.split(": ") for line in Path(f"/proc/{process_id}/io").read_text().splitlines())
         return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
@@ -228,11 +228,11 @@ def _bytes(process_id: int) -> int:
 
 
 def read_stack(process_id: int) -> str:
-    """Signal one process of this host and return the stacks that it wrote, at most 6000 characters; ``""`` if
-    it is gone or was not prepared."""
+    """Signal a process on this host, and return the stacks that it writes, at most 6000 characters; ``""`` if
+    it is gone or has not registered."""
     with contextlib.suppress(OSError):
         path = _stack_file(process_id)
-        # Do not send the signal: without this file the process has no handler for it and would end.
+        # Without this file, the process has no handler, and the signal would end it.
         if path is None:
             return ""
         before = os.stat(path).st_size
@@ -241,21 +241,21 @@ def read_stack(process_id: int) -> str:
         while time.monotonic() < deadline:
             time.sleep(0.02)
             now = os.stat(path).st_size
-            # Wait until the size stays the same: the handler writes line by line, and does not report its
-            # end.
+            # The handler writes line by line and does not report its end, so wait until the size stays the
+            # same.
             if now == size and now > before:
                 break
             size = now
         with open(path, "rb") as file:
             file.seek(before)
-            # Keep the end, where faulthandler writes the main thread.
+            # Keep the end, because faulthandler writes the main thread last.
             return file.read().decode(errors="replace")[-_LONGEST_STACK:]
     return ""
 
 
 def _stack_file(process_id: int) -> Path | None:
     for path in Path(f"/proc/{process_id}/fd").iterdir():
-        # Ignore errors, because descriptors are opened and closed meanwhile.
+        # Ignore errors, because descriptors may be closed meanwhile.
         with contextlib.suppress(OSError):
             if os.readlink(path).startswith(_LINK):
                 return path

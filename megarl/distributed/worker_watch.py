@@ -1,4 +1,4 @@
-"""Observation of silent workers, each on its own node: whether one of them is stopped, or all make no
+"""Observation of silent workers, on their own nodes, to detect that one is stopped or that none makes
 progress."""
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from megarl.distributed.worker_stacks import RUNS, STOPPED, ProcessLook, kill_wo
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""Number of samples in the time after which workers are given up; the work between the first and the last one
-counts."""
+"""Number of samples in the time after which a call may be aborted. Progress is measured between the first and
+the last one."""
+# Maximum seconds to wait for the samples of all nodes.
 _WAIT_S = 20.0
-# Wait this time before a second check, because a debugger or a shell may stop a process for a moment.
+# Seconds before a stopped process is checked again, because a debugger or a shell may stop it for a moment.
 _SURE_AFTER_S = 1.0
 
 
 class WorkerWatch:
-    """Observes workers while none of them replies, and reports when they are to be given up before their
-    deadline.
+    """Watches workers that have not replied, and reports when to abort their call before its deadline: when
+    one of them is stopped, or when none makes progress.
 
-    They are given up when one of them is stopped, or when all make no progress. An endless computation looks
-    like a long one, and only its deadline ends it. But a worker that waits in a mismatched collective, for a
-    lock or in a polling loop uses no resources; if nobody else whom it could wait for uses any either, it
-    waits indefinitely.
+    An endless computation looks like a long one, so only the deadline ends it. But a worker that
+    waits in a mismatched collective, for a lock or in a polling loop uses no resources. If no process it
+    could be waiting for uses any either, it will wait indefinitely.
 
     Args:
-        look_s: seconds without a reply after which they may be given up; None never checks.
-        wait_for_others: the workers may wait for a process that is not observed, so that a lack of progress
-            means nothing.
-        look: observes processes now; see ``looks_at``.
+        look_s: seconds without a reply after which the call may be aborted; None does not check.
+        wait_for_others: the workers may wait for a process that is not watched, so a lack of progress is no
+            reason to abort.
+        look: function that samples the processes; see ``looks_at``.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class WorkerWatch:
         self._looks: list[list[ProcessLook | None]] = []
 
     def until_look(self) -> float | None:
-        """Return the seconds until the next sample; None for never."""
+        """Return the seconds until the next sample is due; None for never."""
         if self._look_s is None:
             return None
         return max(self._begun + (len(self._looks) + 1) * self._look_s / LOOKS - time.monotonic(), 0.0)
 
     def answered(self) -> None:
-        """Restart the time, because one of them has replied."""
+        """Restart the time after a worker has replied."""
         self._begun, self._looks = time.monotonic(), []
 
     def give_up(self, processes: Sequence[WorkerProcess | None]) -> str:
-        """Sample all workers that are waited for, the same ones at each sample, and return why they will
-        never reply; "" if they may."""
+        """Sample the workers. Return the reason why they will never reply; "" if they may. ``processes`` must
+        be the same at every sample."""
         self._looks.append(self._look(processes))
-        # The progress of a worker shows only between samples, so that several are needed.
+        # Progress shows only as a difference between samples.
         if len(self._looks) < LOOKS:
             return ""
         if any_is_stopped(self._looks[-1]):
@@ -79,12 +79,12 @@ class WorkerWatch:
 
 
 def any_is_stopped(looks: Sequence[ProcessLook | None]) -> bool:
-    """Return whether the process of any of them is stopped."""
+    """Return whether a signal has stopped any of the processes."""
     return any(look is not None and look.state == STOPPED for look in looks)
 
 
 def stand_still(looks: Sequence[Sequence[ProcessLook | None]]) -> bool:
-    """Return whether no worker has made progress over some samples, neither in its position in the code nor
+    """Return whether no worker makes progress over several samples, neither in its position in the code nor
     in its use of resources."""
     return all(map(_stands_still, zip(*looks, strict=True)))
 
@@ -103,28 +103,29 @@ def _stands_still(looks: Sequence[ProcessLook | None]) -> bool:
 
 
 def looks_at(processes: Sequence[WorkerProcess | None], with_stack: bool = True) -> list[ProcessLook | None]:
-    """Sample workers, each on its own node; None for each one that does not reply in time. Never raises."""
+    """Sample workers, each on its own node. Returns None for a worker whose node does not reply in time.
+    Never raises."""
     return _beside(processes, look_at, with_stack)
 
 
 def kill_processes(processes: Sequence[WorkerProcess]) -> None:
-    """Kill workers that Ray does not reach, each on its own node. Never raises."""
+    """Kill workers that Ray cannot reach, each on its own node. Never raises."""
     _beside(processes, kill_worker)
 
 
 def _beside(
     processes: Sequence[WorkerProcess | None], function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """Call a function with the number of each process on that process's node; return None for each one that
-    does not reply in time."""
+    """Call a function with each process's id, on that process's node. Returns None where there is no reply in
+    time."""
     task = ray.remote(function)
     references = {}
     for index, process in enumerate(processes):
         if process is not None:
-            # Run on this node or not at all: on another node the number belongs to another process.
+            # Run on this node or not at all: on another node, the process id belongs to another process.
             where = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
-            # Ask for no CPU, because the workers may hold all of them. Do not retry, because only a sample of
-            # this moment counts.
+            # Request no CPU, because the workers may occupy all of them. Do not retry, because only a sample
+            # from now is useful.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
             references[ray_calls.submit(task.options(**options), process.process_id, *arguments)] = index
     found: list[Any] = [None] * len(processes)

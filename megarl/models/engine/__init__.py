@@ -1,7 +1,8 @@
-"""The engine that all backends share: micro-batches, heads, passes, the worker's methods.
+"""The training engine, which all backends share: micro-batches, heads, forward and backward passes, and the
+worker's methods.
 
-For every backend, it silences torch's warnings about collective functions whose names older releases of torch
-still need.
+It also silences torch's deprecation warnings about collective functions, because older torch releases know
+only the deprecated names.
 """
 
 import warnings

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): the parts that all backends share.
 
-The weight W [out, in] of a linear layer gets two factors, A [r, in] and B [out, r]; the layer computes with W
-+ s B A, s = alpha / r or, rank stabilised (arXiv 2312.03732), alpha / sqrt(r). W is never written. Layers and
-factors have PEFT's names, whatever a backend fuses.
+A linear layer with weight W [out, in] gets two factors, A [r, in] and B [out, r], and computes with W + s B
+A. The scale s is alpha / r, or alpha / sqrt(r) if rank-stabilized (arXiv 2312.03732). W itself is never
+changed. Layers and factors have PEFT's names, no matter which layers a backend fuses.
 """
 
-# A PeftDirectory has keys() but is not a mapping, so that `in` would not search its names.
+# A PeftDirectory has keys() but is not a mapping, so `in` does not search its names.
 # ruff: noqa: SIM118
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from megarl.models.engine.stacked_adapters import Stack, StackedFactors, listed
 KEY = "policy.peft"
 ADAPTER_DIRECTORY = "adapter"
 SAVED_SCORE = f"{PEFT_PREFIX}{SCORE}"
-"""PEFT's name of a score layer that is trained with adapters (``modules_to_save``)."""
+"""PEFT's name for the weight of a score layer that is trained in full together with adapters
+(``modules_to_save``)."""
 _BASE = ".base_layer.weight"
 _AS_STORED = "set dim, alpha, use_rslora and target_modules as in its adapter_config.json"
 
@@ -49,14 +50,16 @@ class AdapterSettings:
     Attributes:
         rank: rank of every adapter.
         alpha: alpha as configured.
-        rank_stabilized: ``scaling`` is alpha / sqrt(rank).
-        dropout: share of values that training drops.
-        drops_input: drop values of the adapter's input; otherwise of its output.
-        init: initialisation of A.
-        targets, excluded: patterns of layers that get an adapter, and of those that get none.
-        parameters: patterns of stacks of experts that get an adapter.
-        start: PEFT directory from which training continues.
-        base: the adapters' base model, as the configuration names it.
+        rank_stabilized: if True, ``scaling`` is alpha / sqrt(rank), otherwise alpha / rank.
+        dropout: dropout probability in training.
+        drops_input: apply dropout to the adapter's input; otherwise to its output.
+        init: initialization of A: kaiming, xavier or normal.
+        targets: patterns of the layers that get an adapter.
+        excluded: patterns of the layers that get none.
+        parameters: patterns of the expert stacks (several experts' weights in one tensor) that get an
+            adapter.
+        start: PEFT directory from which training continues; None to start with new adapters.
+        base: base model of the adapters, as named in the configuration.
         scores: the model has a score layer, which is trained in full and stored with the adapters.
     """
 
@@ -75,7 +78,7 @@ class AdapterSettings:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> AdapterSettings | None:
-        """Return the settings of a filled-in policy section; None if all weights are trained."""
+        """Return the settings of a policy section with defaults filled in; None if it has no adapters."""
         section = adapters_of(policy)
         if section is None:
             return None
@@ -97,11 +100,11 @@ class AdapterSettings:
 
     @property
     def scaling(self) -> float:
-        """The factor s on the product B A."""
+        """The scale s in W + s B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def chosen_stacks(self, stacks: Sequence[Stack]) -> list[Stack]:
-        """Return the stacks of experts that get an adapter.
+        """Return the expert stacks that get an adapter.
 
         Raises:
             ConfigError: a pattern matches no stack.
@@ -130,17 +133,16 @@ class AdapterSettings:
 
         Args:
             layers: names of all layers that may get an adapter.
-            others: names of the matrices that cannot have an adapter: routers.
-            named: names of the layers that get an adapter only if a pattern names them: experts, embedding,
-                output layer.
-            stacks: from ``chosen_stacks``.
+            others: names of the matrices that cannot have an adapter, such as routers.
+            named: names of the layers that get an adapter only if a pattern matches them: experts, embedding
+                and output layer.
+            stacks: result of ``chosen_stacks``.
 
         Raises:
-            ConfigError: a pattern matches nothing, or a matrix that cannot have an adapter; or no layer is
-                left.
+            ConfigError: a pattern matches nothing, or matches a matrix that cannot have an adapter; or no
+                layer gets an adapter.
         """
-        # Without a pattern, take all linear layers, but not the layers that a pattern has to name: experts,
-        # embedding, output layer.
+        # Without patterns, adapt all linear layers except those in ``named``, which require a pattern.
         targets, possible = self.targets or ("*",), [*layers, *(named if self.targets else ())]
         allowed = [name for name in possible if not is_named(name, self.excluded)]
         found = [name for name in allowed if is_named(name, targets)]
@@ -200,14 +202,15 @@ class AdapterSettings:
 
 
 class AdapterSwitch:
-    """Switch that decides whether the layers of a model compute with their adapters."""
+    """A switch, shared by all layers of a model, that turns their adapters on and off."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Switch the adapters off inside the context, so that the model computes with its base weights."""
+        """Turn the adapters off inside the context, so that the model computes with its base weights
+        alone."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -216,18 +219,18 @@ class AdapterSwitch:
 
 
 class FirstFactors:
-    """The initial values of adapters as full tensors, equal on all ranks, in every layout and on every
+    """Initial values of all adapters, as full tensors. They do not depend on the rank, the layout or the
     backend.
 
     Args:
         settings: settings of the adapters.
-        modules: names of all layers of the model that have an adapter.
-        seed: seed of the random factors.
-        stacks: stacks of experts that have an adapter.
+        modules: names of all layers that have an adapter.
+        seed: seed of new random factors.
+        stacks: expert stacks that have an adapter.
 
     Raises:
         ConfigError: the PEFT directory to continue from has another rank, another scale or other layers.
-        ConversionError: that directory is damaged, or does not hold a plain LoRA.
+        ConversionError: that directory is damaged, or does not contain a plain LoRA.
     """
 
     def __init__(
@@ -241,8 +244,11 @@ class FirstFactors:
             self._require_same(self._source, modules)
 
     def read(self, module: str, letter: str, width: int) -> torch.Tensor:
-        """Return the factor ``letter`` of a layer in float32 on the CPU: A [r, width] or B [width, r]. In a
-        new adapter B is zero; in a new adapter of the embedding, A is zero and B normal."""
+        """Return one factor of a layer in float32 on the CPU: A [r, width] or B [width, r].
+
+        In a new adapter, B is zero and A is random. In a new adapter of the embedding, A is zero and B is
+        normal.
+        """
         shape = (self._settings.rank, width) if letter == "A" else (width, self._settings.rank)
         if self._source is not None:
             stored = self._read(self._source, module, letter).float()
@@ -252,12 +258,13 @@ class FirstFactors:
                     f"{list(shape)}"
                 )
             return stored
-        # Make one factor zero, so that training begins with the base model. For an embedding PEFT chooses A.
+        # One factor is zero, so that training starts at the base model. Like PEFT, choose A for an embedding.
         if letter == ("A" if is_embedding(module) else "B"):
             return torch.zeros(shape)
-        # Seed by the layer's name, so that neither the order of layers nor the ranks that hold them change
-        # the numbers.
+        # Seed by the layer's name: the values then depend neither on the order of the layers nor on their
+        # ranks.
         digest = hashlib.sha256(f"{self._seed}:{module}".encode()).digest()
+        # Seven bytes always fit into the signed 64-bit seed of a generator.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if letter == "B":
             return torch.randn(shape, generator=generator)
@@ -272,13 +279,13 @@ class FirstFactors:
         return torch.randn(shape, generator=generator) * deviation
 
     def score(self) -> torch.Tensor | None:
-        """Return the score layer [1, h] of the adapter to continue from; None if there is no such adapter, or
-        the model has no score layer."""
+        """Return the score layer [1, h] from the PEFT directory to continue from; None without such a
+        directory, or if the model has no score layer."""
         return self._source.read(SAVED_SCORE) if self._source is not None and self._settings.scores else None
 
     def base_of(self, module: str) -> torch.Tensor | None:
-        """Return the base weight that is stored with the adapter to continue from, as PEFT does for embedding
-        and output layer; None if there is none."""
+        """Return a layer's base weight from the PEFT directory to continue from; None if it contains none.
+        PEFT stores the base weight of an adapted embedding or output layer."""
         name = f"{PEFT_PREFIX}{module}{_BASE}"
         return self._source.read(name) if self._source is not None and name in self._source.keys() else None
 
@@ -288,13 +295,13 @@ class FirstFactors:
         stored, (rows, columns) = self._stacked.taken(module, letter)
         name = factor_name(stored, letter)
         if name not in self._recent:
-            # Keep the last four tensors: experts ask one at a time for their part of each of a layer's four
-            # factors.
+            # Cache the last four tensors: a layer has two stacks with two factors each, and its experts read
+            # their parts of them one after another.
             self._recent = dict(list(self._recent.items())[-3:]) | {name: source.read(name)}
         return self._recent[name][rows, columns]
 
     def forget(self) -> None:
-        """Release the tensors that were read, once all factors have their values."""
+        """Release cached tensors. Call this once all factors have been read."""
         self._recent = {}
 
     def _require_same(self, source: PeftDirectory, modules: Collection[str]) -> None:
@@ -332,19 +339,20 @@ class FirstFactors:
 
 
 def factor_name(module: str, letter: str) -> str:
-    """Return the name of a factor in PEFT's files."""
+    """Return the name of a factor (``letter`` is A or B) in PEFT's weight files."""
     if is_embedding(module):
         return f"{PEFT_PREFIX}{module}.lora_embedding_{letter}"
     return f"{PEFT_PREFIX}{module}.lora_{letter}.weight"
 
 
 def is_embedding(module: str) -> bool:
-    """Return whether a layer is the token embedding, by its name."""
+    """Return whether a layer name is that of the token embedding."""
     return module.endswith("embed_tokens")
 
 
 def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
-    """Raise if the embedding or output layer is to have an adapter although the two are tied."""
+    """Raise ConfigError if ``target_modules`` names the embedding or the output layer although they are
+    tied."""
     for pattern in settings.targets if is_tied else ():
         for name in ("lm_head", "model.embed_tokens"):
             if is_named(name, (pattern,)) and not is_named(name, settings.excluded):
@@ -359,8 +367,8 @@ def refuse_tied(is_tied: bool, settings: AdapterSettings) -> None:
 def refuse_dropped_outputs(
     chosen: Collection[str], vocabulary: Iterable[str], settings: AdapterSettings
 ) -> None:
-    """Raise if dropout after the adapter would drop logits, which never exist all at once; PEFT does not drop
-    them either."""
+    """Raise ConfigError if dropout would apply to the output of an adapted output layer. The logits never
+    exist all at once, and PEFT does not drop them either."""
     if (
         settings.dropout
         and not settings.drops_input
@@ -371,15 +379,15 @@ def refuse_dropped_outputs(
 
 
 def refuse_other_base(module: str, settings: AdapterSettings) -> None:
-    """Raise if the adapter to continue from contains another embedding or output layer than the model has. A
-    collective over the world.
+    """Raise ConfigError on all ranks if the adapter to continue from was trained with another embedding or
+    output layer than the model's. Collective over all ranks.
 
     Args:
-        module: the layer of this rank that differs; empty for none.
+        module: the layer of this rank that differs; empty if none does.
         settings: settings of the adapters.
     """
     everywhere = [""] * dist.get_world_size()
-    # Raise on all ranks alike: a rank with the right rows would otherwise wait in the next collective.
+    # Raise on all ranks: a rank whose rows are equal would otherwise wait in the next collective.
     dist.all_gather_object(everywhere, module)
     modules = list(filter(None, everywhere))
     if modules:
@@ -389,31 +397,31 @@ def refuse_other_base(module: str, settings: AdapterSettings) -> None:
 
 
 def drop(values: torch.Tensor, share: float, module: nn.Module) -> torch.Tensor:
-    """Return ``values`` with a share of them dropped while the module is in training mode."""
+    """Apply dropout with probability ``share`` if the module is in training mode."""
     return nn.functional.dropout(values, share) if share and module.training else values
 
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return W + s B A of a shard, summed in float32 and rounded once to the dtype of W, which is not
-    changed.
+    """Return W + s B A of a shard, as a new tensor. It is summed in float32 and rounded once to the dtype of
+    W.
 
     Args:
-        weight: [m, n].
-        up: [m, R], the rows of B.
-        down: [R, n], the columns of A.
+        weight: W, [m, n].
+        up: this shard's rows of B, [m, R].
+        down: this shard's columns of A, [R, n].
         scaling: s.
     """
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
 
 
 def write_peft(directory: Path, peft: Mapping[str, Any], factors: Mapping[str, torch.Tensor]) -> None:
-    """Write a directory that ``peft.PeftModel.from_pretrained`` reads.
+    """Write an adapter directory that ``peft.PeftModel.from_pretrained`` can read.
 
     Args:
-        directory: is created here.
-        peft: from ``AdapterSettings.as_peft``.
-        factors: by PEFT's names, on the CPU.
+        directory: created here; must not exist.
+        peft: result of ``AdapterSettings.as_peft``.
+        factors: CPU tensors by PEFT's names.
     """
     directory.mkdir()
     save_file(

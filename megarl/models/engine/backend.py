@@ -1,5 +1,5 @@
-"""The interface that every backend implements for the engine. Everything that the backends share is in the
-engine; a backend supplies only what really differs."""
+"""The interface that every backend implements for the training engine. It contains only what differs between
+backends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Optimizer = TypeVar("Optimizer")
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "host"]
 WriteModelFiles = Callable[[Path, torch.dtype], None]
-"""Writes config, tokenizer and so on, for weights of a dtype, into a directory."""
+"""Function of a directory and a dtype. Writes the files that belong to weights of that dtype: config,
+tokenizer and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class StepOutcome:
 
     Attributes:
         grad_norm: L2 norm of the whole model's gradient before clipping.
-        stepped: False when no step was taken, because gradients overflowed (float16 loss scaling) or were not
-            accepted.
-        overflowed: the loss scale of float16 was too large and has been lowered.
+        stepped: False if the step was skipped, because gradients overflowed (float16 loss scaling) or
+            ``accepts`` rejected their norm.
+        overflowed: the float16 loss scale was too large and has been lowered.
         metrics: further metrics of the global batch, equal on all ranks.
     """
 
@@ -50,22 +51,21 @@ class StepOutcome:
 
 
 class Backend(Protocol):
-    """A model sharded over the workers, with its optimizer. Every method is collective unless its docstring
-    calls it local.
+    """A sharded model with its optimizer. Every method is collective unless its docstring says "Local".
 
-    Gradient convention: ``forward_backward`` leaves the plain sum, over micro-batches and data-parallel
-    ranks, of the gradients of the losses that the head returned. All context-parallel ranks compute the same
-    loss; each of them adds what its own tokens contribute.
+    Gradient convention: ``forward_backward`` accumulates the plain sum of the gradients of all losses that
+    the head returns, over micro-batches and data-parallel ranks; nothing is averaged. All context-parallel
+    ranks compute the same loss, and each contributes the gradient of its own tokens.
 
     Attributes:
-        hf_config: the model's config.
+        hf_config: the model's Hugging Face config.
         groups: process groups of this worker.
-        vocabulary: this rank's columns of the output layer.
-        shapes: the model's requirements on micro-batches.
-        replicas_in_step: group of the data-parallel replicas whose passes share collectives, so that all of
-            them need the same number of micro-batches; None if each replica may run by itself.
-        untouched: weights and files of the model's directory that training leaves unchanged and that an
-            export contains again.
+        vocabulary: the part of the vocabulary whose logits this rank computes.
+        shapes: the model's requirements on the shapes of micro-batches.
+        replicas_in_step: group of the data-parallel replicas whose forward passes share collectives, so that
+            all need the same number of micro-batches; None if replicas are independent.
+        untouched: weights and files of the model's directory that training does not change; an export copies
+            them.
     """
 
     hf_config: Any
@@ -76,118 +76,126 @@ class Backend(Protocol):
 
     @property
     def replicas_in_step(self) -> dist.ProcessGroup | None:
-        """Group of the replicas that need the same number of micro-batches; see the class."""
+        """Group of the data-parallel replicas that must run the same number of micro-batches; see the
+        class."""
 
     def forward_backward(
         self, inputs: Sequence[ModelInput], head: Head, *, backward: bool
     ) -> list[HeadOutput]:
-        """Run the head on every micro-batch, after ``zero_grad`` with ``backward`` and after
-        ``sync_parameters`` without it. Return its results on the last pipeline stage, and an empty list on
-        the other stages."""
+        """Run the model and the head on every micro-batch.
+
+        Call ``zero_grad`` before it with ``backward=True``, and ``sync_parameters`` with ``backward=False``.
+        Returns the head's results on the last pipeline stage, and an empty list on the other stages.
+        """
 
     def set_training(self, training: bool) -> None:
         """Switch the model to training or evaluation mode. Local."""
 
     def is_training(self) -> bool:
-        """Return the mode that ``set_training`` chose last. Local."""
+        """Return the mode that was set last with ``set_training``. Local."""
 
     def zero_grad(self) -> None:
-        """Clear all gradients, once the last step is finished."""
+        """Clear all gradients. Waits until the last optimizer step is finished."""
 
     def apply_gradients(self, accepts: Callable[[float], bool]) -> StepOutcome:
-        """Clip the gradients and take an optimizer step, of which the part in host memory may go on until
-        ``sync_parameters``, ``zero_grad`` or a move of the parameters. Nothing changes if ``accepts``, a
-        collective called with the gradient's norm, returns False."""
+        """Clip the gradients and take an optimizer step.
+
+        The part of the step that runs in host memory may continue after the return, until
+        ``sync_parameters``, ``zero_grad`` or a move of the parameters waits for it.
+
+        Args:
+            accepts: called with the gradient norm; collective. If it returns False, nothing is changed.
+        """
 
     def lr_step(self) -> None:
         """Advance the learning-rate and weight-decay schedule by one ``train()`` call. Local."""
 
     def schedule_values(self) -> dict[str, float]:
-        """Return ``lr`` and ``wd`` of the next optimizer step. Local."""
+        """Return ``lr`` and ``wd`` (learning rate and weight decay) of the next optimizer step. Local."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's shards under the backend's own names, and the other tensors that a checkpoint
-        holds and that get no gradient. Local."""
+        """Yield this rank's parameter shards under the backend's own names, and the tensors without gradient
+        that a checkpoint also contains. Local."""
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the part of ``parameters`` that gradients, their norm, the optimizer and its checkpoint
-        cover: only the adapters, if there are any. Local."""
+        """Yield the subset of ``parameters`` that is trained: only the adapters if there are any. Gradient
+        norm and optimizer state cover exactly these. Local."""
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context in which the model computes with its base weights alone, which nothing changes;
-        None for a model without adapters. Local."""
+        """Return a context in which the model computes with its base weights alone; None for a model without
+        adapters. Local."""
 
     def sync_parameters(self) -> None:
-        """Finish the last step and all pending gathers of updated parameters, so that parameters may be read
-        or written."""
+        """Finish the last optimizer step and all pending all-gathers of updated parameters. Call this before
+        reading or writing parameters."""
 
     def parameters_changed(self) -> None:
-        """Update all further copies of the parameters (a tied output layer, the optimizer's own) after the
-        parameters were written from outside."""
+        """Update all other copies of the parameters (a tied output layer, the optimizer's master copy). Call
+        this after writing to the parameters directly."""
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield Hugging Face names and full tensors, in the same order on all ranks. Adapters are merged into
         their base weights, one bucket at a time."""
 
     def export_stage(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the part of ``export_hf`` that this pipeline stage holds, in the same order. From the second
-        export on, only the ranks of the stage take part."""
+        """Yield the weights of ``export_hf`` that this pipeline stage owns, in the same order. From the
+        second export on, only the ranks of the stage take part."""
 
     def export_adapters(self) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]] | None:
-        """Return PEFT's config of the adapters, and an iterator over their PEFT names and full factors, in
-        the same order on all ranks; None for a model without adapters."""
+        """Return PEFT's config of the adapters and an iterator over (PEFT name, full factor), in the same
+        order on all ranks. None for a model without adapters."""
 
     def agree_on_slices(self, wanted: Sequence[Slices], beside: int) -> Mapping[str, Slice]:
-        """Choose the weights that ``export_slices`` gives as slices, because no rank needs another rank's
-        shard for them.
+        """Choose the weights that ``export_slices`` yields as slices: those for which no rank needs another
+        rank's shard.
 
         Args:
-            wanted: the slices that each rank of an engine reads.
-            beside: the engine's rank that reads this rank's weights; -1 for none.
+            wanted: for each rank of an engine, the slices that it reads.
+            beside: the engine rank that reads from this rank; -1 if none does.
 
         Returns:
-            The slices that are read from this rank, with the same names on all ranks; empty if the backend
-            gathers all weights.
+            The slice of each chosen weight that is read from this rank; the names are equal on all ranks.
+            Empty if the backend gathers all weights.
         """
 
     def export_slices(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors as ``export_hf`` does, but with slices of the weights that were agreed
-        on."""
+        """Yield names and tensors like ``export_hf``, but yield slices of the weights chosen by
+        ``agree_on_slices``."""
 
     @property
     def gathered_bytes(self) -> int:
-        """Maximum bytes that an export holds in addition to the model, unless a single parameter takes more;
-        0 if there is no bound."""
+        """Maximum bytes that an export allocates in addition to the model, unless a single parameter is
+        larger; 0 if there is no limit."""
 
     def names_by_stage(self) -> Sequence[Sequence[str]]:
-        """Return the names that ``export_stage`` yields on each pipeline stage, which the first export makes
-        known without another one; empty if there is one stage. Local."""
+        """Return the names that ``export_stage`` yields on each pipeline stage; empty if there is one stage.
+        The first export makes them known. Local."""
 
     def move(self, part: Part, place: Place) -> None:
-        """Move parameters, gradients or optimizer state between the device and host memory; do nothing on a
-        CPU. Local, but a move of parameters finishes the last step first."""
+        """Move parameters, gradients or optimizer state between device and host memory. No-op on a CPU.
+        Local, except that moving parameters first finishes the last optimizer step."""
 
     def save(self, weights: Path, optimizer: Path | None, write_model_files: WriteModelFiles) -> None:
-        """Write the weights into one directory, and optimizer state, schedule and random-number states into
-        another. ``write_model_files`` writes the files of the model next to weights that are read by
-        them."""
+        """Write the weights into one directory; write optimizer state, schedule and random-generator states
+        into the other. ``write_model_files`` is called if the weights are in a format that needs the model's
+        files next to it."""
 
     def require_loadable(self, weights: Path, optimizer: Path | None) -> None:
-        """Raise, before a load has changed anything, if the directories do not hold a checkpoint of this
-        kind. Local.
+        """Check that the directories contain a checkpoint of this backend, before ``load`` changes anything.
+        Local.
 
         Raises:
-            CheckpointError: there is no checkpoint, or the optimizer's state has another format.
-            StateError: ``optimizer`` is given, and this backend has no optimizer.
+            CheckpointError: there is no checkpoint, or the optimizer state has another format.
+            StateError: ``optimizer`` is given, but this backend has no optimizer.
         """
 
     def load(self, weights: Path, optimizer: Path | None) -> None:
-        """Load what ``save`` wrote, from any parallel layout. Collective; after an error some of the weights
-        may already be the checkpoint's."""
+        """Load a checkpoint of ``save``, written with any parallel layout. After an error, some weights may
+        already be those of the checkpoint."""
 
 
 def log_changed_rate(steps: int, before: float, now: float) -> None:
-    """Log on the first rank that a resumed run's learning rate differs from its checkpoint's."""
+    """Warn on the first rank if a resumed run's learning rate differs from the checkpoint's."""
     if before != now and dist.get_rank() == 0:
         logger.warning(
             "learning rate after step %d: %g, by the changed schedule; the checkpoint has %g",
@@ -198,7 +206,7 @@ def log_changed_rate(steps: int, before: float, now: float) -> None:
 
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
-    """Return ``optimizer``, whose state is about to be saved or loaded.
+    """Return ``optimizer``, whose state is to be saved or loaded.
 
     Raises:
         StateError: the backend was built without an optimizer.

@@ -1,5 +1,5 @@
-"""Division of one rank's rows into global batches and micro-batches, either by a fixed number of rows or by a
-plan that comes with the batch."""
+"""Split one rank's rows into global batches and micro-batches, either by a fixed number of rows or by a plan
+that comes with the batch."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megarl.models.engine.microbatches import (
 
 
 class Chunk(Protocol):
-    """This data-parallel rank's part of one global batch."""
+    """This data-parallel rank's rows of one global batch."""
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """The chunk's rows."""
+        """The columns of the chunk."""
 
     @property
     def rows(self) -> int:
         """Number of rows of the chunk."""
 
     def micro_batches(self, shapes: Shapes) -> list[MicroBatch]:
-        """Split the chunk's rows into micro-batches, in order."""
+        """Split the chunk into micro-batches, in row order."""
 
     def without_ragged_end(self) -> Chunk:
-        """Return a chunk whose last row is repeated until all micro-batches have the same shape. The first
-        ``rows`` rows are the real ones."""
+        """Return a chunk in which all micro-batches have the same shape, padded with copies of the last row.
+        The first ``rows`` rows are the original ones."""
 
 
 class Batching(Protocol):
-    """A division of a rank's rows into chunks."""
+    """A way to split a rank's rows into global batches and micro-batches."""
 
     def chunks(self, data: Mapping[str, Any]) -> Sequence[Chunk]:
-        """Return this rank's parts of the global batches, in order."""
+        """Return this rank's chunk of each global batch, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ class _FixedChunk:
         return split_rows(self.data, self.micro_batch_size, shapes)
 
     def without_ragged_end(self) -> _FixedChunk:
-        # If there are fewer rows than a micro-batch holds, use micro-batches of that size, which need no
-        # copies as padding.
+        # If the chunk is smaller than a micro-batch, one micro-batch of the chunk's size needs no padding.
         size = min(self.micro_batch_size, self.rows)
         return replace(self, data=repeat_last_row(self.data, -self.rows % size), micro_batch_size=size)
 
@@ -69,8 +68,8 @@ class FixedRows:
     """Micro-batches of a fixed number of rows.
 
     Attributes:
-        micro_batch_size: rows of a micro-batch; the last one of a chunk may be smaller.
-        chunk_size: rows of one global batch on this rank; None takes all rows as one.
+        micro_batch_size: rows of a micro-batch; the last one of a chunk may have fewer.
+        chunk_size: rows of one global batch on this rank; None treats all rows as one global batch.
     """
 
     micro_batch_size: int
@@ -101,20 +100,21 @@ class _PlannedChunk:
         return follow_plan(self.data, self.indices, self.lengths, shapes, packed=self.packed)
 
     def without_ragged_end(self) -> _PlannedChunk:
-        # A plan of the driver already has equal shapes; see follow_plan.
+        # follow_plan already gives all micro-batches of a plan equal shapes where that is needed.
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Micro-batches as the driver planned them from lengths (``SlicedDataDict``'s plan).
+    """Micro-batches that the driver planned from sequence lengths; see ``SlicedDataDict``.
 
     Attributes:
-        indices: for each chunk, ``[start, end]`` of each micro-batch, counted from the chunk's first row.
-        lengths: for each chunk, the planned row length (dynamic) or total length (packed) of each
-            micro-batch.
-        counts: rows of each chunk.
-        packed: the rows of a micro-batch go through the model as one row.
+        indices: for each chunk, the row range ``[start, end]`` of each micro-batch, counted from the chunk's
+            first row.
+        lengths: for each chunk, the length of each micro-batch: of its rows (dynamic batching) or of all its
+            rows together (packing).
+        counts: number of rows of each chunk.
+        packed: the rows of a micro-batch are concatenated to one row for the model.
     """
 
     indices: Sequence[Sequence[Sequence[int]]]
@@ -126,7 +126,7 @@ class Planned:
         """Split the rows into the planned chunks.
 
         Raises:
-            BatchError: the plan is for another number of rows.
+            BatchError: the batch has another number of rows than the plan.
         """
         if sum(self.counts) != batch_size(data):
             raise BatchError(

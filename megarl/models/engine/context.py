@@ -1,10 +1,10 @@
-"""Context parallelism: the part of every sequence that a rank holds, and functions that gather the parts.
+"""Context parallelism: which positions of a sequence each rank has, and all-gathers of the ranks' shards.
 
-A sequence is split into ``2 * size`` equal chunks. Rank r holds chunks r and ``2 * size - 1 - r``, one from
-the cheap beginning and one from the expensive end of a causal mask, so that all ranks have the same work.
-Packed sequences are split one by one in the same way.
+A sequence is split into ``2 * size`` equal chunks. Rank r has the chunks r and ``2 * size - 1 - r``. Under a
+causal mask one of them is cheap and the other expensive, so all ranks have the same work. Each packed
+sequence is split in this way on its own.
 
-Legend: S positions over all ranks, s = S / size positions on this rank.
+Shapes: S positions over all ranks, s = S / size positions on this rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megarl.distributed.device import sent_to
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
-    """This process's rank among the ranks that share sequences.
+    """This process's position in a context-parallel group.
 
     Attributes:
         rank, size: index of this rank, and number of ranks.
-        group: process group of the ranks; None when there is one rank.
+        group: process group of the ranks; None if there is one rank.
         ring: attention passes keys and values around the ranks (``megarl.models.engine.ring_attention``)
             instead of gathering them.
     """
@@ -37,12 +37,11 @@ class ContextShare:
     ring: bool = False
 
     def chunks(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of one sequence, at positions ``start`` to ``end``, that this rank holds. The
-        sequence's length must be a multiple of 2 * size."""
+        """Return the position ranges that this rank has of one sequence, which extends from ``start`` to
+        ``end``. Its length must be a multiple of 2 * size."""
         if self.size == 1:
             return ((start, end),)
-        # The division is exact, because sequences are padded to a multiple (Shapes.packed_multiple,
-        # row_multiple).
+        # The division has no remainder, because sequences are padded (Shapes.packed_multiple, row_multiple).
         width = (end - start) // (2 * self.size)
         last = 2 * self.size - 1 - self.rank
         return (
@@ -51,17 +50,21 @@ class ContextShare:
         )
 
     def index(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """Return the positions that this rank holds, [s] int64 in the rank's order, of sequences that begin
-        at ``starts`` (the last entry is the end)."""
+        """Return the positions that this rank has, [s] int64, in the rank's order.
+
+        Args:
+            starts: first position of each sequence; the last entry is the end.
+            device: device of the result; None for the CPU.
+        """
         return _index(starts, self.rank, self.size, device)
 
     def order(self, starts: tuple[int, ...], device: torch.device | None = None) -> torch.Tensor:
-        """Return for each position, in order, its index in the concatenation of all ranks' parts, [S]
-        int64."""
+        """Return the index [S] int64 that brings the concatenation of all ranks' shards into sequence
+        order."""
         return _order(starts, self.size, device)
 
 
-# Cached, because every layer of a micro-batch asks for the same index.
+# Cached, because all layers of a micro-batch use the same index.
 @functools.lru_cache(maxsize=32)
 def _index(starts: tuple[int, ...], rank: int, size: int, device: torch.device | None) -> torch.Tensor:
     share = ContextShare(rank, size)
@@ -78,8 +81,8 @@ def _order(starts: tuple[int, ...], size: int, device: torch.device | None) -> t
 
 
 class _GatherReplicated(torch.autograd.Function):
-    """Gather of all ranks' parts for a computation that all ranks repeat; in the backward pass each rank
-    keeps the gradient of its own part."""
+    """All-gather before a computation that all ranks repeat. In the backward pass each rank keeps the
+    gradient of its own shard, without a sum."""
 
     @staticmethod
     def forward(
@@ -91,14 +94,14 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (index,) = ctx.saved_tensors
-        # Do not sum over ranks: each computes the same loss from the gathered tensor, so that a sum would
-        # multiply the gradient by the number of ranks.
+        # Do not sum over ranks: all of them compute the same loss from the gathered tensor, so a sum would be
+        # the gradient times the number of ranks.
         return gradient.index_select(0, index), None, None, None
 
 
 class _GatherShared(torch.autograd.Function):
-    """Gather of all ranks' parts for a computation that differs between ranks; in the backward pass the
-    ranks' gradients are summed."""
+    """All-gather before a computation that differs between ranks. In the backward pass the gradients of all
+    ranks are summed (reduce-scatter)."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -110,8 +113,7 @@ class _GatherShared(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
         by_rank = torch.empty_like(gradient)
-        # Restore the order in which the parts came from the ranks: reduce_scatter splits the tensor into
-        # equal parts by rank.
+        # Undo the reordering first, because reduce_scatter splits the tensor into equal shards by rank.
         by_rank[order] = gradient
         part = torch.empty_like(gradient[: gradient.shape[0] // dist.get_world_size(ctx.group)])
         dist.reduce_scatter_tensor(part, by_rank, group=ctx.group)
@@ -122,14 +124,14 @@ def _all_gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole = torch.empty(
         part.shape[0] * dist.get_world_size(group), *part.shape[1:], dtype=part.dtype, device=part.device
     )
-    # Transposed keys are a view that is not contiguous, and the collective requires contiguous memory.
+    # The collective requires contiguous memory, and transposed keys are a view without it.
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
 
 
 def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """Gather every rank's part [s, ...] into the whole [S, ...] in order, for results from which all ranks
-    compute the same loss."""
+    """All-gather the shards [s, ...] into the full tensor [S, ...] in sequence order, for tensors from which
+    all ranks compute the same loss. The backward pass does not sum over ranks."""
     if share.group is None:
         return part
     return _GatherReplicated.apply(
@@ -138,8 +140,8 @@ def gather_replicated(part: torch.Tensor, starts: tuple[int, ...], share: Contex
 
 
 def gather_shared(part: torch.Tensor, starts: tuple[int, ...], share: ContextShare) -> torch.Tensor:
-    """Gather every rank's part [s, ...] into the whole [S, ...] in order, for keys and values, which every
-    rank's queries read."""
+    """All-gather the shards [s, ...] into the full tensor [S, ...] in sequence order, for keys and values,
+    which each rank uses for its own queries. The backward pass sums over ranks."""
     if share.group is None:
         return part
     return _GatherShared.apply(part, share.order(starts, part.device), share.group)

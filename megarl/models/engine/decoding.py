@@ -1,14 +1,14 @@
-"""Decoding, which all backends share: the same seeds sample the same tokens from the same logits.
+"""Decoding, which all backends share. The same seeds and logits give the same tokens on every backend.
 
-Prompts of a batch are padded on the left, so that all responses begin at the same position. A row's results
-do not depend on its padding. A few passes over prompts of similar lengths fill the cache. Rows with the same
-prompt share its pass. Rows that have ended leave the batch.
+Prompts of a batch are padded on the left, so all responses begin at the same position; padding does not
+change a row's result. Prompts are read in a few forward passes, each over prompts of similar lengths, and
+rows with equal prompts share one. Rows whose response has ended are removed from the batch.
 
-A step, and the choice of tokens after it, are functions of fixed shapes, which
-``megarl.models.engine.graphs`` can record. Once per step the host waits for the device, to see the tokens.
-The host's own data is in numpy, whose operations on a few rows are faster than torch's.
+A decoding step and the sampling after it have fixed shapes, so they can be captured in CUDA graphs
+(``megarl.models.engine.graphs``). The host waits for the device once per step, to read the tokens. The host's
+own data is in numpy, which is faster than torch for a few rows.
 
-Legend: b rows of a batch, V vocabulary.
+Shapes: b rows of a batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,69 +33,71 @@ from megarl.models.generation.stopping import StopRules, stop_strings_of_rows
 SEED_RANGE = 2**62
 
 LEAVING_SHARE = 1 / 8
-"""Share of a batch's rows that must have ended before they leave the batch, which copies the cache."""
+"""Fraction of a batch's rows that must have ended before they are removed. Removing rows copies the KV
+cache."""
 
 ROWS_RATIO = 4
-"""Once rows have left a batch whose steps are recorded, its number of rows is a power of this, because each
-size needs a recording of its own."""
+"""With graphs, a batch from which rows have been removed has a power of this number of rows, because every
+number of rows needs its own graph."""
 
 PASS_POSITIONS = 512
-"""Cost of one more pass over the prompts, in positions of padding: the pass launches all operations, and
-reads all weights, once more."""
+"""Cost of one more forward pass over prompts, as a number of padded positions: a pass launches all kernels
+and reads all weights again."""
 
 
 class Forward(Protocol):
-    """A model with the key-value cache of one batch. One or more passes first read the prompts; steps
-    follow."""
+    """A model with the KV cache of one batch. One or more calls of ``read`` are followed by calls of
+    ``step``."""
 
     def read(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompt_of: torch.Tensor, end: int
     ) -> torch.Tensor | None:
-        """Read the prompts of the next rows of the batch.
+        """Run the model over the prompts of the next rows of the batch.
 
         Args:
-            tokens: [p, n] int64 on the device, padded on the left.
-            lengths: [p] int64 on the CPU, of the prompts.
-            prompt_of: [r] int64 on the device, the index of the prompt that each of the next r rows has.
-            end: length of the batch's longest prompt, where the responses of all rows begin.
+            tokens: [p, n] int64 on the device, the distinct prompts, padded on the left.
+            lengths: [p] int64 on the CPU, lengths of the prompts.
+            prompt_of: [r] int64 on the device, index of the prompt of each of the next r rows.
+            end: length of the batch's longest prompt. All responses begin at this position.
 
         Returns:
-            [r, V] logits over the true vocabulary after the prompts; None on pipeline stages that have none.
+            Logits [r, V] after the prompts, without padding of the vocabulary; None on pipeline stages
+            without logits.
         """
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Read one more token of all rows.
+        """Run the model over one more token of each row.
 
         Args:
             tokens: [b] int64 on the device.
-            lengths: [b] int64 on the device, the tokens of each row, including the new one. The row's other
-                positions in the cache are padding on the left.
+            lengths: [b] int64 on the device, number of tokens of each row, including the new one. All other
+                positions of a row in the cache are padding on the left.
 
         Returns:
-            [b, V] logits after the token, as in ``read``; they are valid until the next step.
+            Logits [b, V] as in ``read``, valid until the next step.
         """
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keep only the given rows of the batch, int64 on the device, in their order."""
+        """Keep only the rows with the given indices, int64 on the device, in this order."""
 
 
 Start: TypeAlias = Callable[[int, int], Forward]
-"""Builds a ``Forward`` with an empty cache for a number of rows and a number of positions; the previous
-``Forward`` is not needed any more."""
+"""Function of a number of rows and a number of positions that returns a ``Forward`` with an empty cache of
+this size. It may reuse the memory of the previous ``Forward``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A backend's model, as decoding uses it.
+    """A backend's model in the form that ``decode`` uses.
 
     Attributes:
         start: begins a batch.
-        groups: groups of the ranks that decode the same rows together.
+        groups: process groups of the ranks that decode the same rows together.
         device: device on which the model expects its tokens.
-        longest: maximum tokens of prompt and response together.
-        rows_at_once: maximum rows of a batch; None for all rows.
-        one_pass: a batch reads all its prompts in one pass, because the cache entries of several passes could
-            not be concatenated.
+        longest: maximum number of tokens of prompt and response together.
+        rows_at_once: maximum number of rows of a batch; None for all rows.
+        one_pass: read all prompts of a batch in one forward pass, because the backend cannot concatenate the
+            caches of several passes.
         graphs: runs the functions of fixed shapes.
     """
 
@@ -117,25 +119,25 @@ def decode(
         decoder: the model, in evaluation mode.
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings`` (one entry
             per row), ``max_new_tokens`` [B] int64 and ``sampling_seeds`` [B] int64. Without
-            ``sampling_seeds``, the seeds come from this process's random-number generator.
+            ``sampling_seeds``, the seeds come from torch's CPU generator.
         config: the generation configuration.
-        tokenizer: decodes responses for stop strings.
+        tokenizer: decodes responses to find stop strings.
         greedy: take the most likely token instead of sampling.
 
     Returns:
         ``output_ids`` [B, longest], right-padded; ``logprobs`` [B, longest] float32, zero on prompts and
         padding; ``generation_lengths`` [B]; ``unpadded_sequence_lengths`` [B]; ``truncated`` [B] bool, True
-        where a length limit and not a stop ended the response.
+        if a response ended at a length limit rather than at a stop token or string.
 
     Raises:
         BatchError: a stop string is empty.
-        GenerationError: a row's logits are not finite; names the row, and is raised on all ranks that share
-            the rows.
+        GenerationError: a row's logits are not finite. The message names the row. Raised on all ranks that
+            decode the row.
     """
     settings = SamplingSettings.of(config, greedy=greedy)
     ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
     longest_answer, rows_at_once = config["max_new_tokens"], decoder.rows_at_once or max(len(lengths), 1)
-    # Choose seeds before any batch is formed, so that the division of rows into batches changes no token.
+    # Choose seeds before batches are formed, so that tokens do not depend on the division into batches.
     seeds = _seeds(data, len(lengths), decoder.groups)
     stop_strings = stop_strings_of_rows(config.get("stop_strings"), data.get("stop_strings"), len(lengths))
     prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -143,12 +145,11 @@ def decode(
     if "max_new_tokens" in data:
         allowed = np.minimum(allowed, data["max_new_tokens"].numpy())
     answered = lengths.numpy()[allowed > 0]
-    # All responses of a batch begin where its longest prompt ends, so that a row may need more positions than
-    # decoder.longest.
+    # All responses of a batch begin after its longest prompt. So a row with a shorter prompt may need more
+    # cache positions than decoder.longest.
     positions = int(answered.max(initial=0) + allowed.max(initial=0))
     if decoder.rows_at_once is not None and positions > decoder.longest:
-        # Reduce the rows, so that the cache is no larger than that of `rows_at_once` rows of the greatest
-        # length.
+        # Use fewer rows, so that the cache is not larger than one of `rows_at_once` x `longest` positions.
         rows_at_once = max(rows_at_once * decoder.longest // positions, 1)
     size = _CacheSize(min(rows_at_once, len(answered)), positions)
     answers = _Answers.empty(len(lengths), longest_answer)
@@ -161,8 +162,8 @@ def decode(
         uniforms = (
             None
             if greedy
-            # Take all numbers of a response at once from the row's own seed, so that they depend on neither
-            # batch nor layout.
+            # Each row's numbers come from its own seed, so they depend neither on the batch nor on the
+            # layout.
             else uniform_numbers([seeds[row] for row in names], longest_answer).to(decoder.device)
         )
         batch = _Decoding(
@@ -175,8 +176,8 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class _CacheSize:
-    """Rows and positions of the largest batch. All batches have a cache of this size, so that they can reuse
-    its memory."""
+    """Rows and positions of the largest batch. All batches allocate a cache of this size, so that its memory
+    can be reused."""
 
     rows: int
     positions: int
@@ -184,8 +185,13 @@ class _CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Responses of some rows: ``tokens`` [b, n] int64 and their ``logprobs`` float32, of which the first
-    ``counts`` [b] int64 of each row are set; ``stopped`` [b] bool is True where a stop ended the response."""
+    """Responses of some rows.
+
+    Attributes:
+        tokens, logprobs: [b, n] int64 and float32; the first ``counts`` entries of a row are valid.
+        counts: [b] int64, length of each response.
+        stopped: [b] bool, True if the response ended at a stop token or string.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -202,20 +208,20 @@ class _Answers:
         )
 
     def put(self, rows: np.ndarray, other: _Answers) -> None:
-        """Write the responses of ``other`` into the given rows."""
+        """Write all responses of ``other`` into the given rows."""
         self.tokens[rows], self.logprobs[rows] = other.tokens, other.logprobs
         self.counts[rows], self.stopped[rows] = other.counts, other.stopped
 
 
 def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[int]:
-    """Return one seed per row, equal on all ranks of a replica and different between data-parallel ranks."""
+    """Return one seed per row. Seeds are equal on all ranks of a data-parallel replica; unless the batch
+    brings them, they differ between replicas."""
     if "sampling_seeds" in data:
         return data["sampling_seeds"].tolist()
     # Use the CPU's generator: it is saved in checkpoints, and gives the same numbers for every device.
     drawn = torch.randint(SEED_RANGE, (rows,))
     box = [drawn + groups.data_rank * 0x9E3779B97F4A7C15 % SEED_RANGE]
-    # The ranks of a replica may have advanced their random generators differently, so the first rank's seeds
-    # are broadcast to all.
+    # The generators of a replica's ranks may differ, so broadcast the first rank's seeds.
     for group in (groups.tensor, groups.context):
         if dist.get_world_size(group) > 1:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
@@ -223,17 +229,16 @@ def _seeds(data: Mapping[str, Any], rows: int, groups: ParallelGroups) -> list[i
 
 
 class _Decoding:
-    """Decoding of one batch of prompts, the shortest first.
+    """Decoding of one batch of prompts.
 
     Args:
         decoder: the model.
-        names: row numbers of the prompts in the data, for messages.
-        prompts: token ids.
-        allowed: [b] maximum tokens of each response.
-        uniforms: [b, n] float64 on the device, the random numbers of each row; None takes the most likely
-            tokens.
-        settings: how tokens are chosen.
-        longest_answer: number of tokens per row for which ``answers`` has room.
+        names: row numbers of the prompts in the caller's data, for error messages.
+        prompts: token ids, the shortest prompt first.
+        allowed: [b], maximum number of tokens of each response.
+        uniforms: [b, n] float64 on the device, a uniform random number for each token; None decodes greedily.
+        settings: the sampling settings.
+        longest_answer: number of tokens per row to allocate in ``answers``.
     """
 
     def __init__(
@@ -256,7 +261,7 @@ class _Decoding:
         self.open = allowed > 0
 
     def run(self, size: _CacheSize, stop: StopRules) -> None:
-        """Fill ``answers``."""
+        """Decode until all rows have ended, and fill ``answers``."""
         rows = self.open.nonzero()[0]
         if not len(rows):
             return
@@ -271,7 +276,7 @@ class _Decoding:
         done = 0
         while True:
             chosen = self._choose(len(rows), logits, None if uniforms is None else uniforms[:, done])
-            # Keep the tokens on the device, so that the next step need not wait for the host's work on them.
+            # The next step takes the tokens from the device, and so does not wait for a copy from the host.
             newest = chosen[0].long()
             self._write(rows, done, chosen.cpu().numpy(), stop)
             done += 1
@@ -287,11 +292,14 @@ class _Decoding:
             logits = forward.step(newest, lengths)
 
     def _kept(self, is_open: np.ndarray) -> np.ndarray:
-        """Return the indices of the batch's rows that stay, in their order: all rows, or the open ones. Where
-        graphs want few sizes, some ended rows stay too. Empty if no row is open."""
+        """Return the indices of the rows that stay in the batch, in ascending order; empty if no row is open.
+
+        All rows stay, or only the open ones. With graphs, some ended rows stay too, to keep the number of
+        sizes small.
+        """
         rows, staying = len(is_open), int(is_open.sum())
-        # A graph is recorded for one number of rows, so that it pays to have few sizes and to decode some
-        # ended rows in vain.
+        # A graph serves one number of rows. Decoding some ended rows in vain costs less than capturing more
+        # graphs.
         if self.decoder.graphs.few_sizes:
             size = 1
             while size < staying:
@@ -300,15 +308,15 @@ class _Decoding:
             size = staying if staying <= (1 - LEAVING_SHARE) * rows else rows
         if size >= rows and staying:
             return np.arange(rows)
-        # A stable sort keeps the open rows in their order, followed by the others.
+        # A stable sort puts the open rows first. Ended rows follow, as many as the size requires.
         kept: np.ndarray = np.sort(np.argsort(~is_open, kind="stable")[: size if staying else 0])
         return kept
 
     def _prefill(self, forward: Forward, rows: list[int]) -> torch.Tensor | None:
-        """Read each distinct prompt once; return the logits [rows, V] after the prompts. ``rows`` is sorted
-        by prompt length, the shortest first."""
+        """Run the model over each distinct prompt once. Return the logits [rows, V] after the prompts.
+        ``rows`` is sorted by prompt length, the shortest first."""
         places: dict[tuple[int, ...], int] = {}
-        # Read a prompt once for all its responses, the usual case in GRPO.
+        # Read each prompt once for all its responses: in GRPO, every prompt has several.
         prompt_of = np.array([places.setdefault(tuple(self.prompts[row]), len(places)) for row in rows])
         prompts = list(places)
         ends = [len(prompts)] if self.decoder.one_pass else ends_of_passes(list(map(len, prompts)))
@@ -325,7 +333,7 @@ class _Decoding:
     def _read(
         self, forward: Forward, prompts: Sequence[Sequence[int]], prompt_of: np.ndarray, end: int
     ) -> torch.Tensor | None:
-        """Run one pass over prompts, of which the last is the longest."""
+        """Run one forward pass over prompts. The last prompt must be the longest."""
         tokens = torch.zeros(len(prompts), len(prompts[-1]), dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             tokens[place, tokens.shape[1] - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
@@ -334,9 +342,10 @@ class _Decoding:
 
     def _choose(self, rows: int, logits: torch.Tensor | None, uniforms: torch.Tensor | None) -> torch.Tensor:
         """Return the next tokens and their log-probabilities, [2, rows] float64 on the device. The last
-        pipeline stage chooses them, and all stages receive them."""
+        pipeline stage samples them and broadcasts them to all stages."""
         if logits is None:
-            # float64 holds token ids exactly, so that one broadcast carries tokens and log-probabilities.
+            # float64 represents token ids exactly, so one broadcast is enough for tokens and
+            # log-probabilities.
             chosen = torch.zeros(2, rows, dtype=torch.float64, device=self.decoder.device)
         else:
             given = (logits,) if uniforms is None else (logits, uniforms)
@@ -350,12 +359,18 @@ class _Decoding:
         return torch.stack([tokens.double(), logprobs.double()])
 
     def _write(self, rows: np.ndarray, done: int, chosen: np.ndarray, stop: StopRules) -> None:
-        """Store the chosen tokens [2, rows] of the rows that are open, each of which has ``done`` tokens so
-        far, and mark the rows that end."""
+        """Append the chosen tokens [2, rows] to the open rows, and close the rows that end.
+
+        Args:
+            rows: rows of the batch, open or not.
+            done: number of tokens that each response has so far.
+            chosen: token ids and log-probabilities from ``_choose``.
+            stop: decides which rows stop.
+        """
         is_open = self.open[rows]
         writing = rows[is_open]
         tokens, values = chosen[0, is_open].astype(np.int64), chosen[1, is_open]
-        # All ranks raise together, because all have the same broadcast numbers.
+        # All ranks raise together, because all received the same values.
         self._refuse_nan(writing, done, values)
         answers = self.answers
         answers.tokens[writing, done], answers.logprobs[writing, done], answers.counts[writing] = (
@@ -371,8 +386,8 @@ class _Decoding:
         return torch.as_tensor(numbers, dtype=torch.int64).to(self.decoder.device)
 
     def _refuse_nan(self, rows: np.ndarray, done: int, values: np.ndarray) -> None:
-        """Raise if a chosen token's log-probability is not finite. NaN or infinity anywhere in a row's logits
-        makes all of the row's log-probabilities NaN, including the chosen token's."""
+        """Raise GenerationError if a chosen token's log-probability is not finite. A single NaN or infinity
+        in a row's logits makes all log-probabilities of the row NaN, so this finds it."""
         wrong = rows[~np.isfinite(values)].tolist()
         if wrong:
             raise GenerationError(
@@ -384,20 +399,20 @@ class _Decoding:
 
 
 def ends_of_passes(lengths: Sequence[int]) -> list[int]:
-    """Return the division of prompts into passes that costs least, counting positions, padding included, and
-    passes.
+    """Divide prompts into forward passes at the lowest total cost: the number of positions, including
+    padding, plus ``PASS_POSITIONS`` per pass.
 
     Args:
-        lengths: of the prompts, the shortest first.
+        lengths: prompt lengths in ascending order.
 
     Returns:
-        The index of the prompt before which each pass ends; the last index is the number of prompts. Prompts
-        of the same length are in the same pass.
+        For each pass, the index after its last prompt; the last entry is the number of prompts. Prompts of
+        equal length are in the same pass.
     """
     distinct, counts = np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True)
     before = np.concatenate([[0], counts.cumsum()])
-    # cost[i] is the cost of the shortest before[i] prompts, found by dynamic programming over where their
-    # last pass begins.
+    # Dynamic programming: cost[i] is the lowest cost of the before[i] shortest prompts, and begins[i] is
+    # where their last pass begins.
     cost, begins = np.zeros(len(before), dtype=np.int64), np.zeros(len(before), dtype=np.int64)
     for border, longest in enumerate(distinct, start=1):
         costs = cost[:border] + (before[border] - before[:border]) * longest + PASS_POSITIONS
@@ -411,8 +426,7 @@ def ends_of_passes(lengths: Sequence[int]) -> list[int]:
 
 
 def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad: int) -> BatchedDataDict[Any]:
-    """Return the NeMo-RL policy API's output tensors from prompts [B, S] of ``lengths`` [B] and their
-    responses."""
+    """Assemble prompts [B, S] of ``lengths`` [B] and their responses to the output of ``decode``."""
     tokens, logprobs, counts, stopped = map(
         torch.from_numpy, (answers.tokens, answers.logprobs, answers.counts, answers.stopped)
     )
@@ -421,7 +435,7 @@ def _assembled(ids: torch.Tensor, lengths: torch.Tensor, answers: _Answers, pad:
     found = torch.full((len(totals), width), pad, dtype=torch.int64)
     values = torch.zeros(found.shape, dtype=torch.float32)
     places, prompts = torch.arange(width), ids[:, :width]
-    # Use masks, not a loop over rows: torch copies all prompts, and all responses, in one operation each.
+    # Masks copy all prompts, and all responses, in one operation each; a loop over rows would be slower.
     in_prompt = places[: prompts.shape[1]] < lengths[:, None]
     found[:, : prompts.shape[1]][in_prompt] = prompts[in_prompt]
     in_answer = (places >= lengths[:, None]) & (places < totals[:, None])

@@ -1,27 +1,31 @@
 """The gated delta rule (Yang et al. 2024, arXiv:2412.06464) as pure functions: in chunks, step by step,
 packed, and context parallel.
 
-A head keeps a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to
-1) updates and reads the state:
+A head has a state S, [K, V]. A token with query q, key k, value v, log decay g <= 0 and step size b (0 to 1)
+updates the state and reads its output o from it:
 
     S <- exp(g) (I - b k k') S + b k v',    o = S' q
 
-Inside a chunk of C tokens, with c the cumulative sum of g, the corrections x of all its tokens solve one
+Chunks: inside a chunk of C tokens, with c the cumulative sum of g, the corrections x of all tokens solve one
 triangular system,
 
     x_i + b_i sum_{j<i} exp(c_i - c_j) (k_i . k_j) x_j = b_i (v_i - exp(c_i) S' k_i),
 
-and with these corrections o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j, and S <-
-exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j'. All exponents are at most 0. Chunks restart with every run, so
-that no state crosses a border between runs.
+and with these corrections
 
-A run maps the state at its beginning to the state at its end, S -> M S + U. Context-parallel ranks exchange U
-and M of their runs, [K, V + K] numbers per head whatever the length, and combine them in order: the result is
-exact. The same pass yields M, and the outputs' dependence on the initial state, from K more columns of values
-that are 0, for which the initial state is the identity.
+    o_i = exp(c_i) S' q_i + sum_{j<=i} exp(c_i - c_j) (q_i . k_j) x_j,
+    S <- exp(c_C) S + sum_j exp(c_C - c_j) k_j x_j'.
 
-Legend: t tokens, R runs (one per sequence, or two per sequence that context-parallel ranks share), H key
-heads, G value heads (a multiple of H), n chunks, W width of the convolution.
+All exponents are at most 0, so nothing overflows. A run is a contiguous range of one sequence on one rank.
+Each run starts with a new chunk, so no state crosses from one run into another.
+
+Context parallelism: a run maps the state before it to the state after it linearly, S -> M S + U. Ranks
+exchange U and M of their runs, [K, V + K] numbers per head for any length, and apply them in order, which is
+exact. To compute M and the outputs' dependence on the initial state in the same pass, the values get K more
+columns of zeros, and the initial state of these columns is the identity.
+
+Shapes: t tokens, R runs (one per sequence, or two per sequence that is split over context-parallel ranks), H
+key heads, G value heads (a multiple of H), n chunks, W width of the convolution.
 """
 
 from __future__ import annotations
@@ -44,23 +48,23 @@ from megarl.models.engine.kernels import kernels
 CHUNK = GATED_DELTA_CHUNK
 EPSILON = 1e-6
 ALONE = ContextShare()
-"""Context share of a rank that holds whole sequences."""
+"""Context share of a rank whose sequences are not split."""
 
 
 def unit_norm(heads: torch.Tensor) -> torch.Tensor:
-    """Return heads [..., K] divided by their L2 norm, in float32 or wider."""
+    """Divide each head's vector [..., K] by its L2 norm, in float32 or wider."""
     wide = heads.to(wide_dtype(heads))
-    # The epsilon is added to the sum under the root, as in the kernels that the models were trained with.
+    # Add the epsilon to the sum under the root, like the kernels with which the models were trained.
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of states and decays: float32, or float64 if the tensor is float64."""
+    """Return the dtype for states and decays: float64 if the tensor is float64, otherwise float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def log_decays(inputs: torch.Tensor, log_rates: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Compute ``-exp(A_log) softplus(inputs + dt_bias)``, [..., G] in float32 or wider, from inputs [..., G]
+    """Compute ``-exp(A_log) softplus(inputs + dt_bias)`` in float32 or wider: [..., G] from inputs [..., G]
     and parameters [G]."""
     dtype = wide_dtype(inputs)
     return -log_rates.to(dtype).exp() * F.softplus(inputs.to(dtype) + bias.to(dtype))
@@ -76,39 +80,39 @@ def gated_delta_rule(
     context: ContextShare = ALONE,
     rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the outputs of all tokens, and the state after each run. Differentiable. A collective over
+    """Compute the outputs of all tokens and the state after each run. Differentiable. Collective over
     context-parallel ranks.
 
     Args:
-        query, key: [t, H, K], the part of this context-parallel rank; keys of at most unit norm. Queries are
+        query, key: [t, H, K], this context-parallel rank's shard. Keys have at most unit norm. Queries are
             scaled by 1/sqrt(K) here.
         value: [t, G, V].
         log_decay, step_size: [t, G].
-        starts: first token of each sequence over all context-parallel ranks; the last entry is the end.
-        context: the ranks that share every sequence.
-        rows: 1, or the number of sequences of equal length whose tokens alternate: token s of row b is token
-            s * rows + b.
+        starts: first token of each sequence, counted over all context-parallel ranks; the last entry is the
+            end.
+        context: the context-parallel ranks that share every sequence.
+        rows: 1, or the number of sequences of equal length whose tokens are interleaved: token s of row b is
+            token s * rows + b.
 
     Returns:
-        [t, G, V] and [R, G, K, V], both in float32, or float64 if the values are.
+        Outputs [t, G, V] and states [R, G, K, V] in float32, or in float64 if the values are float64.
     """
     dtype, width = wide_dtype(value), value.shape[-1]
     keys = key.shape[-1]
     plan = _plan(run_lengths(starts, context), rows, value.device)
     initial = None
     if context.size > 1:
-        # The added columns of the initial state carry M next to U, so that one pass computes both.
+        # The K added columns of the state become M, next to U in the first V columns.
         identity = torch.eye(keys, dtype=dtype, device=value.device).expand(1, value.shape[1], keys, keys)
         initial = F.pad(identity, (width, 0))
         value = F.pad(value, (0, keys))
-    # Slots without a token have gates of 0, so that they neither decay the state nor write to it.
+    # In empty slots, log decay and step size are 0, so they neither decay the state nor write to it.
     query, key, value = (plan.in_chunks(tensor.to(dtype)) for tensor in (query * keys**-0.5, key, value))
     log_decay, step_size = (plan.in_chunks(tensor.to(dtype), fill=0) for tensor in (log_decay, step_size))
     outputs, states = _scan(query, key, value, log_decay, step_size, initial, plan)
     if context.size > 1:
         entering = _entering_states(states, width, context)
-        # Outputs are linear in the state at the beginning of a run, so that its contribution can be added
-        # afterwards.
+        # Outputs are linear in the state before the run, so its contribution can be added afterwards.
         outputs = outputs[..., :width] + outputs[..., width:] @ entering.index_select(0, plan.run_of_chunk)
         states = states[..., :width] + states[..., width:] @ entering
     return plan.in_tokens(outputs), states
@@ -129,8 +133,8 @@ def _scan(
         query, key: [n, H, C, K].
         value: [n, G, C, V].
         log_decay, step_size: [n, G, C].
-        initial: [1, G, K, V], the state before each run; None for 0, which first chunks do not read.
-        plan: plan of the chunks.
+        initial: [1, G, K, V], the state before each run; None for zero, which first chunks do not read.
+        plan: the assignment of runs to chunks.
     """
     group, size, heads = value.shape[1] // key.shape[1], value.shape[2], value.shape[1]
     decay = log_decay.cumsum(-1)
@@ -139,17 +143,17 @@ def _scan(
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
 
     def of_heads(of_keys: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
-        """Multiply tensors of key heads, [n, H, ...], by tensors of their value heads, [n, G, ...]."""
+        """Multiply tensors of key heads [n, H, ...] with tensors of their value heads [n, G, ...]."""
         return (of_keys.unsqueeze(2) * by_head.unflatten(1, (-1, group))).flatten(1, 2)
 
     system = of_heads(key @ key.mT, between * step_size.unsqueeze(-1))
     inside = of_heads(query @ key.mT, between)
     since_start, until_end = decay.exp(), (decay[..., -1:] - decay).exp()
     compiled = kernels("gated_delta_kernels", "MEGARL_GATED_DELTA_KERNEL", value.device.type)
-    # Compute float64, which tests compare with, in the loop: the kernels compute in float32.
+    # The kernels compute in float32. float64, the reference of tests, takes the loop below.
     if compiled is not None and value.dtype == torch.float32:
         reads_of_all = of_heads(key, (step_size * since_start).unsqueeze(-1))
-        # Solve all systems at once, for the values and for what is read from the state.
+        # Solve all systems at once, for the values and for the factors of the state.
         given = torch.cat((value * step_size.unsqueeze(-1), reads_of_all), dim=-1)
         solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
         states_before, corrections_of_all, states = compiled.passage(
@@ -163,7 +167,7 @@ def _scan(
         asked = of_heads(query, since_start.unsqueeze(-1))
         return asked @ states_before + inside @ corrections_of_all, states.index_select(0, plan.place_of_run)
     steps = [heads * going for going in plan.going]
-    # Without an initial state, the first chunk of each run has no state to read.
+    # Without an initial state, the first chunks (one per run) read no state.
     fresh = plan.runs if initial is None else 0
     by_step = zip(
         system.flatten(0, 1).split(steps),
@@ -176,7 +180,7 @@ def _scan(
         of_heads(key[fresh:], (step_size * since_start)[fresh:].unsqueeze(-1)).flatten(0, 1).split(behind)
     )
     keeps = iter(since_start[fresh:, :, -1, None, None].flatten(0, 1).split(behind))
-    # Chunks of the same number are computed together, in as many steps as the longest run has chunks.
+    # Step i computes chunk i of all runs together. There are as many steps as the longest run has chunks.
     state = None if initial is None else initial.expand(plan.runs, *initial.shape[1:]).flatten(0, 1)
     before, corrections, ended = [], [], []
     for triangle, wanted, written in by_step:
@@ -184,7 +188,7 @@ def _scan(
             rest = wanted
         else:
             if len(triangle) < len(state):
-                # Runs are sorted by falling length, so that those that have ended are the last ones.
+                # Runs are sorted by length in descending order, so the runs that have ended are at the back.
                 ended.append(state[len(triangle) :])
                 state = state[: len(triangle)]
             before.append(state)
@@ -212,19 +216,20 @@ def _entering_states(states: torch.Tensor, width: int, context: ContextShare) ->
     """Compute the state before each run of this rank, [R, G, K, V].
 
     Args:
-        states: [R, G, K, V + K], U and M of each run.
+        states: [R, G, K, V + K], U and M of each run, concatenated.
         width: V.
-        context: the ranks that share every sequence.
+        context: the context-parallel ranks that share every sequence.
     """
     chunks = 2 * context.size
     starts = tuple(range(0, len(states) * context.size + 1, chunks))
-    # The gather is differentiable and sums gradients, because the state of a run enters later runs on all
-    # ranks.
+    # The backward pass of gather_shared sums over ranks. This is needed, because a run's state enters the
+    # later runs on all ranks.
     whole = gather_shared(states, starts, context).unflatten(0, (-1, chunks))
     # The first run of a sequence begins with a zero state.
     state = torch.zeros_like(whole[:, 0, ..., :width])
     entering = [state]
-    # Every rank computes all runs: 2 * size small products cost less than passing a state from rank to rank.
+    # Every rank computes all runs: 2 * size small matmuls take less time than passing a state from rank to
+    # rank.
     for run in whole[:, :-1].unbind(1):
         state = run[..., :width] + run[..., width:] @ state
         entering.append(state)
@@ -242,13 +247,13 @@ def gated_delta_step(
     """Compute the output and the state after one more token of each row.
 
     Args:
-        query, key: [b, H, K], as for ``gated_delta_rule``.
+        query, key: [b, H, K], as in ``gated_delta_rule``.
         value: [b, G, V].
         log_decay, step_size: [b, G].
         state: [b, G, K, V] in float32 or wider.
 
     Returns:
-        [b, G, V] and [b, G, K, V] in the dtype of ``state``.
+        Output [b, G, V] and new state [b, G, K, V] in the dtype of ``state``.
     """
     dtype, group = state.dtype, value.shape[1] // key.shape[1]
     query, key = (
@@ -269,13 +274,13 @@ def causal_convolution(
     context: ContextShare = ALONE,
     rows: int = 1,
 ) -> torch.Tensor:
-    """Convolve each channel over the ``W`` last tokens of its own sequence. Differentiable. A collective over
-    context-parallel ranks.
+    """Convolve each channel over the last ``W`` tokens of the token's own sequence. Differentiable.
+    Collective over context-parallel ranks.
 
     Args:
-        inputs: [t, channels], the part of this context-parallel rank.
-        weight: [channels, W]; the last column belongs to the token itself.
-        starts, context, rows: as for ``gated_delta_rule``.
+        inputs: [t, channels], this context-parallel rank's shard.
+        weight: [channels, W]; the last column applies to the token itself.
+        starts, context, rows: as in ``gated_delta_rule``.
 
     Returns:
         [t, channels].
@@ -292,29 +297,28 @@ def causal_convolution(
 
 
 CACHED_ROWS = 32
-"""Rows of a convolution that are computed at a time on a CPU; this many fit in its cache."""
+"""Rows of a convolution that a CPU computes at a time. This number fits into its cache."""
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the rows of ``tensor`` that are computed at a time."""
+    """Yield the start and end of each block of rows that is computed at a time: all rows on a GPU,
+    ``CACHED_ROWS`` on a CPU."""
     size = len(tensor) if tensor.is_cuda else CACHED_ROWS
     return ((start, min(start + size, len(tensor))) for start in range(0, len(tensor), size))
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolution of inputs [t, channels] with weights [channels, W]. The tokens before each run are [R (W -
-    1), channels], or None for 0; the result is [t, channels].
+    """Convolution of inputs [t, channels] with weights [channels, W] to [t, channels].
 
-    The backward pass is written by hand because torch would allocate zeros of all tokens for the gradient of
-    each column's slice.
+    ``earlier`` [R (W - 1), channels] are the tokens before each run; None for zeros. The backward pass is
+    written by hand, because torch's would allocate a gradient of full size for each of the W shifted slices.
     """
 
     @staticmethod
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, earlier: torch.Tensor | None, plan: _TailPlan
     ) -> torch.Tensor:
-        # Put W - 1 positions in front of each run, so that one shifted product per column serves all runs at
-        # once.
+        # With W - 1 positions in front of each run, one shifted multiplication per column serves all runs.
         laid = inputs.new_empty(len(inputs) + len(plan.fronts), inputs.shape[1])
         laid.index_copy_(0, plan.places, inputs)
         if earlier is None:
@@ -338,8 +342,7 @@ class _Convolution(torch.autograd.Function):
         (laid, weight), plan = ctx.saved_tensors, ctx.plan
         factors = weight.t().contiguous()
         reach = len(factors) - 1
-        # Each position holds the gradient of its token's output. Positions in front of a run and behind the
-        # last one have none and hold 0.
+        # Positions in front of a run and behind the last one have no output, so their gradient is 0.
         gradient = laid.new_empty(len(laid) + reach, laid.shape[1])
         gradient.index_copy_(0, plan.places, gradients[0])
         gradient.index_fill_(0, plan.fronts, 0)
@@ -355,8 +358,8 @@ class _Convolution(torch.autograd.Function):
 
 
 def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
-    """Return the indices of tokens, counted sequence by sequence, among ``count`` tokens of alternating
-    rows."""
+    """Convert token indices from sequence-by-sequence order to interleaved order. There are ``count`` tokens
+    in ``rows`` sequences."""
     length = count // rows
     return tokens % length * rows + tokens // length
 
@@ -369,19 +372,21 @@ def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Chunks of runs. The first chunks of all runs come first, then the second ones, and so on, each time
-    with the longest runs first.
+    """Assignment of runs to chunks, in steps: step i computes chunk i of every run that has one. Chunks are
+    ordered by step, and within a step by run length, the longest run first.
+
+    A slot is a token position in a chunk. The last chunk of a run may have empty slots.
 
     Attributes:
         runs: R.
         going: for each step, the number of runs that have a chunk in it.
-        slots: [n * C] int64, the token of each slot in a chunk; arbitrary for an empty slot.
-        is_token: [n * C, 1] bool, False for an empty slot; None if there is none.
+        slots: [n * C] int64, the token in each slot; arbitrary for an empty slot.
+        is_token: [n * C, 1] bool, False for an empty slot; None if no slot is empty.
         places: [t] int64, the slot of each token.
-        run_of_chunk: [n] int64.
-        place_of_run: [R] int64, the index of each run in the order of lengths.
-        first_chunks: int32, the first chunk of each step.
-        chunks_of_run: [R] int32, number of chunks of each run, in the order of lengths.
+        run_of_chunk: [n] int64, the run of each chunk.
+        place_of_run: [R] int64, the rank of each run when sorted by length.
+        first_chunks: int32, the index of each step's first chunk.
+        chunks_of_run: [R] int32, number of chunks of each run, sorted by length.
     """
 
     runs: int
@@ -395,8 +400,8 @@ class _Plan:
     chunks_of_run: torch.Tensor
 
     def in_chunks(self, tokens: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """Rearrange [t, heads, ...] into [n, heads, C, ...]. Empty slots hold ``fill``, or arbitrary values
-        if it is None."""
+        """Rearrange [t, heads, ...] into [n, heads, C, ...]. Empty slots are set to ``fill``, or to arbitrary
+        values if ``fill`` is None."""
         laid = tokens.index_select(0, self.slots)
         if fill is not None and self.is_token is not None:
             laid = laid.masked_fill(~self.is_token, fill)
@@ -407,15 +412,15 @@ class _Plan:
         return chunks.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
 
 
-# Cached, because every layer of a micro-batch asks for the same plan.
+# Cached, because all layers of a micro-batch use the same plan.
 @lru_cache(maxsize=32)
 def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
-    # Use smaller chunks if all sequences are shorter than CHUNK, which would only add padding.
+    # If all runs are shorter than CHUNK, larger chunks would only contain padding.
     size = min(CHUNK, max(lengths))
     counts = [-(-length // size) for length in lengths]
     begins = [0, *itertools.accumulate(lengths)]
-    # Sort runs with the longest first: runs that end then leave at the back, without gaps in the batched
-    # products.
+    # Sort runs by length in descending order: runs then end at the back, which leaves no gaps in the batched
+    # matmuls.
     order = sorted(range(len(lengths)), key=lambda run: -counts[run])
     going = tuple(sum(count > step for count in counts) for step in range(max(counts)))
     runs_of_slots, step_of_slots = [], []
@@ -426,7 +431,7 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
     column = torch.tensor(step_of_slots)[:, None] * size + torch.arange(size)
     is_token = (column < torch.tensor(lengths)[runs, None]).flatten()
     tokens = _alternating((torch.tensor(begins)[runs, None] + column).flatten(), begins[-1], rows)
-    # Give empty slots index 0: they then hold an arbitrary value, which a gate of 0 makes harmless.
+    # Empty slots get token 0. Its values have no effect there, because the gates of empty slots are 0.
     slots = torch.where(is_token, tokens, 0)
     places = torch.empty(begins[-1], dtype=torch.int64)
     places[slots[is_token]] = torch.arange(len(slots))[is_token]
@@ -441,14 +446,14 @@ def _plan(lengths: tuple[int, ...], rows: int, device: torch.device) -> _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _TailPlan:
-    """Indices of the tokens before each run, for a convolution. In the padded layout each run follows W - 1
-    rows for these tokens.
+    """Indices for a convolution's inputs before each run. In the padded layout, W - 1 rows for these inputs
+    precede each run.
 
     Attributes:
-        tails: [tokens] int64, the last tokens of each run of this rank, which other runs may need.
-        starts: first token of each sequence in the tails of all ranks.
-        earlier: [R (W - 1)] int64, the tokens before each run, as indices into one zero followed by the tails
-            of all ranks.
+        tails: [tokens] int64, the last tokens of each run of this rank, which a run on another rank may need.
+        starts: first token of each sequence in the concatenated tails of all ranks.
+        earlier: [R (W - 1)] int64, the tokens before each run: 0 for a zero, i + 1 for tail i of all ranks'
+            tails.
         fronts: [R (W - 1)] int64, the rows of these tokens in the padded layout.
         places: [t] int64, the row of each token in the padded layout.
     """
@@ -484,7 +489,8 @@ def _tail_plan(
                 _alternating(torch.arange(begin + length - kept[sequence], begin + length), count, rows)
             )
             before = torch.arange(chunk * kept[sequence] - reach, chunk * kept[sequence])
-            # Index 0 is the zero that is padded in front, because nothing comes before the first chunk.
+            # No token precedes the first chunk: index 0 selects the zero that is padded in front of the
+            # tails.
             earlier.append(torch.where(before < 0, 0, 1 + tail_starts[sequence] + before))
             fronts.append(torch.arange(laid, laid + reach))
             places.append(torch.arange(laid + reach, laid + reach + length))

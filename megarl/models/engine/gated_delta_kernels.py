@@ -1,13 +1,13 @@
-"""Triton kernels of the gated delta rule, for the one part that runs chunk by chunk: one launch, where
+"""Triton kernels for the part of the gated delta rule that runs chunk by chunk. They take one launch, where
 PyTorch needs about four per chunk.
 
-They compute the loop of ``megarl.models.engine.gated_delta``, which is their reference, in float32. Triton's
-interpreter runs them on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and
-``MEGARL_GATED_DELTA_KERNEL=1``), and Triton compiles them for devices that are not present. They have not run
-on a GPU, and their block sizes are not tuned. Equal inputs give equal bits: one program computes each state.
+They compute the loop of ``megarl.models.engine.gated_delta``, their reference, in float32. Results are
+bitwise reproducible, because one program computes each state. The kernels run on a CPU in Triton's
+interpreter (``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_GATED_DELTA_KERNEL=1``),
+and Triton can compile them for a GPU that is not present. Untested on a GPU; block sizes are not tuned.
 
-Legend: n chunks of C tokens, of R runs; G heads, K and V their widths. The chunks of a run are not adjacent:
-the first chunks of all runs come first, then the second ones.
+Shapes: n chunks of C tokens, R runs, G heads, K and V widths of keys and values. Chunks are ordered by step:
+the first chunks of all runs, then the second chunks, and so on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 COLUMNS = 32
-"""Columns of a state that a program holds in its registers; columns do not depend on each other."""
+"""Number of columns of a state that one program keeps in registers. Columns are independent of each other."""
 SMALLEST = 16
-"""Minimum size of the blocks that Triton multiplies."""
+"""Minimum block size of Triton's ``tl.dot``."""
 
 
 @triton.jit
 def _places(size, keys, values, block_size: tl.constexpr, block_keys: tl.constexpr, columns: tl.constexpr):
-    """Return the token and key indices of a program's blocks, the offsets of its columns in a state and in a
-    chunk's values, and the masks of both."""
+    """Return a program's token and key indices, the offsets of its columns in a state and in a chunk's
+    values, and the masks of these two."""
     token = tl.arange(0, block_size)
     key = tl.arange(0, block_keys)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -66,8 +66,8 @@ def _forward(
     block_keys: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Compute one head of one run, some columns of its state per program: x = solved - reads S, S <- keep S +
-    written x, chunk by chunk."""
+    """Compute one head of one run, chunk by chunk: x = solved - reads S, then S <- keep S + written x. Each
+    program computes some columns of the state."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
@@ -85,7 +85,7 @@ def _forward(
             reads + chunk * size * keys + token[:, None] * keys + key[None, :], mask=in_reads, other=0.0
         )
         wanted = tl.load(solved + chunk * size * values + of_tokens, mask=in_tokens, other=0.0)
-        # "ieee" keeps float32: TF32 would round states, which pass through hundreds of chunks, to 10 bits.
+        # "ieee" computes in float32. TF32 would round the state to 10 bits in each of hundreds of chunks.
         correction = wanted - tl.dot(read, state, input_precision="ieee")
         tl.store(corrections + chunk * size * values + of_tokens, correction, mask=in_tokens)
         write = tl.load(
@@ -117,13 +117,13 @@ def _backward(
     columns: tl.constexpr,
 ):
     """Compute the gradients of states and corrections, from the last chunk to the first. The gradients of a
-    chunk's inputs follow from these two outside the kernel."""
+    chunk's inputs are computed from these outside the kernel."""
     run = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     token, key, of_state, of_tokens, in_state, in_tokens = _places(
         size, keys, values, block_size, block_keys, columns
     )
-    # Both blocks are loaded transposed, and need masks of the transposed shape.
+    # Both blocks are loaded transposed, so their masks are too.
     in_reads = (key[:, None] < keys) & (token[None, :] < size)
     in_written = (token[:, None] < size) & (key[None, :] < keys)
     place = tl.program_id(0).to(tl.int64) * keys * values
@@ -146,7 +146,7 @@ def _backward(
 
 
 class _Passage(torch.autograd.Function):
-    """Autograd function of ``passage``."""
+    """Autograd function behind ``passage``."""
 
     @staticmethod
     def forward(
@@ -165,7 +165,7 @@ class _Passage(torch.autograd.Function):
         corrections, final = torch.empty_like(solved), solved.new_empty(runs, heads, keys, values)
         ctx.shape = heads, size, keys, values
         _forward[(runs * heads, triton.cdiv(values, COLUMNS))](
-            # Without an initial state pass any pointer, because the kernel does not read it.
+            # Without an initial state the kernel does not read this pointer, but Triton needs one.
             *(solved, reads, written, keeps, solved if initial is None else initial),
             *(first_chunks, chunks_of_run, before, corrections, final),
             *ctx.shape,
@@ -187,8 +187,7 @@ class _Passage(torch.autograd.Function):
             *ctx.shape,
             **_blocks(*ctx.shape[1:3]),
         )
-        # Compute these gradients outside the kernel as batched products, because they need no order of
-        # chunks.
+        # These gradients do not depend on the order of chunks, so batched matmuls are faster than the kernel.
         of_reads, of_written = -(total @ before.mT), after @ corrections.mT
         return total, of_reads, of_written, (after * before).sum((-2, -1)), None, None, None
 
@@ -199,7 +198,7 @@ def _blocks(size: int, keys: int) -> dict[str, int]:
         "block_size": max(SMALLEST, triton.next_power_of_2(size)),
         "block_keys": max(SMALLEST, triton.next_power_of_2(keys)),
         "columns": COLUMNS,
-        # One stage, because a program already holds two blocks as high as the keys are wide in shared memory.
+        # One pipeline stage: a program already has two blocks of the width of the keys in shared memory.
         "num_stages": 1,
     }
 
@@ -213,18 +212,22 @@ def passage(
     first_chunks: torch.Tensor,
     chunks_of_run: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the state before each chunk [n, G, K, V], the corrections of each chunk [n, G, C, V], and the
-    state after each run [R, G, K, V]. Differentiable except in ``initial``. All tensors are float32 and
-    contiguous.
+    """Pass the states through the chunks of all runs.
+
+    Differentiable, except with respect to ``initial``. All tensors are float32 and made contiguous here.
 
     Args:
-        solved: [n, G, C, V], the corrections for a state of 0.
-        reads: [n, G, C, K]; its product with the state is subtracted from ``solved``.
-        written: [n, G, K, C]; its product with the corrections is added to the state.
-        keeps: [n, G], the factor on the state before that addition.
-        initial: [1, G, K, V], the state before every run; None for 0.
-        first_chunks: int32, the first chunk of each step, among the chunks of the sorted runs.
-        chunks_of_run: [R] int32, number of chunks of each run, in falling order.
+        solved: [n, G, C, V], the corrections for a zero state.
+        reads: [n, G, C, K]; reads @ state is subtracted from ``solved``.
+        written: [n, G, K, C]; written @ corrections is added to the state.
+        keeps: [n, G], the factor by which the state is multiplied before that addition.
+        initial: [1, G, K, V], the state before every run; None for zero.
+        first_chunks: int32, the index of each step's first chunk.
+        chunks_of_run: [R] int32, number of chunks of each run, in descending order.
+
+    Returns:
+        The state before each chunk [n, G, K, V], the corrections of each chunk [n, G, C, V], and the state
+        after each run [R, G, K, V].
     """
     contiguous = (tensor.contiguous() for tensor in (solved, reads, written, keeps))
     before, corrections, final = _Passage.apply(  # type: ignore[no-untyped-call]

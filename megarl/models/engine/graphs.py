@@ -1,7 +1,7 @@
-"""CUDA graphs of functions whose shapes are fixed: one launch replaces hundreds, which take the host longer
-than the device computes.
+"""CUDA graphs of functions with fixed shapes. One launch replaces hundreds, which take the host longer than
+the device needs to compute.
 
-A decoding step of a model of 1.5 billion parameters has 620 kernels that run for 5 ms; launched one by one
+A decoding step of a model with 1.5 billion parameters has 620 kernels. They run for 5 ms; launched one by one
 they take 72 ms.
 """
 
@@ -17,26 +17,26 @@ import torch
 logger = logging.getLogger(__name__)
 
 Function: TypeAlias = Callable[..., torch.Tensor]
-"""A function of tensors. All other memory that it reads and writes must stay at its address: parameters, a
-cache, a position stored in a tensor. Python numbers keep their values of the recorded call, so that they must
-follow from the key."""
+"""A function of tensors that can be captured. All other memory that it reads or writes must stay at its
+address: parameters, a KV cache, a position stored in a tensor. Python numbers keep the values that they had
+during capture, so they must be determined by the key."""
 
 
 class Capture(Protocol):
-    """A recorder of the device work of a function."""
+    """An interface that captures the device work of a function."""
 
     def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a function once, so that libraries can allocate what they need: handles, workspaces, compiled
-        kernels, communicators."""
+        """Run a function once without capture, so that libraries allocate what they need: handles,
+        workspaces, compiled kernels, communicators."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record a function, which may or may not run meanwhile. Return a function that runs the recording,
-        and the tensor that then holds its result."""
+        """Capture a function; its work may or may not be executed meanwhile. Return a function that replays
+        the capture, and the tensor that contains the result after a replay."""
 
 
 class CudaCapture:
-    """A recorder of CUDA graphs, all in one memory pool: the graphs run one at a time, and a result is read
-    before the next graph runs.
+    """Capture in CUDA graphs that share one memory pool. Sharing is safe because graphs run one at a time,
+    and a result is read before the next graph runs.
 
     Args:
         device: a CUDA device.
@@ -47,8 +47,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a function once, as in ``Capture``, on the stream on which graphs are recorded, as torch
-        requires."""
+        """Run a function once on the capture stream, as torch requires; see ``Capture``."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -57,10 +56,9 @@ class CudaCapture:
         return result
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record a function as a CUDA graph; see ``Capture``."""
+        """Capture a function as a CUDA graph; see ``Capture``."""
         graph = torch.cuda.CUDAGraph()
-        # "thread_local" ignores what other threads do meanwhile, such as NCCL's watchdog, which queries
-        # events.
+        # "thread_local" allows CUDA calls of other threads during capture: NCCL's watchdog queries events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
@@ -68,7 +66,7 @@ class CudaCapture:
 
 @dataclass
 class _Recorded:
-    """A function at one key; ``replay`` and ``result`` are set once it is recorded."""
+    """A function with fixed inputs, for one key. ``replay`` and ``result`` are None until it is captured."""
 
     inputs: list[torch.Tensor]
     replay: Callable[[], None] | None = None
@@ -77,14 +75,14 @@ class _Recorded:
 
 @dataclass
 class Graphs:
-    """A runner of functions of fixed shapes. The first call of each key runs directly, which warms up; later
-    calls run from a recording.
+    """Runs functions of fixed shapes. For each key, the first call runs directly as a warm-up, the second
+    captures, and later calls replay.
 
     Attributes:
-        capture: the recorder; None runs every call directly.
-        few_sizes: there should be few different shapes. It stays True after a recording has failed: the rows
-            that leave a batch depend on it, and another rank of the model may still record, but all ranks
-            must let the same rows leave.
+        capture: captures functions; None runs every call directly.
+        few_sizes: callers should use few different shapes. All ranks must remove the same rows from a batch,
+            and this value decides which, so it stays True on a rank whose capture has failed: other ranks may
+            still capture.
     """
 
     capture: Capture | None = None
@@ -98,20 +96,20 @@ class Graphs:
         """Return ``function(*inputs)``.
 
         Args:
-            key: key of everything that ``function`` depends on, except tensors' values; the shapes of
-                ``inputs`` are added to it.
+            key: identifies everything that the work of ``function`` depends on, except the values of tensors.
+                The shapes of ``inputs`` are added to it.
             function: see ``Function``.
-            inputs: tensors that are copied to fixed memory.
+            inputs: tensors; copied to memory with a fixed address before a replay.
 
         Returns:
-            The result, which is valid until the next call with this key.
+            The result, valid until the next call with this key.
         """
         if self.capture is None:
             return function(*inputs)
         key = (key, *(tensor.shape for tensor in inputs))
         recorded = self._recorded.get(key)
         if recorded is None:
-            # Record the graph with the addresses of clones, into which later inputs are copied.
+            # The graph will contain the addresses of these clones. Later inputs are copied into them.
             recorded = self._recorded[key] = _Recorded([tensor.clone() for tensor in inputs])
             return self.capture.warm_up(lambda: function(*recorded.inputs))
         for fixed, given in zip(recorded.inputs, inputs, strict=True):
@@ -124,6 +122,8 @@ class Graphs:
                 logger.warning(
                     "decoding without CUDA graphs, which is slower: a step could not be recorded: %s", error
                 )
+                # Run directly from here on, but leave ``few_sizes`` as it is: all ranks must keep the same
+                # rows in a batch, and other ranks may still capture.
                 self.capture = None
                 return function(*recorded.inputs)
         recorded.replay()
@@ -131,18 +131,18 @@ class Graphs:
         return recorded.result
 
 
-# Errors of recordings in this process. After the first one, the process does not record again.
+# Errors of captures in this process. After the first error, it does not capture again.
 _failures: list[str] = []
 _logged: set[str] = set()
 
 
 def graphs_on(device: torch.device, refusal: str | None = None) -> Graphs:
-    """Return the graphs of a device. They record nothing on a CPU, with a ``refusal`` (which is logged once),
-    or after a recording has failed.
+    """Return a ``Graphs`` for a device. It runs every call directly on a CPU, if ``refusal`` gives a reason
+    (logged once), or after a capture has failed in this process.
 
-    Graphs hold addresses of parameters and of a cache. They are built for one call of generation and are
-    discarded after it: between two calls parameters are offloaded and return to other addresses, and training
-    needs the memory of the cache.
+    Use it for one generation call only. Graphs contain the addresses of parameters and KV cache, but between
+    two calls the parameters are offloaded and return to other addresses, and training needs the memory of the
+    cache.
     """
     if device.type != "cuda":
         return Graphs()

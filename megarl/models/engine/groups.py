@@ -1,8 +1,5 @@
-"""The process groups of one worker, as the engine needs them, and a context for work that only rank 0 does
-while the other ranks wait.
-
-A backend builds the groups; nothing here depends on the backend.
-"""
+"""The process groups of one worker, which its backend creates, and a context for work that only rank 0 does
+while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from megarl.models.engine.context import ContextShare
 class ParallelGroups:
     """Process groups and this process's ranks in them.
 
-    Ranks are laid out with tensor parallel fastest, then context, data and pipeline parallel slowest, as in
+    Global ranks vary fastest over tensor, then context, data and pipeline parallelism, as in
     ``NamedSharding(arange(world).reshape(pp, dp, cp, tp))``.
 
     Attributes:
         tensor, context, data, pipeline: process groups.
-        ring: the context-parallel ranks pass keys and values around a ring instead of gathering them.
+        ring: the context-parallel ranks use ring attention instead of gathering keys and values.
     """
 
     tensor: dist.ProcessGroup
@@ -71,7 +68,7 @@ class ParallelGroups:
 
     @property
     def context_share(self) -> ContextShare:
-        """This process's part of every sequence."""
+        """This process's position among the ranks that share every sequence."""
         return (
             ContextShare(self.context_rank, self.context_size, self.context, self.ring)
             if self.context_size > 1
@@ -88,33 +85,34 @@ class ParallelGroups:
 
     @property
     def is_first_in_stage(self) -> bool:
-        """True if this process is the first of its pipeline stage in all other dimensions."""
+        """True if this process has tensor-, context- and data-parallel rank 0 in its pipeline stage."""
         return self.tensor_rank == self.context_rank == self.data_rank == 0
 
     @property
     def last_stage_global_rank(self) -> int:
-        """Global rank of the process on the last pipeline stage that has this process's other coordinates."""
+        """Global rank of the process on the last pipeline stage with the same tensor-, context- and
+        data-parallel ranks as this process."""
         return dist.get_global_rank(self.pipeline, self.pipeline_size - 1)
 
     def coordinates(self) -> str:
-        """Return the coordinates for error messages and logs: ``pp1 dp0 cp0 tp1``."""
+        """Return the process's ranks in all groups for messages, for example ``pp1 dp0 cp0 tp1``."""
         return f"pp{self.pipeline_rank} dp{self.data_rank} cp{self.context_rank} tp{self.tensor_rank}"
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum ``values`` in place over the data-parallel group, and return them."""
+        """All-reduce ``values`` in place over the data-parallel group, and return it."""
         if self.data_size > 1:
             dist.all_reduce(values, group=self.data)
         return values
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Broadcast ``values`` in place from the last pipeline stage to every stage, and return them; shape
-        and dtype must be equal on all stages."""
+        """Broadcast ``values`` in place from the last pipeline stage to all stages, and return it. Shape and
+        dtype must be equal on all stages."""
         if self.pipeline_size > 1:
             dist.broadcast(values, src=self.last_stage_global_rank, group=self.pipeline)
         return values
 
     def object_from_last_stage(self, value: Any) -> Any:
-        """Return the last pipeline stage's ``value``, a small picklable object, on every stage."""
+        """Return the last pipeline stage's ``value`` on every stage. It must be small and picklable."""
         if self.pipeline_size == 1:
             return value
         box = [value]
@@ -123,15 +121,15 @@ class ParallelGroups:
 
 
 def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group the random-number state of the group's first rank. A collective over the
+    """Set the random-generator states of all ranks of a group to those of its first rank. Collective over the
     group.
 
-    Tensor-parallel ranks that compute the same activations must drop the same elements. Otherwise activations
-    and parameters that every rank holds in full would differ between ranks.
+    Tensor-parallel ranks that compute the same activations must apply the same dropout mask. Otherwise
+    activations and replicated parameters would differ between ranks.
     """
     if dist.get_world_size(group) > 1:
         states = here.rng_state()
-        # Broadcast the states as byte tensors: objects would be unpickled, and a resume unpickles nothing.
+        # Broadcast the states as byte tensors, not as objects, because a resume must not unpickle anything.
         for name, state in states.items():
             shared = state.to(here.device)
             dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
@@ -141,14 +139,14 @@ def share_random_state(here: DeviceRuntime, group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def on_first_rank(kind: type[MegarlError] = CheckpointError) -> Iterator[bool]:
-    """Yield True on rank 0, which works while the others wait, and False elsewhere. An error on rank 0 is
-    raised on all ranks (elsewhere as ``kind``), so that none waits indefinitely."""
+    """Yield True on rank 0 and False elsewhere; the other ranks wait for rank 0 at the end of the context. An
+    error on rank 0 is raised on all ranks (on the others as ``kind``), so that none waits indefinitely."""
     failure: Exception | None = None
     try:
         yield dist.get_rank() == 0
     except Exception as error:
         failure = error
-    # Broadcast a number first, so that the normal case, without an error, needs no collective of objects.
+    # Broadcast a flag first: without an error, no slower collective of objects is needed.
     device = runtime().device
     failed = torch.tensor([int(failure is not None)], device=device)
     dist.broadcast(failed, src=0)

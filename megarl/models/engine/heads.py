@@ -1,8 +1,8 @@
-"""Heads, which compute the results of a micro-batch from the output layer's result. The log-prob pass and
-every loss use the same log-probabilities.
+"""Heads, which compute the result of a micro-batch (log-probabilities, values or a loss) from the output of
+the output layer. The log-prob pass and all losses use the same log-probabilities.
 
-Legend: b micro-batch rows, S their length; n rows and t tokens that enter the model
-(``megarl.models.engine.model_input``), V vocabulary columns of this rank.
+Shapes: b micro-batch rows of S tokens; n rows of t tokens that enter the model
+(``megarl.models.engine.model_input``); V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Result of one micro-batch.
+    """Result of a head for one micro-batch.
 
     Attributes:
-        loss: differentiable scalar, this micro-batch's share of the global loss; None if nothing is trained.
+        loss: differentiable scalar, this micro-batch's part of the global loss; None without training.
         tensors: per-row results, detached.
-        metrics: numbers or 0-d tensors, to be reduced as the loss declares; read only after the pass, so that
-            no micro-batch waits for the device.
-        gradient_peaks: after the backward pass, the largest absolute entries of the loss's gradients with
-            respect to its inputs, 0-d each. The inputs are the log-probabilities and possibly the entropies,
-            or the values.
+        metrics: numbers or 0-d tensors, reduced as the loss declares. They are read after the whole pass, so
+            that no micro-batch waits for the device.
+        gradient_peaks: filled by the backward pass with 0-d tensors: the largest absolute gradient of the
+            loss with respect to each of its inputs (log-probabilities, entropies or values).
     """
 
     loss: torch.Tensor | None = None
@@ -43,39 +42,38 @@ class HeadOutput:
 
 
 class Head(Protocol):
-    """A function that computes the result of a micro-batch from the output layer's result."""
+    """A function from the output of the output layer to the result of a micro-batch."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """Return the request to the output layer; None for the logits of all positions."""
+        """Return what the output layer should compute; None for the logits of all positions."""
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """Compute the result.
+        """Compute the result of a micro-batch.
 
         Args:
-            output: the output layer's result for ``request``; without a request the shard of logits [n, t,
+            output: the output layer's result for ``request``; without a request, this rank's logits [n, t,
                 V].
             model_input: the input of the model.
-            request: the request from ``asks``; None also if the output layer computes no requests.
+            request: the request from ``asks``; None also if the backend's output layer does not support
+                requests.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobHead:
-    """Log-probabilities of the batch's own tokens, or only of those that the micro-batch asks for
-    (``ModelInput.scored``).
+    """Computes log-probabilities of the batch's own tokens, or only of the tokens in ``ModelInput.scored``.
 
     Attributes:
-        shard: the vocabulary columns of this rank.
-        sampling: how tokens are sampled in generation, and therefore scored here.
+        shard: the part of the vocabulary whose logits this rank has.
+        sampling: the sampling settings of generation. They determine the distribution that is scored.
         chunk_size: number of positions whose logits exist at a time (``policy.logprob_chunk_size``); None for
             all positions of a micro-batch.
-        with_entropies: also compute the entropies of the distributions from which the tokens count as
-            sampled.
-        further: key of a micro-batch tensor [b, S, K] of integers: further tokens whose log-probabilities are
-            computed too, entry i under the distribution from which token i+1 is sampled; None for none.
-        largest: number K of most likely tokens that are scored instead of ``further``; 0 for none.
+        with_entropies: also compute the entropy of the distribution of each token.
+        further: key of an integer tensor [b, S, K] in the micro-batch: more tokens to score at each position.
+            The tokens at index i are scored under the distribution of token i+1. None for none.
+        largest: number K of most likely tokens to score instead of ``further``; 0 for none.
     """
 
     shard: VocabularyShard
@@ -86,9 +84,11 @@ class LogprobHead:
     largest: int = 0
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """Return the request for the tokens to score; None for the logits of all positions."""
+        """Return the request for the tokens to score; None if all tokens are scored at once from the full
+        logits."""
         index = model_input.scored
-        # Without a request the output layer keeps its own product, with whatever the backend fuses into it.
+        # Without a request, the output layer runs unpatched, including the kernels that the backend fuses
+        # into it.
         if index is None and self.chunk_size is None:
             return None
         targets, further = model_input.targets.flatten(), self._further(model_input)
@@ -107,16 +107,15 @@ class LogprobHead:
         )
 
     def _further(self, model_input: ModelInput) -> torch.Tensor | None:
-        """Return the further tokens to score, [n x t, K] int64; None on pipeline stages that compute no
-        loss."""
+        """Return the further tokens to score, [n x t, K] int64; None on pipeline stages without a loss."""
         rows = None if self.further is None else model_input.micro_batch.data.get(self.further)
         return None if rows is None else model_input.of_tokens(rows).flatten(0, 1).long()
 
     def next_token_scores(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> TokenScores:
-        """Compute scores [b, S-1] float32, in which entry i belongs to token i+1 given the tokens up to i; 0
-        where the request excludes a token. The scores of further tokens are [b, S-1, K]."""
+        """Compute scores [b, S-1] float32 (for further tokens [b, S-1, K]). Entry i scores token i+1 given
+        the tokens up to i. Tokens that the request excludes are 0."""
         if request is None:
             scores = self._scores_of_logits(output, model_input)
         else:
@@ -124,8 +123,8 @@ class LogprobHead:
         return scores.each(model_input.to_rows)
 
     def _scores_of_logits(self, logits: torch.Tensor, model_input: ModelInput) -> TokenScores:
-        """Compute scores [n, t] of all positions. Even the last position has a target, because cutting the
-        logits would copy the largest tensor there is."""
+        """Compute the scores [n, t] of all positions. The last position is scored too and dropped later:
+        slicing the logits would copy the largest tensor of the pass."""
         targets, further = model_input.targets, self._further(model_input)
         if self.largest:
             further = largest_tokens(logits.detach().flatten(0, 1), self.shard, self.largest)
@@ -139,14 +138,14 @@ class LogprobHead:
     def next_token_logprobs(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> torch.Tensor:
-        """Return the log-probabilities of ``next_token_scores``."""
+        """Compute the log-probabilities of ``next_token_scores`` alone."""
         return self.next_token_scores(output, model_input, request).logprobs
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """Compute ``logprobs`` [b, S] float32; column 0, all positions beyond ``input_lengths`` and all
-        tokens that the request excludes are exactly 0."""
+        """Compute ``logprobs`` [b, S] float32. Column 0, positions beyond ``input_lengths`` and tokens that
+        the request excludes are exactly 0."""
         return HeadOutput(
             tensors={
                 "logprobs": _with_first_token(
@@ -157,22 +156,22 @@ class LogprobHead:
 
 
 def _with_first_token(values: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
-    """Extend [b, S-1], the values of all tokens but the first, to [b, S], detached; column 0 and all
-    positions beyond ``input_lengths`` are exactly 0."""
+    """Prepend a zero column to values [b, S-1] of all tokens but the first, and zero all positions beyond
+    ``input_lengths``. The result is detached."""
     logprobs = F.pad(values, (1, 0))
     positions = torch.arange(logprobs.shape[1], device=logprobs.device)
     inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
-    # Use where, not a product: an infinite value behind the end times 0 would be NaN.
+    # Use ``where``, not a multiplication: an infinite value in the padding times 0 would be NaN.
     return logprobs.detach().where(inside, torch.zeros_like(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
 class TopkHead:
-    """The most likely tokens at each position and their log-probabilities, besides the log-probabilities of
-    the batch's own tokens.
+    """Computes the most likely tokens at each position with their log-probabilities, and the
+    log-probabilities of the batch's own tokens.
 
     Attributes:
-        scores: computes these log-probabilities; its ``largest`` is the number of most likely tokens.
+        scores: computes all log-probabilities; its ``largest`` is the number of most likely tokens.
     """
 
     scores: LogprobHead
@@ -184,9 +183,9 @@ class TopkHead:
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """Compute ``logprobs`` [b, S] as ``LogprobHead`` does, ``topk_logits`` [b, S, K] float32 and
-        ``topk_indices`` [b, S, K] int64. Entry i of the latter two belongs to the distribution of token i+1;
-        it is 0 if there is no such token, or the request excludes it."""
+        """Compute ``logprobs`` [b, S] as in ``LogprobHead``, ``topk_logits`` [b, S, K] float32 and
+        ``topk_indices`` [b, S, K] int64. Entry i of the latter two describes the distribution of token i+1.
+        It is 0 if there is no such token or the request excludes it."""
         found = self.scores.next_token_scores(output, model_input, request)
         assert found.further is not None and found.largest is not None, (
             "the most likely tokens were not asked for"
@@ -203,14 +202,14 @@ class TopkHead:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """A loss (``LossFunction``) of the same log-probabilities.
+    """Computes a loss (``LossFunction``) from the log-probabilities of a ``LogprobHead``.
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and
-            ``next_token_logprobs`` [b, S-1]; if there are entropies, also with ``next_token_entropies`` [b,
-            S-1], and if further tokens are scored, with ``scored_logprobs`` [b, S-1, K].
+            ``next_token_logprobs`` [b, S-1]; with entropies also with ``next_token_entropies`` [b, S-1], and
+            with further tokens also with ``scored_logprobs`` [b, S-1, K].
         logprobs: computes the log-probabilities.
-        normalizers: normalisers of the global batch.
+        normalizers: normalizers of the global batch.
     """
 
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
@@ -235,23 +234,23 @@ class LossHead:
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Values of tokens, from a model that scores (``megarl.models.engine.scoring``): its one output at each
+    """Computes the scalar output of a reward or value model (``megarl.models.engine.scoring``) at each
     token."""
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """Return None: values need the output of all positions."""
+        """Return None: values need all positions."""
         return None
 
     def values(self, output: torch.Tensor, model_input: ModelInput) -> torch.Tensor:
-        """Return the values [b, S] float32: entry i is the output at token i, from all tokens up to it; 0
-        beyond ``input_lengths``. Differentiable.
+        """Return the values [b, S] float32. Entry i is the output at token i, which depends on the tokens up
+        to i; entries beyond ``input_lengths`` are 0. Differentiable.
 
         Args:
-            output: [n, t, 1], which no temperature divides.
+            output: [n, t, 1]. No temperature applies.
             model_input: the input of the model.
         """
-        # Compute in float32: a 16-bit value would round returns and advantages, which are differences of
-        # values.
+        # Convert to float32: returns and advantages are differences of values, which 16 bits would round too
+        # coarsely.
         values = model_input.to_token_rows(output.squeeze(-1).float())
         positions = torch.arange(values.shape[1], device=values.device)
         inside = positions[None, :] < model_input.micro_batch.data["input_lengths"][:, None]
@@ -260,18 +259,18 @@ class ValueHead:
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """Compute ``values`` [b, S] float32."""
+        """Compute ``values`` [b, S] float32, detached."""
         return HeadOutput(tensors={"values": self.values(output, model_input).detach()})
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLossHead:
-    """A loss of the same values.
+    """Computes a loss from the values of a ``ValueHead``.
 
     Attributes:
         loss_fn: called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and ``values`` [b, S].
         reads: computes the values.
-        normalizers: normalisers of the global batch.
+        normalizers: normalizers of the global batch.
     """
 
     loss_fn: Callable[..., tuple[torch.Tensor, Mapping[str, Any]]]
@@ -296,18 +295,19 @@ def _loss_of(
     normalizers: Normalizers,
     **read: torch.Tensor,
 ) -> HeadOutput:
-    """Compute the loss of a micro-batch, from ``read`` as well as the data and the normalisers."""
+    """Compute the loss of a micro-batch. ``read`` are the differentiable inputs of the loss, such as
+    ``next_token_logprobs``."""
     peaks: list[torch.Tensor] = []
     for values in read.values():
         if values.requires_grad and values.numel():
-            # Use a hook, because autograd does not keep the gradient of a tensor that is not a leaf. The peak
-            # is one number, read after the pass.
+            # Autograd does not keep the gradient of a tensor that is not a leaf, so reduce it to one number
+            # in a hook.
             values.register_hook(lambda gradient: peaks.append(gradient.detach().abs().amax()))
     loss, metrics = loss_fn(
         model_input.micro_batch.data, normalizers.valid_sequences, normalizers.valid_tokens, **read
     )
-    # Clone metrics: a schedule may free the loss's storage after its backward pass, and a metric may be the
-    # loss itself.
+    # Clone metrics. A metric may be the loss tensor itself, whose storage a pipeline schedule may free after
+    # the backward pass.
     kept = {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for name, value in metrics.items()

@@ -1,10 +1,10 @@
-"""Optimizer steps for states that are kept in host memory, with torch's fused Adam on the CPU.
+"""Optimizer steps for optimizer state in host memory, with torch's fused Adam on the CPU.
 
-One slice at a time is processed: its gradient comes from the device, the CPU steps it, and its weights return
-to the device. While the CPU steps one slice, the gradient of the next slice and the weights of the previous
-one are copied, on a separate stream; no states are copied. Gradients that were copied before the step, during
-the backward pass, are read where they are. Their shards are stepped in a thread, in parallel with what the
-caller does before it needs the weights.
+Shards are processed in slices: the gradient is copied from the device, the CPU steps the slice, and the
+weights are copied back. While the CPU steps one slice, the gradient of the next slice and the weights of the
+previous slice are copied on a separate stream. Optimizer state is never copied. A gradient that was already
+copied during the backward pass is read from the host; such shards are stepped in a thread, while the caller
+does other work before it needs the weights.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from megarl.models.engine.low_precision_adam import Hyperparameters, Shard, Stat
 from megarl.models.engine.state_formats import BLOCK
 
 SLICE = BLOCK * 2**10
-"""Elements of a slice: enough for a copy between device and host to run at full speed."""
+"""Elements of a slice, enough for a copy between device and host to run at full speed."""
+# Bytes of a page-locked block: a power of two, to which torch would round it up in any case.
 _PINNED_BLOCK = 2**28
-# Use one thread for all optimizers of a process, because each step runs on all cores. Python waits for it at
-# its end.
+# One thread is enough for all optimizers of a process, because each step uses all cores. Python joins the
+# thread at exit.
 _THREAD = ThreadPoolExecutor(1, "host-adam")
+# Alignment of each tensor in a block, in bytes.
 _ALIGNMENT = 256
 
 
 class HostMemory:
-    """Page-locked memory in large blocks, because torch rounds each block that it locks up to a power of two.
+    """An allocator of page-locked memory from large blocks. torch alone would round each tensor's memory up
+    to a power of two.
 
     Args:
         pin: lock the pages; False on a machine without a GPU.
@@ -41,7 +44,7 @@ class HostMemory:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def zeros_like(self, outline: torch.Tensor) -> torch.Tensor:
-        """Allocate zeros with the shape and dtype of a tensor on the meta device."""
+        """Allocate zeros with the shape and dtype of ``outline``, a tensor on the meta device."""
         size = -(-outline.nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > self._block.numel():
             self._block = torch.zeros(max(size, _PINNED_BLOCK), dtype=torch.uint8, pin_memory=self._pin)
@@ -51,7 +54,8 @@ class HostMemory:
 
 @dataclass(slots=True)
 class _Buffers:
-    """Page-locked buffers of one slice; the event ``copied`` is recorded after their last copy."""
+    """Page-locked buffers for one slice. The CUDA event ``copied`` is recorded after the last copy from or to
+    them."""
 
     gradient: torch.Tensor
     weights: torch.Tensor
@@ -59,7 +63,7 @@ class _Buffers:
 
 
 class HostAdam:
-    """Adam steps of shards whose moments and master weights are in host memory.
+    """Adam for shards whose moments and master weights are in host memory.
 
     Args:
         device: device of weights and gradients.
@@ -68,7 +72,7 @@ class HostAdam:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        # There are three buffers: one receives a gradient, one is stepped, and one sends weights back.
+        # Three sets of buffers: one receives a gradient, one is being stepped, and one sends weights back.
         self._buffers = [self._made() for _ in range(3)]
         self._memory = HostMemory(pin=self._is_cuda)
         self._early: dict[torch.Tensor, torch.Tensor] = {}
@@ -76,27 +80,28 @@ class HostAdam:
         self._stepping: Future[None] | None = None
 
     def _made(self) -> _Buffers:
+        # Four bytes per element, enough for every dtype of gradients and weights.
         gradient, weights = (
             torch.empty(4 * SLICE, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)
         )
         return _Buffers(gradient, weights, torch.cuda.Event() if self._is_cuda else None)
 
     def begin(self) -> None:
-        """Make the copies wait for all work queued on the device so far, which produces the gradients. Work
-        that is queued later, until ``step``, runs concurrently."""
+        """Make copies wait for the work that is queued on the device so far, which computes the gradients.
+        Work that is queued between this call and ``step`` overlaps with the copies."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     @torch.no_grad()
     def copy_early(self, parameter: torch.Tensor, gradient: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Begin to copy the gradient of a shard, which must not change before the next step.
+        """Start copying the gradient of a shard to the host. It must not change before the next step.
 
         Args:
             parameter: parameter of the gradient.
-            gradient: [n], the part whose states are in host memory.
-            wait: makes a stream wait until the gradient is reduced.
+            gradient: [n], the part of the gradient whose optimizer state is in host memory.
+            wait: makes the current stream wait until the gradient has been reduced.
         """
-        # Keep this memory for all steps: locking pages again would cost more than the copy.
+        # Allocate once for all steps: locking pages takes longer than the copy.
         if parameter not in self._early:
             self._early[parameter] = self._memory.zeros_like(torch.empty_like(gradient, device="meta"))
         self.begin()
@@ -107,28 +112,29 @@ class HostAdam:
         self._arrived.add(parameter)
 
     def early(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the host copy of a shard's gradient, which may not be complete yet; None if no copy was
-        begun."""
+        """Return the host copy of a parameter's gradient; None if ``copy_early`` was not called. The copy may
+        still be in progress."""
         return self._early[parameter] if parameter in self._arrived else None
 
     def forget(self) -> None:
-        """Forget the early gradients, so that the next step has others; pending copies complete before the
-        gradients are overwritten."""
+        """Discard the early gradients after a step. Device work that is queued later waits for pending
+        copies, so it cannot overwrite a gradient that is still being copied."""
         self._arrived.clear()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def start(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
-        """Step all shards, after ``begin``. Those with early gradients are stepped in a thread: until
-        ``finish``, their weights and states must not be used, but all gradients may be."""
-        # Step the other shards now: their gradients are on the device, where a refit frees them.
+        """Step all shards, after ``begin``. Shards with early gradients are stepped in a thread: until
+        ``finish``, their weights and optimizer state must not be used. Gradients may be used at once."""
+        # Step the other shards now. Their gradients are on the device, and a refit that follows would free
+        # them.
         self.step([each for each in shards if not each[0].is_early], settings)
         early = [each for each in shards if each[0].is_early]
         self._stepping = _THREAD.submit(self.step, early, settings)
 
     def finish(self) -> None:
-        """Wait for the thread of the last ``start``. If it has failed, its error is raised, by every later
-        call too, because the weights are those of half a step."""
+        """Wait for the thread of ``start``. If it failed, raise its error, now and in every later call,
+        because only part of the weights has been stepped."""
         if self._stepping is not None:
             self._stepping.result()
             self._stepping = None
@@ -137,9 +143,10 @@ class HostAdam:
 
     @torch.no_grad()
     def step(self, shards: Sequence[tuple[Shard, Hyperparameters]], settings: StateSettings) -> None:
-        """Step all shards, after ``begin``, and begin to copy the last weights to the device."""
+        """Step all shards, after ``begin``. On return, the last weights may still be on their way to the
+        device."""
         if self._is_cuda:
-            # A thread begins on device 0, where the copies would otherwise create a context.
+            # A new thread uses device 0 by default, where the copies would create a CUDA context.
             torch.cuda.set_device(self._device)
         slices = list(_slices(shards))
         for number, (shard, _, first, last) in enumerate(slices[:1]):
@@ -165,18 +172,18 @@ class HostAdam:
                 self._record(buffers)
 
     def _fetch(self, number: int, shard: Shard, first: int, last: int) -> None:
-        """Begin to copy the gradient of a slice to the host. Its buffers were last used by the third slice
-        before, whose copies precede this one in the same stream, and whose CPU step is done."""
+        """Start copying the gradient of slice ``number`` to the host. Its buffers were last used three slices
+        before: the CPU has stepped that slice, and its copies precede this one in the same stream."""
         buffers = self._buffers[number % len(self._buffers)]
         if self._is_cuda:
-            # Wait until the buffer's last copy is done, because the CPU writes weights into the buffer next.
+            # The CPU will write weights into these buffers, so their last copy must be complete.
             buffers.copied.synchronize()
         with self._on_stream():
             if not shard.is_early:
                 _typed(buffers.gradient, shard.gradient.dtype, last - first).copy_(
                     shard.gradient[first:last], non_blocking=True
                 )
-            # Record the event behind the copies that were begun early too.
+            # Record the event even without a copy here: it also covers the copies of ``copy_early``.
             self._record(buffers)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Choice of the engine's Triton kernels for a device."""
+"""Choice between the training engine's Triton kernels and PyTorch code."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megarl import env
 
 @functools.cache
 def kernels(module: str, variable: str, device: str) -> ModuleType | None:
-    """Return a module of this package with Triton kernels, or None if the device is to compute without them.
-    The environment variable decides; if it is unset, CUDA devices with Triton use the kernels.
+    """Return a module of this package with Triton kernels, or None to compute without them. The environment
+    variable decides; if it is unset, the kernels are used on CUDA devices with Triton.
 
     Args:
         module: name of the module, which imports Triton.
-        variable: name of the environment variable, 0 or 1.
-        device: type of the device.
+        variable: name of the environment variable, whose value is 0 or 1.
+        device: device type, such as ``cuda``.
     """
-    # Look for Triton with find_spec instead of importing it: it is loaded only where it computes.
+    # find_spec does not import Triton, which would slow down processes that never use it.
     if not env.flag(variable, device == "cuda" and importlib.util.find_spec("triton") is not None):
         return None
     return importlib.import_module(f"{__package__}.{module}")

@@ -1,13 +1,13 @@
-"""Triton kernels of the vocabulary-parallel log-probabilities and entropies: the logits are read once in the
-forward pass, and read and written once in the backward pass.
+"""Triton kernels for vocabulary-parallel log-probabilities and entropies. They read the logits once in the
+forward pass, and read and write them once in the backward pass.
 
-They compute the same as the PyTorch code of ``megarl.models.engine.logprobs``, which is their reference.
-Triton's interpreter runs them on a CPU (``TRITON_INTERPRET=1``, set before this module is imported, and
-``MEGARL_LOGPROB_KERNEL=1``), and Triton compiles them for devices that are not present. On an H200 they give
-the same numbers as on a CPU; their block sizes are not tuned. Equal inputs give equal bits: one program sums
-each row, in a fixed order.
+Their reference is the PyTorch code of ``megarl.models.engine.logprobs``. Results are bitwise reproducible,
+because one program sums each row in a fixed order. The kernels run on a CPU in Triton's interpreter
+(``TRITON_INTERPRET=1``, set before this module is imported, and ``MEGARL_LOGPROB_KERNEL=1``), and Triton can
+compile them for a GPU that is not present. On an H200 they gave the same numbers as on a CPU; block sizes are
+not tuned.
 
-Legend: T tokens, V vocabulary columns of this rank, of which the first ``own`` are not padding.
+Shapes: T tokens, V vocabulary columns of this rank; the first ``own`` columns are not padding.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import triton
 import triton.language as tl
 
 LARGEST_BLOCK = 4096
-"""Maximum columns that one program holds in its registers at a time: float32, 16 KiB over eight warps."""
-# Use a finite maximum, so that the exponentials of a row that is minus infinity everywhere are 0 and not NaN.
+"""Maximum number of columns that one program keeps in registers: in float32, 16 KiB over eight warps."""
+# Initial maximum of a row. It is finite so that a row of minus infinities has exponentials of 0, not NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# The exponential of anything below this bound is 0, so that in a product with it the bound stands for minus
-# infinity.
+# A finite stand-in for minus infinity in products with its exponential, which is 0: infinity would give NaN.
 NEGLIGIBLE = tl.constexpr(-1000.0)
 
 
 @triton.jit
 def _scaled(places, mask, temperature, is_scaled: tl.constexpr):
-    """Load logits divided by the temperature in float32, minus infinity where ``mask`` is false."""
+    """Load logits as float32 and divide them by the temperature. The result is minus infinity where ``mask``
+    is False."""
     values = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
     if is_scaled:
-        # Round the quotient exactly as the bounds were rounded that it is compared with.
+        # Round to nearest, like the computation of the bounds with which the quotient is compared.
         values = tl.div_rn(values, temperature)
     return values
 
@@ -53,10 +53,13 @@ def _statistics(
     with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute for one row per program its maximum, its sum of exponentials relative to the maximum (Milakov
-    and Gimelshein, 2018), and its target's logit. For entropies, also compute the sum of exponentials times
-    logits, both relative to the maximum, which is rescaled in the same way when the maximum grows."""
-    # Use int64, because rows times a vocabulary exceed 2**31 elements.
+    """Compute the maximum of one row per program, the sum of exponentials relative to the maximum (online
+    softmax, Milakov and Gimelshein 2018), and the logit of the target.
+
+    For entropies, also compute the sum of exponentials times logits, both relative to the maximum. When the
+    maximum grows, this sum is rescaled like the other.
+    """
+    # int64, because row times stride can exceed 2**31.
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * row_stride
     maximum = LOWEST + 0.0
@@ -109,7 +112,7 @@ def _gradient(
     with_entropies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute the gradient of one block of columns of one row per program; ``gradient`` may be ``logits``."""
+    """Compute the gradient of one block of columns of one row per program. ``gradient`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * block
     columns = first + tl.arange(0, block)
@@ -123,8 +126,8 @@ def _gradient(
         part = tl.where(scaled < tl.load(bounds + row), 0.0, part)
     is_target = columns == tl.load(targets + row) - start
     part += tl.where(is_target, tl.load(target_weights + row), 0.0)
-    # Add these before rounding to 16 bits: each weight may be in the thousands, and the softmax's part leaves
-    # less than 1 of it.
+    # Add these weights before rounding to 16 bits. A weight may be in the thousands, and the softmax's part
+    # cancels all but less than 1 of it.
     for number in range(further_count):
         column = tl.load(further + row * further_count + number) - start
         if (column >= first) & (column < first + block):
@@ -137,11 +140,11 @@ def _gradient(
 
 
 INTERPRETED = not isinstance(_statistics, triton.JITFunction)
-"""True if Triton's interpreter runs the kernels, on any device."""
+"""True if Triton's interpreter runs the kernels, even on a GPU."""
 
 
 def _block(columns: int) -> tuple[int, int]:
-    """Return the number of columns of a program, and its number of warps."""
+    """Return the number of columns per program, and its number of warps."""
     block = min(triton.next_power_of_2(columns), LARGEST_BLOCK)
     return block, 8 if block == LARGEST_BLOCK else 4
 
@@ -155,17 +158,17 @@ def statistics(
     bounds: torch.Tensor | None,
     with_entropies: bool = False,
 ) -> torch.Tensor:
-    """Compute [3, T] float32: maximum, sum of exponentials relative to the maximum, and target logit (0 if
-    the target is on another rank). For entropies the result is [4, T], with the sum of exponentials times
-    logits, both relative to the maximum.
+    """Compute per-token statistics of this rank's columns, [3, T] float32: the maximum, the sum of
+    exponentials relative to the maximum, and the target's logit (0 if it is on another rank). For entropies
+    the result is [4, T], with the sum of exponentials times logits, both relative to the maximum.
 
     Args:
-        logits: [T, V] of any floating dtype; columns are adjacent in memory, rows need not be.
+        logits: [T, V] of any floating dtype; columns must be contiguous, rows need not be.
         targets: [T] int64, vocabulary indices.
         start: vocabulary index of the first column.
-        own: columns that are not padding, at least 1.
+        own: number of columns that are not padding, at least 1.
         temperature: divisor of the logits.
-        bounds: [T] float32: columns with a smaller scaled logit are excluded from the sums; None excludes
+        bounds: [T] float32; columns whose scaled logit is smaller are excluded from the sums. None excludes
             none.
         with_entropies: compute the fourth row.
     """
@@ -176,9 +179,10 @@ def statistics(
         _statistics[(tokens,)](
             logits,
             targets.contiguous(),
-            # Without bounds pass any pointer, because the kernel is compiled without reading it.
+            # Without bounds the compiled kernel does not read this pointer, but Triton needs one.
             logits if bounds is None else bounds,
             *found[:3],
+            # The row of moments; without entropies the kernel does not write to this pointer.
             found[-1],
             *(logits.stride(0), start, own, float(temperature)),
             is_scaled=temperature != 1.0,
@@ -204,14 +208,15 @@ def write_gradient(
     slope: torch.Tensor | None = None,
     further: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write ``exp(x) (scale + slope x)`` for each scaled logit that is not excluded, with x relative to the
-    maximum, plus ``target_weight`` at the target and the further weights at further tokens.
+    """Write the gradient of the logits.
+
+    For each scaled logit that is not excluded, with x relative to the maximum, it is ``exp(x) (scale + slope
+    x)``. ``target_weight`` is added at the target, and further weights are added at further tokens.
 
     Args:
-        gradient: [T, V], the output, with 0 in columns of padding; columns are adjacent in memory; it may be
-            ``logits``.
-        logits, targets, start, own, temperature, bounds: as for ``statistics``.
-        maximum, scale, target_weight, slope: [T] float32; None for a slope of 0.
+        gradient: [T, V], the output, 0 in padding columns; columns must be contiguous. May be ``logits``.
+        logits, targets, start, own, temperature, bounds: as in ``statistics``.
+        maximum, scale, target_weight, slope: [T] float32; a slope of None is 0.
         further: vocabulary indices [T, K] int64 and weights [T, K] float32; None for none.
     """
     tokens, width = logits.shape

@@ -1,9 +1,9 @@
-"""Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on states that are stored in
-fewer bits.
+"""Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) whose optimizer state is stored
+in fewer bits.
 
-The arithmetic is float32, by torch's fused kernel, on one slice of a shard at a time: states are read from
-their formats, stepped, and stored again with stochastic rounding (``state_formats``). Memory is that of the
-stored states plus one slice.
+Arithmetic is float32, by torch's fused kernel, on one slice of a shard at a time: the state is read from its
+format, stepped, and stored again with stochastic rounding (``state_formats``). Memory use is the stored state
+plus one slice.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from megarl.models.engine.state_formats import BLOCK, FORMATS, StateFormat, rand
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 HOST = "host_"
-"""Prefix of the keys of states in host memory."""
+"""Prefix of the keys of optimizer state in host memory."""
 SLICES = {"cpu": BLOCK * 2**8, "cuda": BLOCK * 2**14}
-"""Elements that are stepped at a time, by device type; on a CPU this many fit in its caches."""
+"""Number of elements that are stepped at a time, by device type. On a CPU, this number fits into the
+caches."""
 _HALF = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
-    """Formats of the states of one optimizer.
+    """Storage formats of one optimizer's state.
 
     Attributes:
-        master: ``float32`` keeps float32 copies of 16-bit weights; ``bfloat16`` steps the weights themselves,
-            with stochastic rounding.
+        master: ``float32`` keeps float32 master copies of 16-bit weights; ``bfloat16`` steps the weights
+            themselves, with stochastic rounding.
         exp_avg, exp_avg_sq: formats of the two moments.
-        host_share: share of all bytes of the states that is in host memory.
+        host_share: fraction of the state's bytes that is in host memory.
         seed: seed of the stochastic rounding.
     """
 
@@ -49,7 +50,7 @@ class StateSettings:
 
     @property
     def are_plain(self) -> bool:
-        """True if every state is float32 and is stored on the device of its weights."""
+        """True if the whole state is float32 and on the device of the weights."""
         return {self.master, self.exp_avg, self.exp_avg_sq} == {"float32"} and not self.host_share
 
     def format_of(self, moment: str) -> StateFormat:
@@ -58,8 +59,11 @@ class StateSettings:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Hyperparameters of one step. ``step`` counts from 1; gradients are first multiplied by
-    ``gradient_factor``."""
+    """Hyperparameters of one step.
+
+    ``step`` counts from 1. Gradients are multiplied by ``gradient_factor`` first. Weight decay is applied to
+    the weights if ``decoupled`` (AdamW), otherwise added to the gradient.
+    """
 
     lr: float
     betas: tuple[float, float]
@@ -72,16 +76,16 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a parameter, all tensors flat.
+    """A rank's shard of a parameter, or a part of it. All tensors are flat.
 
     Attributes:
         name: name of the parameter, equal for its copies on other ranks.
-        first: position of the shard in the parameter.
-        weights: [n], as the model computes with them.
+        first: index of the shard's first element in the parameter.
+        weights: [n], the tensor with which the model computes.
         gradient: [n].
-        moments: stored tensor of each moment.
-        master: [n] float32, or None if ``weights`` themselves are stepped.
-        is_early: the gradient is already in host memory before the step.
+        moments: stored tensor of each moment, by name.
+        master: [n] float32; None if ``weights`` themselves are stepped.
+        is_early: the gradient was copied to host memory before the step.
     """
 
     name: str
@@ -95,24 +99,24 @@ class Shard:
 
 @torch.no_grad()
 def step_shard(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> None:
-    """Step the weights and states of a shard in place, all of which must be on one device."""
+    """Step the weights and the optimizer state of a shard in place. All tensors must be on one device."""
     count, stepped = shard.weights.numel(), shard.weights if shard.master is None else shard.master
-    # The slice size is a multiple of BLOCK, so that no block of 8-bit numbers is divided between two slices.
+    # The slice size is a multiple of BLOCK, so no block of 8-bit numbers is split over two slices.
     slice_size = SLICES[shard.weights.device.type]
     for first in range(0, count, slice_size):
         last = min(first + slice_size, count)
-        # float() does not copy float32, so that the step then writes to the stored memory.
+        # float() does not copy a float32 tensor, so the step writes to the stored weights directly.
         weights = stepped[first:last].float()
         gradient = shard.gradient[first:last].float()
         if parameters.gradient_factor != 1.0:
-            # Do not multiply in place: a float32 gradient was not copied, and it belongs to data parallelism.
+            # Not in place: a float32 gradient was not copied above, and is part of the gradient buffer of
+            # data parallelism.
             gradient = gradient * parameters.gradient_factor
         step_slice(shard, settings, parameters, first, last, weights, gradient)
         if shard.master is not None:
             shard.weights[first:last].copy_(weights)
         elif shard.weights.dtype is not torch.float32:
-            # Use other random bits than for the moments: with the same bits their rounding errors would
-            # correlate.
+            # Use other random bits than the moments, or their rounding errors would be correlated.
             key = f"{_key(shard, settings, parameters)} weights"
             bits = random_bits(key, shard.first + first, last - first, weights.device).bitwise_and_(_HALF)
             FORMATS["master"]["bfloat16"].write(shard.weights, first, weights, bits)
@@ -127,12 +131,15 @@ def step_slice(
     weights: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
-    """Step ``weights`` and the shard's stored moments for elements ``first`` to ``last``. ``weights`` and
-    ``gradient`` are those elements, [last - first] float32."""
+    """Step elements ``first`` to ``last`` of a shard: ``weights`` in place, and the moments in their stored
+    form.
+
+    ``weights`` and ``gradient`` contain only these elements, [last - first] float32.
+    """
     moments = {
         name: settings.format_of(name).read(stored, first, last) for name, stored in shard.moments.items()
     }
-    # Use the functional form, because the states are slices that no torch optimizer holds.
+    # Use torch's functional form: these slices of the state belong to no torch optimizer.
     update = adamw if parameters.decoupled else adam
     update(
         [weights],
@@ -140,7 +147,7 @@ def step_slice(
         [moments["exp_avg"]],
         [moments["exp_avg_sq"]],
         [],
-        # Subtract one, because torch's kernel increments the step before it uses it.
+        # torch's kernel increments the step before using it.
         [torch.full((), float(parameters.step - 1), device=weights.device)],
         amsgrad=False,
         beta1=parameters.betas[0],
@@ -154,12 +161,12 @@ def step_slice(
         differentiable=False,
         fused=True,
     )
-    # Both moments were views of the stored ones, so that they are already stepped.
+    # In float32, both moments were views of the stored tensors, which are stepped already.
     if settings.exp_avg == settings.exp_avg_sq == "float32":
         return
-    # Hash the position in the parameter, so that the result does not depend on how it is sharded or sliced.
+    # The random bits depend on the position in the parameter, not on how it is sharded or sliced.
     bits = random_bits(_key(shard, settings, parameters), shard.first + first, last - first, weights.device)
-    # Split each 32-bit hash between the two moments, which must not round alike.
+    # Give each moment half of the 32 random bits. With equal bits their rounding errors would be correlated.
     halves = {"exp_avg": bits & _HALF, "exp_avg_sq": (bits >> 16).bitwise_and_(_HALF)}
     for name, stored in shard.moments.items():
         settings.format_of(name).write(stored, first, moments[name], halves[name])
@@ -170,19 +177,20 @@ def _key(shard: Shard, settings: StateSettings, parameters: Hyperparameters) -> 
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` whose states have other formats. ``state_dict`` and ``load_state_dict`` exchange
-    states in float32, as torch's do; saved values are restored exactly.
+    """``torch.optim.AdamW`` with other storage formats. ``state_dict`` and ``load_state_dict`` use float32,
+    like torch's, and saved values are restored exactly.
 
     Args:
-        params, options: as of ``torch.optim.AdamW``.
+        params, options: arguments of ``torch.optim.AdamW``.
         decoupled: False adds weight decay to the gradient, as ``torch.optim.Adam`` does.
 
     Attributes:
-        settings: how states are stored; set before the first step.
-        place_of: returns the name of a parameter, and the position of its shard.
-        host_part: for each parameter, how many elements of its shard, counted from the first, have their
-            state in host memory.
-        host_zeros: allocates zeros in host memory like a given tensor.
+        settings: storage formats; set before the first step.
+        place_of: function of a parameter that returns its name and the index of this rank's first element in
+            it.
+        host_part: number of elements per parameter, from the start of this rank's shard, whose optimizer
+            state is in host memory.
+        host_zeros: allocates zeros in host memory with the shape and dtype of a given tensor.
     """
 
     settings = StateSettings()
@@ -195,22 +203,22 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self.decoupled = decoupled
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` its moments, both zero, and a float32 copy if the settings require one, unless
-        it already has a state."""
+        """Create the optimizer state of a parameter unless it exists: zero moments, and a float32 master copy
+        if the settings require one."""
         if self.state[parameter]:
             return
         weights = local_shard(parameter)
         state: dict[str, Any] = {}
         for prefix, first, last in self._pieces(parameter):
-            # Make the outlines on the meta device first: host memory is allocated in one page-locked block,
-            # by shape.
+            # Create the tensors on the meta device first: host memory is then allocated by shape, from
+            # page-locked blocks.
             outlines = {
                 name: self.settings.format_of(name).zeros(last - first, torch.device("meta"))
                 for name in MOMENTS
             }
             copied = self.settings.master == "float32" and weights.dtype is not torch.float32
-            # States in host memory always include a master copy: the CPU steps it, and only the result is
-            # sent to the device.
+            # State in host memory always has a master copy: the CPU steps it, and only the result is copied
+            # to the device.
             if copied or prefix:
                 outlines[MASTER] = torch.empty(last - first, device="meta")
             for name, outline in outlines.items():
@@ -222,15 +230,16 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self._copy_weights(parameter)
 
     def _pieces(self, parameter: torch.Tensor) -> list[tuple[str, int, int]]:
-        """Return the parts of a shard by the memory that holds their state: key prefix, first and last
-        element of each."""
+        """Split a shard by the memory of its optimizer state. Return key prefix, first and last element of
+        each part."""
         count, kept = local_shard(parameter).numel(), self.host_part.get(parameter, 0)
         pieces = [(HOST, 0, kept), ("", kept, count)]
-        # An empty shard keeps one empty piece, so that it has the same keys as other shards.
+        # An empty shard has one empty part, so that its state has the same keys as on other ranks.
         return [piece for piece in pieces if piece[1] < piece[2]] or pieces[1:]
 
     def _copy_weights(self, parameter: torch.Tensor) -> None:
-        """Update float32 copies from weights that were written from outside."""
+        """Copy the weights to their float32 master copies. Call this after writing to the weights
+        directly."""
         weights, state = local_shard(parameter), self.state[parameter]
         for prefix, first, last in self._pieces(parameter):
             if prefix + MASTER in state:
@@ -238,14 +247,13 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step from the present gradients; parameters without a gradient are left alone."""
+        """Take one step. Parameters without a gradient are not changed."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     self.initialize_state(parameter)
-                    # Store the step as a tensor, as torch's AdamW does: checkpoints and load_state_dict
-                    # expect one.
+                    # A tensor, as in torch's AdamW: checkpoints and load_state_dict expect one.
                     step = self.state[parameter].setdefault("step", torch.zeros(()))
                     step += 1
                     for shard, numbers, _ in self.shards(parameter, local_shard(gradient), group, int(step)):
@@ -259,13 +267,13 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         step: int,
         factor: float = 1.0,
     ) -> Iterator[tuple[Shard, Hyperparameters, bool]]:
-        """Yield the parts of a parameter, whose state must exist. Each comes with the step's hyperparameters
-        and whether the part's state is in host memory.
+        """Yield the parts of a parameter's shard, each with the hyperparameters of the step and a flag that
+        is True if the part's optimizer state is in host memory. The state must exist.
 
         Args:
             parameter: a parameter of ``group``.
-            gradient: flat, of this rank's shard.
-            group: hyperparameters.
+            gradient: gradient of this rank's shard, flat.
+            group: parameter group with the hyperparameters.
             step: number of the step, from 1.
             factor: number by which the gradient is multiplied first.
         """
@@ -283,8 +291,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             )
 
     def read_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the values of a state (``param`` or a moment) of this rank's shard, [n] float32. A state
-        that is stored in float32 and in one part is not copied."""
+        """Return one state (``param``, the master weights, or a moment) of this rank's shard as [n] float32.
+        It is not a copy if the state is stored in float32 and in one part."""
         found = [self._read(parameter, name, *piece) for piece in self._pieces(parameter)]
         return found[0] if len(found) == 1 else torch.cat([part.cpu() for part in found])
 
@@ -296,7 +304,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         return self.settings.format_of(name).read(state[prefix + name], 0, last - first)
 
     def write_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Store the values of a state, rounded to nearest."""
+        """Store the values of one state (``param`` or a moment), rounded to nearest."""
         state = self.state[parameter]
         for prefix, first, last in self._pieces(parameter):
             if name == "param":
@@ -306,7 +314,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 self.settings.format_of(name).write(stored, 0, values[first:last].to(stored.device), None)
 
     def full_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the state in the form of ``torch.optim.AdamW``: moments in float32 with the parameter's
+        """Return the state in the form of ``torch.optim.AdamW``: float32 moments with the parameter's
         shape."""
         full: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, state in self.state.items():
@@ -324,7 +332,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             parameter.device_mesh,
             parameter.placements,
         )
-        # Pass shape and stride, because from_local would derive wrong ones from an uneven shard.
+        # Pass shape and stride: from_local assumes equal shards, and derives wrong values from uneven ones.
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -332,8 +340,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         kept = self.state
         try:
-            # Swap self.state for the call: torch's state_dict reads it, and its numbering of parameters need
-            # not be repeated here.
+            # torch's state_dict reads self.state and numbers the parameters. Swap the state for the call,
+            # rather than repeat this numbering.
             self.state = self.full_state()  # type: ignore[assignment]
             return super().state_dict()
         finally:
@@ -341,7 +349,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Load the states separately, because torch would round the moments of bfloat16 weights to bfloat16.
+        # Load the state separately: torch would convert the moments of bfloat16 weights to bfloat16.
         super().load_state_dict({**state_dict, "state": {}})
         parameters, numbers = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -360,20 +368,20 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 
 SUM = "decoupled_grad"
-"""Attribute of a parameter for a gradient of another dtype than the parameter's, which torch's ``grad``
-cannot hold; the name is Megatron-Core's."""
+"""Attribute of a parameter for its accumulated float32 gradient. torch requires ``grad`` to have the
+parameter's dtype. Megatron-Core uses the same name."""
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient with which a parameter is stepped: its accumulated float32 gradient if there is
-    one, otherwise ``grad``, which may be None."""
+    """Return the gradient for the step: the accumulated float32 gradient if there is one, otherwise ``grad``,
+    which may be None."""
     found = getattr(parameter, SUM, None)
     return parameter.grad if found is None else found
 
 
 @torch.no_grad()
 def add_to_sum(parameter: torch.Tensor) -> None:
-    """Accumulate a parameter's gradient into its float32 gradient, and set ``grad`` to None."""
+    """Add a parameter's ``grad`` to its accumulated float32 gradient, and set ``grad`` to None."""
     assert parameter.grad is not None
     gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
     found = getattr(parameter, SUM, None)
@@ -385,5 +393,5 @@ def add_to_sum(parameter: torch.Tensor) -> None:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor as a flat view."""
+    """Return this rank's shard of a tensor as a flat view."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)

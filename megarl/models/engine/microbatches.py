@@ -1,9 +1,8 @@
-"""Division of one rank's share of a batch into micro-batches, either by a fixed number of rows or by a plan
-of the driver.
+"""Split one rank's rows into micro-batches, either by a fixed number of rows or by a plan from the driver.
 
-A plan (dynamic batching or sequence packing) comes with the batch: ``micro_batch_indices`` and
-``micro_batch_lengths`` of a ``SlicedDataDict``, which ``BatchedDataDict.shard_by_batch_size`` computes from
-lengths alone. It has the same number of micro-batches for every data-parallel rank.
+A plan (for dynamic batching or sequence packing) comes with the batch, as ``micro_batch_indices`` and
+``micro_batch_lengths`` of a ``SlicedDataDict``. ``BatchedDataDict.shard_by_batch_size`` computes it from
+sequence lengths alone, with the same number of micro-batches for every data-parallel rank.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from megarl.distributed.device import sent_to
 from megarl.errors import BatchError
 
 HOST_LENGTHS = "input_lengths_on_host"
-"""Key of a batch on a device for its ``input_lengths`` as a list, [B], on the host."""
+"""Key under which a batch on a device also has its ``input_lengths`` as a list [B] on the host."""
 WANTED = "wanted_on_host"
-"""Key of a batch on a device for the mask of tokens whose log-probabilities are computed, bool [B, S], on the
-host; without the key, all tokens are."""
+"""Key under which a batch on a device has a bool mask [B, S] on the host: the tokens whose log-probabilities
+are needed. Without the key, all are."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows that go through the model together.
+    """Rows that go through the model in one forward pass.
 
     Attributes:
-        data: the batch's keys, cut to these rows; tensors of two or more dimensions have the sequence in
-            dimension 1.
-        packed: the rows go through the model as one row, concatenated.
-        length: sequence length that enters the model, over all context-parallel ranks: of every row, or of
-            the one packed row.
+        data: the batch's columns, reduced to these rows. Dimension 1 of tensors with two or more dimensions
+            is the sequence.
+        packed: the rows are concatenated to one row for the model.
+        length: sequence length that enters the model, over all context-parallel ranks: of each row, or of the
+            packed row.
     """
 
     data: Mapping[str, Any]
@@ -45,18 +44,18 @@ class MicroBatch:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """The tokens, [b, S] int64."""
+        """The token ids, [b, S] int64."""
         return self.data["input_ids"]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row, from the host's copy of the lengths (``move_to``), so that the host need not
+        """Number of tokens of each row, from the copy that ``move_to`` keeps on the host. Reading it does not
         wait for the device."""
         return _lengths(self.data)
 
     @property
     def wanted(self) -> np.ndarray | None:
-        """Mask [b, S] bool of the tokens whose log-probabilities are computed; None for all."""
+        """Mask [b, S] bool of the tokens whose log-probabilities are needed; None for all."""
         known = self.data.get(WANTED)
         return None if known is None else known.numpy()
 
@@ -76,9 +75,10 @@ class Shapes:
     """A backend's requirements on the shapes of micro-batches.
 
     Attributes:
-        row_multiple: the length of rows is padded to a multiple of this number.
+        row_multiple: row lengths are padded to a multiple of this number.
         packed_multiple: the length of each packed sequence is padded to a multiple of this number.
-        equal: all micro-batches of a pass need one shape (pipeline stages exchange tensors of one shape).
+        equal: all micro-batches of a pass must have the same shape, because pipeline stages exchange tensors
+            of one shape.
     """
 
     row_multiple: int = 1
@@ -106,20 +106,19 @@ def chosen_size(given: int | None, configured: int, what: str) -> int:
 
 
 def slice_rows(data: Mapping[str, Any], first: int, last: int) -> dict[str, Any]:
-    """Return rows ``first`` to ``last`` (exclusive) of every key; tensors become views."""
+    """Return rows ``first`` to ``last`` (exclusive) of every column. Tensors become views."""
     return {key: value[first:last] for key, value in data.items()}
 
 
 def move_to(
     data: Mapping[str, Any], device: torch.device, *, wanted: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """Return a batch that is on the host with its tensors on ``device``. Data that the host needs also stays
-    on the host.
+    """Copy a batch's tensors from the host to ``device``, and keep on the host what the host needs later.
 
     Args:
-        data: the batch; its ``input_lengths`` are also kept as a list, under ``HOST_LENGTHS``.
+        data: the batch. Its ``input_lengths`` are also kept as a list, under ``HOST_LENGTHS``.
         device: the target device.
-        wanted: [B, S] bool, kept as ``WANTED``.
+        wanted: [B, S] bool, kept on the host under ``WANTED``.
     """
     moved = {
         key: sent_to(value, device) if isinstance(value, torch.Tensor) else value
@@ -132,8 +131,8 @@ def move_to(
 
 
 def under_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """Return the mask [B, S] bool of the tokens whose ``token_mask`` is not 0, in rows whose ``sample_mask``,
-    if present, is not 0.
+    """Return a mask [B, S] bool of the tokens whose ``token_mask`` and ``sample_mask`` (if present) are not
+    0.
 
     Raises:
         BatchError: there is no ``token_mask``.
@@ -152,7 +151,8 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Cut or zero-pad dimension 1 of every tensor that has one, on the right, to ``length``."""
+    """Truncate or zero-pad dimension 1 of every tensor to ``length``, on the right. Tensors with one
+    dimension are unchanged."""
 
     def fit(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] == length:
@@ -165,19 +165,18 @@ def fit_sequences(data: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def split_rows(data: Mapping[str, Any], micro_batch_size: int, shapes: Shapes) -> list[MicroBatch]:
-    """Split a batch into micro-batches of ``micro_batch_size`` rows, in order; the last one holds the
-    remaining rows."""
+    """Split a batch into micro-batches of ``micro_batch_size`` rows, in order. The last one has the remaining
+    rows."""
     total, length = batch_size(data), round_up(data["input_ids"].shape[1], shapes.row_multiple)
-    # Pad once for all micro-batches, which are then views of the padded batch.
+    # Pad once; the micro-batches are then views.
     padded = fit_sequences(data, length)
     limits = [(first, min(first + micro_batch_size, total)) for first in range(0, total, micro_batch_size)]
     return [MicroBatch(slice_rows(padded, first, last), False, length) for first, last in limits]
 
 
 def repeat_last_row(data: Mapping[str, Any], missing: int) -> dict[str, Any]:
-    """Return the batch with ``missing`` more copies of its last row."""
-    # Copy a real row, so that every key has values that the model and the head accept. Results of the copies
-    # are dropped.
+    """Append ``missing`` copies of a batch's last row."""
+    # A copy of a real row has valid values in every column. Its results are dropped.
     rows = [*range(batch_size(data)), *[batch_size(data) - 1] * missing]
     return {key: take_rows(value, rows) for key, value in data.items()}
 
@@ -194,19 +193,20 @@ def follow_plan(
 
     Args:
         data: the rows of the chunk.
-        indices: ``[start, end]`` of each micro-batch.
-        lengths: the planned row length of each micro-batch (dynamic) or the planned total (packed).
+        indices: row range ``[start, end]`` of each micro-batch.
+        lengths: planned row length of each micro-batch (dynamic batching), or planned total length (packing).
         shapes: the backend's requirements.
-        packed: rows go through the model as one row.
+        packed: concatenate the rows of a micro-batch to one row.
     """
     parts = [slice_rows(data, first, last) for first, last in indices]
     if packed:
-        # First shorten each part to its longest row: the plan knows the lengths, and the batch may have more
-        # padding.
+        # Truncate each micro-batch to its longest row: the rows of the batch are padded to the longest of
+        # all.
         parts = [fit_sequences(part, max(_lengths(part))) for part in parts]
         totals = [packed_length(part, shapes) for part in parts]
         if shapes.equal:
-            # Pipeline stages exchange tensors of one shape, on which they agree before the first micro-batch.
+            # Pipeline stages agree on the shape of the tensors that they exchange before the first
+            # micro-batch.
             totals = [max(totals)] * len(totals)
         return [MicroBatch(part, True, total) for part, total in zip(parts, totals, strict=True)]
     fitted = [
@@ -214,19 +214,21 @@ def follow_plan(
         for part, length in zip(parts, lengths, strict=True)
     ]
     if shapes.equal and len({part["input_ids"].shape for part in fitted}) > 1:
-        # Turn rectangles of different shapes into packed rows, all as long as the longest one is without its
-        # padding.
+        # Micro-batches of different shapes become packed rows, which are padded to one length. Packing first
+        # removes the padding of their own rows.
         total = max(packed_length(part, shapes) for part in fitted)
         return [MicroBatch(part, True, total) for part in fitted]
     return [MicroBatch(part, False, part["input_ids"].shape[1]) for part in fitted]
 
 
 def packed_length(part: Mapping[str, Any], shapes: Shapes) -> int:
-    """Return the number of positions of packed rows, without padding after the last row's own."""
+    """Return the number of positions of a micro-batch's rows when packed. Each row is padded to
+    ``Shapes.packed_multiple``."""
     return sum(round_up(length, shapes.packed_multiple) for length in _lengths(part))
 
 
 def _lengths(part: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of each row, without waiting for the device if the host has the lengths."""
+    """Return the number of tokens of each row. Uses the host's copy if there is one, and otherwise waits for
+    the device."""
     known = part.get(HOST_LENGTHS)
     return part["input_lengths"].tolist() if known is None else known

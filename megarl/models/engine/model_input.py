@@ -1,10 +1,11 @@
-"""Model input: the layout of a micro-batch's tokens for the model, and the return of its output to rows.
+"""The layout in which a micro-batch's tokens enter the model, and the rearrangement of the model's output to
+rows.
 
-The host computes all positions from lengths that it knows, for all micro-batches of a global batch, and sends
-them to the device in one copy: no micro-batch makes the host wait for the device.
+The host computes all positions from lengths that it knows, for all micro-batches of a global batch, and
+copies them to the device at once. So no micro-batch makes the host wait for the device.
 
-Legend: b rows of the micro-batch, S their length; n = 1 and T tokens when packed, otherwise n = b and T = S;
-t = T / context size, the part of this context-parallel rank.
+Shapes: b rows of the micro-batch, S their length. Packed: n = 1 row of T tokens; otherwise n = b and T = S. t
+= T / context size, the positions of this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from megarl.models.engine.microbatches import MicroBatch, Shapes, round_up
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Positions of a packed micro-batch's rows in the one packed row.
+    """Positions of a packed micro-batch's rows in the packed row.
 
     Attributes:
-        begin, end: [b] int64, the positions over all context-parallel ranks; the end includes the row's
+        begin, end: [b] int64, positions counted over all context-parallel ranks. ``end`` includes the row's
             padding.
     """
 
@@ -39,20 +40,20 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A micro-batch as the model sees it.
+    """A micro-batch in the form in which it enters the model.
 
     Attributes:
         micro_batch: the rows.
         tokens: [n, t] int64.
-        positions: [n, t] int64, each counted from the beginning of its own sequence.
-        targets: [n, t] int64, the token that follows in the same sequence; arbitrary if none follows.
-        layout: packed sequences and the ranks that share them.
-        longest: length of the longest (padded) sequence, over all context-parallel ranks.
-        places: positions of the rows; None when they are not packed.
-        scored: [k] int64, ascending: the positions whose targets' log-probabilities are computed, as indices
-            into the flattened [n, t]; None for all.
-        sources: [2t] int64, the positions of the tokens and then of their targets in the flattened rows, each
-            of which is followed by one extra position; None when they are not packed.
+        positions: [n, t] int64, position of each token in its own sequence.
+        targets: [n, t] int64, the next token of the same sequence; arbitrary if there is none.
+        layout: packed sequences, and the context-parallel ranks that share them.
+        longest: length of the longest padded sequence, over all context-parallel ranks.
+        places: where the rows are in the packed row; None if not packed.
+        scored: [k] int64, ascending, the positions whose targets are scored, as indices into the flattened
+            [n, t]; None for all.
+        sources: [2t] int64, for the tokens and then for their targets, the index in the flattened rows [b, S
+            + 1], in which each row is followed by one extra element; None if not packed.
     """
 
     micro_batch: MicroBatch
@@ -66,10 +67,10 @@ class ModelInput:
     sources: torch.Tensor | None = None
 
     def of_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rearrange row values [b, S, ...] into the layout of ``tokens``, [n, t, ...], with 0 where no row
-        has a token."""
+        """Rearrange row values [b, S, ...] into the layout of ``tokens``, [n, t, ...]. Positions without a
+        token are 0."""
         if self.sources is not None:
-            # Add one element of 0 to each row, which positions outside of all rows read.
+            # Append a 0 to each row, for positions that belong to no row.
             followed = F.pad(rows, [0, 0] * (rows.ndim - 2) + [0, 1])
             return followed.flatten(0, 1).index_select(0, self.sources[: self.tokens.numel()])[None]
         context = self.layout.context
@@ -80,39 +81,39 @@ class ModelInput:
         )
 
     def spread(self, values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-        """Scatter the values [k, ...] of the positions ``index`` into [n, t, ...], with 0 elsewhere. Without
-        an index, the values are those of all positions. Differentiable."""
+        """Scatter values [k, ...] to the positions ``index`` of [n, t, ...], with 0 elsewhere. Without an
+        index, the values are those of all positions. Differentiable."""
         shape = (*self.targets.shape, *values.shape[1:])
         if index is None:
             return values.view(shape)
-        # Indices are distinct, so that the result does not depend on an order of additions.
+        # index_copy is deterministic here, because the indices are distinct.
         return (
             values.new_zeros(self.targets.numel(), *values.shape[1:]).index_copy(0, index, values).view(shape)
         )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Rearrange values of ``targets``, [n, t, ...], into rows [b, S-1, ...], in which entry i belongs to
-        token i+1. Differentiable.
+        """Rearrange values of ``targets``, [n, t, ...], into rows [b, S-1, ...]. Entry i belongs to token
+        i+1. Differentiable.
 
-        All context-parallel ranks get the full rows, and must compute the same from them. Entries beyond a
-        packed row that is shorter than S are 0.
+        All context-parallel ranks get the full rows, and must compute the same loss from them. Entries beyond
+        a packed row that is shorter than S are 0.
         """
         return self._rows(values, self.micro_batch.input_ids.shape[1] - 1)
 
     def to_token_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Rearrange values of ``tokens``, [n, t, ...], into rows [b, S, ...], in which entry i belongs to
-        token i; see ``to_rows``."""
+        """Rearrange values of ``tokens``, [n, t, ...], into rows [b, S, ...]. Entry i belongs to token i; see
+        ``to_rows``."""
         return self._rows(values, self.micro_batch.input_ids.shape[1])
 
     def _rows(self, values: torch.Tensor, width: int) -> torch.Tensor:
         starts = self.layout.starts or (0, self.micro_batch.length)
-        # Give every context-parallel rank the full rows, because the loss divides and compares whole rows.
+        # Every context-parallel rank needs the full rows, because losses normalize and compare entire
+        # responses.
         whole = gather_replicated(values.movedim(1, 0), starts, self.layout.context).movedim(0, 1)
         if self.places is None:
             return whole[:, :width]
         index = self.places.begin[:, None] + torch.arange(width, device=values.device)
-        # Clamp the index, because there may be nothing to read behind the last row. What is read there is
-        # replaced by 0 below.
+        # Clamp indices beyond the end of the last row. Their values are replaced by 0 below.
         taken = (
             whole[0]
             .index_select(0, index.clamp(max=self.micro_batch.length - 1).flatten())
@@ -124,10 +125,11 @@ class ModelInput:
 
 
 def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> ModelInput:
-    """Lay out rows for the model, cut to this context-parallel rank's part.
+    """Arrange the rows of a micro-batch for the model, and select the positions of this context-parallel
+    rank.
 
     Raises:
-        BatchError: the packed sequences do not fit into the planned length.
+        BatchError: the packed sequences are longer than the planned length.
     """
     return lay_out_all([micro_batch], context, shapes)[0]
 
@@ -153,6 +155,8 @@ def lay_out_all(
         else ()
     )
     inputs = []
+    # ``sent`` yields the arrays in the order of ``numbers``: a micro-batch's plan first, then its scored
+    # positions.
     for micro_batch, plan, places in zip(micro_batches, plans, scored, strict=True):
         laid = (
             _rows_as_they_are(micro_batch, context)
@@ -168,11 +172,10 @@ class _Plan:
     """The layout of a packed micro-batch, computed on the host.
 
     Attributes:
-        starts: first position of each sequence over all context-parallel ranks; the remainder at the end is a
-            sequence of its own.
-        arrays: int64 arrays: for this rank's tokens and then for their targets, the positions in the
-            flattened rows, each followed by one zero [2t]; the positions [t]; ``Places.begin`` and
-            ``Places.end`` [b].
+        starts: first position of each sequence, counted over all context-parallel ranks. Unused positions at
+            the end form one more sequence.
+        arrays: the int64 arrays ``ModelInput.sources`` [2t], ``ModelInput.positions`` [t], ``Places.begin``
+            [b] and ``Places.end`` [b].
     """
 
     starts: tuple[int, ...]
@@ -190,11 +193,11 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
         )
     starts = (0, *itertools.accumulate([*rooms, *([filler] if filler else [])]))
     begins = np.array(starts[:-1], dtype=np.int64)
-    # Use numpy without a loop over tokens, because this runs on the host between two steps of the device.
+    # Vectorized in numpy, because this runs on the host between two steps of the device.
     sequence = np.repeat(np.arange(len(begins)), np.diff(starts))
     column = np.arange(starts[-1]) - begins[sequence]
     is_token = (column < width) & (sequence < rows)
-    # The target of the last column is column 0 of the same row, as with roll. It is never scored.
+    # The target of the last column is column 0 of the same row, as with ``roll`` below. It is never scored.
     token, target = (
         np.where(is_token, sequence * (width + 1) + place, width) for place in (column, (column + 1) % width)
     )
@@ -213,8 +216,7 @@ def _planned(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> 
 
 
 def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) -> np.ndarray | None:
-    """Return ``ModelInput.scored``, [k] int64, if the micro-batch limits the tokens to score, otherwise
-    None."""
+    """Return ``ModelInput.scored``, [k] int64; None if all tokens are scored."""
     wanted = micro_batch.wanted
     if wanted is None:
         return None
@@ -223,7 +225,7 @@ def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) 
     if plan is None:
         here = predicts if context.size == 1 else predicts[:, context.index((0, micro_batch.length)).numpy()]
     else:
-        # Add one element to each row, as in the plan's own indices.
+        # Append one element to each row, because the plan's indices assume it.
         tokens = plan.arrays[0][: len(plan.arrays[1])]
         here = np.pad(predicts, ((0, 0), (0, 1))).ravel()[tokens]
     return np.flatnonzero(here)
@@ -232,8 +234,8 @@ def _scored(micro_batch: MicroBatch, plan: _Plan | None, context: ContextShare) 
 def _packed(
     micro_batch: MicroBatch, context: ContextShare, plan: _Plan, sent: Iterator[torch.Tensor]
 ) -> ModelInput:
-    """Return the input of a packed micro-batch. The arrays of its plan come from ``sent``, on the
-    micro-batch's device."""
+    """Build the input of a packed micro-batch. ``sent`` yields the arrays of its plan as tensors on the
+    device."""
     at, positions, begin, end = (next(sent) for _ in plan.arrays)
     tokens, targets = F.pad(micro_batch.input_ids, (0, 1)).flatten().index_select(0, at).view(2, 1, -1)
     longest = max(end - start for start, end in itertools.pairwise(plan.starts))
@@ -247,8 +249,8 @@ def _rows_as_they_are(micro_batch: MicroBatch, context: ContextShare) -> ModelIn
     ids = micro_batch.input_ids
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device).expand_as(ids)
-    # Roll the ids instead of slicing them: logits keep their shape, and a copy of the largest tensor is
-    # avoided.
+    # Roll the ids to get targets of the same shape. Slicing would require slicing the logits too, which
+    # copies the largest tensor of the pass.
     tokens, targets = ids, ids.roll(-1, dims=1)
     if context.size > 1:
         index = context.index((0, length), ids.device)

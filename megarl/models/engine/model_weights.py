@@ -1,4 +1,4 @@
-"""Access to the weights that a policy section names."""
+"""Access to the weights named by a policy section."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.config.policy import PolicyConfig
 
 
 def open_weights(policy: PolicyConfig) -> HuggingFaceSource:
-    """Return the weights of ``model_name``, with ``merged_adapter`` merged into them.
+    """Open the weights of ``model_name``, with ``merged_adapter`` merged into them on reading.
 
     Raises:
-        ConversionError: there is no readable checkpoint, or the adapter is damaged, is not a plain LoRA, or
-            fits another model.
+        ConversionError: there is no readable checkpoint; or the adapter is damaged, is not a plain LoRA, or
+            belongs to another model.
     """
     source = open_source(policy["model_name"])
     adapter = policy["merged_adapter"]
@@ -28,7 +28,7 @@ def open_weights(policy: PolicyConfig) -> HuggingFaceSource:
     megatron = policy["megatron_cfg"]
     ignored = megatron["ignore_config_keys"] if megatron["enabled"] else ()
     stored = as_stored(read_architecture(config, ignored), source.names())
-    # Leave out layers that are never trained: exports copy those from the model's files, so that an adapter
-    # of them would be lost.
+    # Exclude layers that are never trained. Exports copy these from the model's files, so an adapter merged
+    # into them would be lost.
     trained = replace(stored, prediction_layers=0, vision=None)
     return AdaptedSource(source.directory, Path(adapter), trained)

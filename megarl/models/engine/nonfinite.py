@@ -1,5 +1,5 @@
-"""Detection of losses, gradients and weights that are not finite. All ranks react alike to such a value on
-any rank, and none of these values reaches a weight."""
+"""Detection of losses, gradients and weights that are not finite. All ranks take the same action when a value
+on any rank is not finite, and the optimizer step is skipped, so that no such value reaches a weight."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from megarl.models.engine.heads import HeadOutput
 from megarl.models.engine.microbatches import MicroBatch
 
 logger = logging.getLogger(__name__)
+# Maximum number of micro-batches or weights that a message lists.
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteMicroBatch:
-    """The micro-batch in which a value that is not finite first appeared.
+    """A micro-batch in which a value that is not finite first appeared.
 
     Attributes:
-        rank, place: the process, as a number and as coordinates.
-        data_rank: the process's data-parallel replica.
-        micro_batch: number of the micro-batch in the replica's part of the global batch.
-        rows: first row and the one after the last, counted from the replica's first row of the whole call.
-        quantity: ``loss``, or ``gradient`` for the gradient of a finite loss with respect to the
-            log-probabilities.
+        rank, place: global rank of the process, and its ranks in all groups (``ParallelGroups.coordinates``).
+        data_rank: data-parallel replica of the process.
+        micro_batch: index of the micro-batch among the replica's micro-batches of the global batch.
+        rows: first row and the row after the last, counted over the replica's rows of the whole call.
+        quantity: ``loss``; or ``gradient``, if the loss is finite but its gradient with respect to the
+            log-probabilities is not.
     """
 
     rank: int
@@ -49,13 +50,14 @@ class NonFiniteMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatch:
-    """A global batch after which no optimizer step was taken.
+    """A global batch whose optimizer step was skipped.
 
     Attributes:
-        global_batch: its number in the call.
+        global_batch: index of the global batch in the call.
         loss, grad_norm: at least one of the two is not finite.
-        seen: the faulty micro-batches in order of rank and micro-batch; empty if every loss, and its gradient
-            with respect to the log-probabilities, was finite.
+        seen: the faulty micro-batches, ordered by rank and micro-batch. Empty if all losses and their
+            gradients with respect to the log-probabilities are finite, so the fault is in the backward pass
+            of the model.
     """
 
     global_batch: int
@@ -76,13 +78,13 @@ class SkippedBatch:
 
 @dataclass(slots=True)
 class SkipLimit:
-    """Counter of global batches that cannot be trained on, which ends the run after too many in a row:
-    ``policy.on_nonfinite`` and ``policy.max_consecutive_skips``.
+    """Counts consecutive skipped steps and raises at the limit (``policy.on_nonfinite`` and
+    ``policy.max_consecutive_skips``).
 
     Attributes:
-        raises: the first such batch ends the call.
-        most: number of such batches in a row that ends the call.
-        in_a_row: number of such batches in a row so far.
+        raises: raise at the first skipped step.
+        most: number of consecutive skipped steps at which to raise.
+        in_a_row: number of consecutive skipped steps so far.
     """
 
     raises: bool
@@ -91,18 +93,18 @@ class SkipLimit:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> SkipLimit:
-        """Read the settings of a policy's configuration."""
+        """Read the limit from a policy section."""
         return cls(policy["on_nonfinite"] == "raise", policy["max_consecutive_skips"])
 
     def stepped(self) -> None:
-        """Reset the counter, because a step was taken."""
+        """Reset the counter after a step."""
         self.in_a_row = 0
 
     def skipped(self, batch: SkippedBatch) -> None:
-        """Count a step that was not taken.
+        """Count and log a skipped step.
 
         Raises:
-            NonFiniteError: skipping is not allowed, or has happened too often in a row.
+            NonFiniteError: ``policy.on_nonfinite`` does not allow skipping, or the limit is reached.
         """
         self.in_a_row += 1
         if self.raises:
@@ -123,8 +125,8 @@ class SkipLimit:
 
 
 def on_all_ranks(holds: bool, device: torch.device) -> bool:
-    """Return whether ``holds`` is True on every rank, so that all ranks act alike. A collective of one
-    scalar."""
+    """Return whether ``holds`` is True on every rank. Collective; all-reduces one scalar."""
+    # The minimum of the flags is 0 if any rank has 0.
     flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
@@ -133,11 +135,11 @@ def on_all_ranks(holds: bool, device: torch.device) -> bool:
 def find(
     outputs: Sequence[HeadOutput], micro_batches: Sequence[MicroBatch], first_row: int, groups: ParallelGroups
 ) -> tuple[NonFiniteMicroBatch, ...]:
-    """Return the micro-batches on all ranks whose loss, or whose gradient with respect to the
-    log-probabilities, is not finite. Collective.
+    """Return the micro-batches of all ranks whose loss is not finite, or whose gradient with respect to the
+    log-probabilities is not. Collective.
 
     Args:
-        outputs: results of this rank's micro-batches in order; empty unless this is the last pipeline stage.
+        outputs: results of this rank's micro-batches, in order; empty unless this is the last pipeline stage.
         micro_batches: the micro-batches of these results.
         first_row: index of the first micro-batch's first row among the replica's rows of the whole call.
         groups: process groups of this process.
@@ -154,13 +156,13 @@ def find(
                 )
             )
     everywhere: list[list[NonFiniteMicroBatch]] = [[] for _ in range(dist.get_world_size())]
-    # This slow collective of objects runs only after a refused step, so that it costs a normal step nothing.
+    # A collective of objects is slow, but this one runs only after a skipped step.
     dist.all_gather_object(everywhere, mine)
     return tuple(chain.from_iterable(everywhere))
 
 
 def _first_fault(output: HeadOutput) -> str | None:
-    # This runs only after a refused step, because each float() waits for the device.
+    # Each float() waits for the device. This runs only after a skipped step.
     if output.loss is not None and not math.isfinite(float(output.loss.detach())):
         return "loss"
     return "gradient" if any(not math.isfinite(float(peak)) for peak in output.gradient_peaks) else None
@@ -173,21 +175,21 @@ def require_finite(
     consequence: str,
     kind: type[MegarlError],
 ) -> None:
-    """Raise on all ranks if any weight is not finite. Collective; only one number is exchanged if all weights
-    are finite.
+    """Raise on all ranks if any weight on any rank is not finite. Collective; all-reduces only one number if
+    all weights are finite.
 
     Args:
-        tensors: this rank's names and shards.
-        device: device of the collectives.
-        consequence: beginning of the message.
+        tensors: names and shards of this rank's weights.
+        device: device for the collectives.
+        consequence: beginning of the error message.
         kind: class of the error.
 
     Raises:
-        MegarlError: a weight is not finite; the error has class ``kind`` and names the first such weights
-            over all ranks.
+        MegarlError: a weight is not finite. The error is of class ``kind`` and names the first such weights
+            of all ranks.
     """
     named = [(name, tensor) for name, tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-    # Minimum and maximum show NaN and infinity in one pass, without a bool tensor of the weight's size.
+    # Minimum and maximum reveal NaN and infinity in one pass, without a bool tensor of the weight's size.
     extremes = [torch.stack(torch.aminmax(tensor.detach())).float().to(device) for _, tensor in named]
     finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist() if extremes else []
     if on_all_ranks(all(finite), device):

@@ -1,11 +1,12 @@
-"""Offload state of a worker: which of parameters, gradients and optimizer state are on the device, and which
-are in host memory.
+"""Placement of a worker's parameters, gradients and optimizer state: on the device or in host memory.
 
-A colocated inference engine needs the device between training steps. Every public method of a worker requires
-some of the states, so that a forgotten ``prepare_for_training`` is an error with a remedy and not a crash
-inside a kernel. Parts that are not required on the device may still be there: if no engine needs the memory,
-everything stays, and the states differ only in the methods that may be called. The reference policy is a copy
-of the first weights in host memory, which is swapped in while its log-probabilities are computed.
+A colocated rollout engine needs the device memory between training steps. Every public method of a worker
+requires certain parts on the device, so a forgotten ``prepare_for_training`` is an error with advice, not a
+crash inside a kernel. Parts that are not required may stay on the device: if no engine needs the memory,
+nothing is moved, and the states differ only in the methods that may be called.
+
+The reference policy is a copy of the initial weights in host memory. It is swapped in while its
+log-probabilities are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megarl.models.engine.backend import Backend, Part, Place
 
 
 class OffloadState(Enum):
-    """State of a model's memory: the parts that are on the device at present."""
+    """Placement of a model's memory. The value describes it for messages."""
 
     TRAINING = "parameters, gradients and optimizer state on the device"
     INFERENCE = "parameters on the device, gradients and optimizer state not to be used, or in host memory"
@@ -48,34 +49,35 @@ _LEGAL: dict[OffloadState, frozenset[OffloadState]] = {
 
 
 class OffloadStates:
-    """Tracker of the ``OffloadState``, which moves parts when the state changes.
+    """Tracks a worker's ``OffloadState``, and moves its parts (parameters, gradients, optimizer state) when
+    it changes.
 
     Args:
-        move: moves one part; called only with parts that really have to move, parameters first.
-        has_optimizer: without an optimizer, training is not a legal state.
+        move: moves one part. Called only if the part must move; parameters come first.
+        has_optimizer: False makes TRAINING an illegal state.
     """
 
     def __init__(self, move: Callable[[Part, Place], None], has_optimizer: bool) -> None:
         self._move = move
         self._has_optimizer = has_optimizer
         self.offload_state = OffloadState.TRAINING if has_optimizer else OffloadState.INFERENCE
-        # Without an optimizer a backend still has gradient buffers. They are not counted, because no state
-        # would bring them back.
+        # Without an optimizer a backend still has gradient buffers. They are not tracked: once moved to the
+        # host, no legal state would move them back.
         self._there = set(_ON_DEVICE[self.offload_state])
 
     def enter(self, target: OffloadState, because: str, *, stays: bool = False) -> bool:
-        """Enter the state ``target``.
+        """Change the state to ``target``.
 
         Args:
-            target: the state.
-            because: name of the method that requests it.
+            target: the new state.
+            because: name of the method that requests it, for messages.
             stays: leave parts that ``target`` does not need where they are.
 
         Returns:
             True if any part was moved.
 
         Raises:
-            StateError: the transition is not legal.
+            StateError: this change of state is not allowed.
         """
         if target is OffloadState.TRAINING and not self._has_optimizer:
             raise StateError(
@@ -90,14 +92,14 @@ class OffloadStates:
         wanted = _ON_DEVICE[target]
         leaving = [] if stays else [part for part in _PARTS if part in self._there - wanted]
         coming = [part for part in _PARTS if part in wanted - self._there]
-        # Move parts away first, because the parts that come may need their memory. Record each move at once,
-        # in case a later one fails.
+        # Offload first, because the parts to load may need this memory. Record each move at once, in case a
+        # later one fails.
         for part in leaving:
             self._move(part, "host")
             self._there.remove(part)
             if part in _ON_DEVICE[self.offload_state]:
-                # Change the state at once, so that after a later failure it does not claim a part that has
-                # left.
+                # Change the state at once: if a later move fails, it must not promise a part that has been
+                # offloaded.
                 self.offload_state = target
         for part in coming:
             self._move(part, "device")
@@ -106,10 +108,10 @@ class OffloadStates:
         return bool(leaving or coming)
 
     def require(self, part: Part, method: str, remedy: str) -> None:
-        """Raise if ``part`` is not on the device, where a call needs it.
+        """Check that ``part`` is on the device, where ``method`` needs it.
 
         Raises:
-            StateError: the part is missing; names ``remedy``, the method that would move it to the device.
+            StateError: it is not. The message names ``remedy``, the method that moves it there.
         """
         if part == "optimizer" and not self._has_optimizer:
             raise StateError(
@@ -123,22 +125,24 @@ class OffloadStates:
             )
 
 
+# Alignment of each tensor in a block, in bytes.
 _ALIGNMENT = 256
+# Minimum size of a block in bytes.
 _BLOCK = 2**28
 
 
 class HostCopies:
-    """Page-locked host memory for some tensors, allocated once and rewritten each time the tensors are
-    offloaded.
+    """Host memory for copies of a set of tensors. It is page-locked and allocated once, and rewritten at
+    every offload.
 
-    Copies are queued and not awaited: a reader on the host must synchronise first. The memory is a few large
-    blocks, because torch rounds each page-locked block up to a power of two.
+    Copies are asynchronous, so the host must synchronize before it reads them. The memory is allocated in a
+    few large blocks, because torch rounds each page-locked allocation up to a power of two.
 
     Args:
-        runtime: decides whether the memory is page-locked.
+        runtime: page-locks the memory if its device is a GPU.
 
     Attributes:
-        copied: bytes that were copied to this memory so far.
+        copied: number of bytes copied to this memory so far.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -148,26 +152,26 @@ class HostCopies:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all ``tensors``, and return the copies in the same order. The last call's memory is reused if
-        number, shapes and dtypes are the same."""
-        # Keep the last call's memory while it fits, because locking pages is slow.
+        """Copy ``tensors`` to host memory, and return the copies in the same order. The memory of the last
+        call is reused if number, shapes and dtypes are equal."""
+        # Reuse the memory of the last call if possible, because locking pages is slow.
         if [(copy.shape, copy.dtype) for copy in self._copies] != [
             (tensor.shape, tensor.dtype) for tensor in tensors
         ]:
             self._copies = self._made_for(tensors)
         for copy, tensor in zip(self._copies, tensors, strict=True):
-            # On a second offload without a return in between, the tensors are the copies themselves.
+            # If the tensors were not moved back since the last offload, they are these copies.
             if copy.data_ptr() != tensor.data_ptr():
                 copy.copy_(tensor, non_blocking=True)
                 self.copied += tensor.nbytes
         return list(self._copies)
 
     def take(self, each: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-        """Replace tensors by their copies.
+        """Replace tensors by copies in host memory.
 
         Args:
-            each: applies its argument to each tensor, in the same order every time, and replaces the tensor
-                by the result.
+            each: applies a function to each tensor and replaces the tensor by the result. Must visit the
+                tensors in the same order in every call.
         """
         tensors: list[torch.Tensor] = []
 
@@ -180,10 +184,10 @@ class HostCopies:
         each(lambda _: next(copies))
 
     def _made_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Allocate memory for all ``tensors``, the largest first, each in the block with the most room
-        left."""
+        """Allocate memory for all ``tensors``. The largest come first, each in the block with the most free
+        bytes."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        # Size blocks to a power of two, to which torch rounds page-locked memory, so that little is wasted.
+        # torch rounds page-locked memory up to a power of two, so a block of that size wastes little.
         room = 1 << (max([_BLOCK, *sizes]) - 1).bit_length()
         free: list[tuple[int, int]] = []  # pairs of a block's used bytes and its number
         places: dict[int, tuple[int, int]] = {}
@@ -205,21 +209,20 @@ class HostCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._runtime.is_cuda)
 
 
-# Share of a device's memory that must stay free for the reference policy's pass if the present weights are
-# kept on the device.
+# Fraction of the device memory that must remain free for the reference policy's forward pass, if the policy's
+# own weights are to stay on the device meanwhile.
 _LEFT_FOR_A_PASS = 0.25
 
 
 class ReferenceWeights:
-    """This rank's shards of the reference policy.
+    """This rank's shards of the reference policy's weights.
 
-    The reference weights are in page-locked memory and are never copied back. While they are swapped in, the
-    present weights stay in other memory of the device if it has room for them and a pass; otherwise they are
-    copied to host memory that is kept for them.
+    They are in page-locked host memory. While they are swapped in, the policy's own weights are kept in other
+    device memory if it has room for them and for a forward pass, otherwise in host memory.
 
     Args:
-        backend: the model as it is now; its present weights become the reference.
-        runtime: decides whether the copies are page-locked.
+        backend: the model, whose current weights become the reference.
+        runtime: page-locks the memory if its device is a GPU.
     """
 
     def __init__(self, backend: Backend, runtime: DeviceRuntime) -> None:
@@ -231,8 +234,8 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Give the model the reference weights inside the context, and restore the present weights bit for
-        bit afterwards, even after an error. A nested call does nothing."""
+        """Swap the reference weights into the model inside the context. Afterwards, even after an error, the
+        policy's weights are restored bit for bit. A nested call does nothing."""
         if self._is_in:
             yield
             return
@@ -240,7 +243,7 @@ class ReferenceWeights:
         present = self._kept(_parameters(backend))
         self._is_in = True
         try:
-            # Write inside the try: a failure halfway must still restore the present weights.
+            # Inside the try block: if this write fails halfway, the policy's weights must still be restored.
             _write(backend, self._weights)
             yield
         finally:
@@ -248,19 +251,18 @@ class ReferenceWeights:
             self._is_in = False
 
     def _kept(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of the present weights."""
+        """Copy the policy's weights, on the device if it has room, otherwise to host memory."""
         if self._runtime.has_room(sum(weight.nbytes for weight in weights), _LEFT_FOR_A_PASS):
             return [weight.clone() for weight in weights]
         return self._present.fill(weights)
 
 
 class BaseAsReference:
-    """The reference policy of a model with adapters: the model without its adapters. It needs neither memory
-    nor copies."""
+    """The reference policy of a model with adapters: the base model. It needs no copy of any weight."""
 
     @contextlib.contextmanager
     def swapped_in(self, backend: Backend) -> Iterator[None]:
-        """Let the model compute with its base weights inside the context. A nested call does nothing."""
+        """Turn the adapters off inside the context. A nested call does nothing."""
         with backend.without_adapters() or contextlib.nullcontext():
             yield
 
@@ -271,7 +273,7 @@ def _parameters(backend: Backend) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _write(backend: Backend, weights: Sequence[torch.Tensor]) -> None:
-    """Write ``weights`` into the model, in the order of the device's queue, so that no copy overtakes a pass
-    that has yet to run."""
+    """Write ``weights`` into the model. The copies are queued on the device, so they run after forward passes
+    that are still queued there."""
     for parameter, weight in zip(_parameters(backend), weights, strict=True):
         parameter.copy_(weight, non_blocking=True)

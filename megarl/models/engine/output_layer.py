@@ -1,11 +1,11 @@
-"""Requests of a pass to a model's output layer for less than the logits of all its positions.
+"""Requests to a model's output layer to compute less than the logits of all positions.
 
-A ``Request`` names the positions to score: hidden states are selected before the output layer, and neither
-the layer's product nor the softmax is computed for other positions. With a chunk size the output layer
-returns log-probabilities instead of logits, so that only the logits of one chunk exist at any time. Without a
-request the output layer does its normal forward; generation makes no request.
+A ``Request`` names the positions to score. Hidden states are selected before the output layer, so its matmul
+and the softmax skip all other positions. With a chunk size, the output layer returns log-probabilities
+instead of logits, so the logits of only one chunk exist at a time. Without a request the output layer is
+unchanged; generation makes none.
 
-Legend: n rows and t positions that enter the model, k of these n x t to score, h hidden size, V vocabulary
+Shapes: n rows of t positions enter the model, k of these n x t are scored, h hidden size, V vocabulary
 columns of this rank.
 """
 
@@ -37,20 +37,20 @@ from megarl.models.generation.sampling import SamplingSettings
 
 @dataclass(slots=True)
 class Request:
-    """Request of one micro-batch's pass to the output layer.
+    """A request to the output layer for one micro-batch.
 
     Attributes:
-        index: [k] int64, ascending: the positions to score, as indices into the flattened [n, t]; None for
-            all positions.
-        targets: [k] int64, the token that is scored at each of these positions.
-        shard: the vocabulary columns of this rank.
-        sampling: how tokens are sampled, and therefore scored.
-        chunk_size: number of positions whose logits exist at a time; None for all positions, and then the
-            output layer returns logits.
+        index: [k] int64, ascending, the positions to score, as indices into the flattened [n, t]; None for
+            all.
+        targets: [k] int64, the token to score at each of these positions.
+        shard: the part of the vocabulary whose logits this rank computes.
+        sampling: sampling settings that determine the scored distribution.
+        chunk_size: number of positions whose logits exist at a time. None for all positions; the output layer
+            then returns logits.
         with_entropies: compute entropies with the log-probabilities.
-        further: [k, K] int64, further tokens that are scored at each position; None for none.
-        largest: K if the further tokens are the most likely ones, which a pass without gradients finds; 0 if
-            the further tokens are given or there are none.
+        further: [k, K] int64, more tokens to score at each position; None for none.
+        largest: number K of most likely tokens to find and score as ``further``, only in a pass without
+            gradients; 0 if ``further`` is given or None.
     """
 
     index: torch.Tensor | None
@@ -64,15 +64,14 @@ class Request:
     _answer: tuple[int, torch.Size] | None = None
 
     def rows(self, hidden: torch.Tensor, *, sequence_first: bool = False) -> torch.Tensor:
-        """Select the hidden states [k, h] of the positions to score, from ``hidden`` [n, t, h], or [t, n, h]
+        """Select the hidden states [k, h] of the positions to score from ``hidden`` [n, t, h], or [t, n, h]
         with ``sequence_first``. Differentiable."""
         if self.index is None:
             return (hidden.transpose(0, 1) if sequence_first else hidden).flatten(0, 1)
         index = self.index
         if sequence_first:
             length, count = hidden.shape[:2]
-            # Megatron's hidden states have the sequence first, so that a position has another index in [t,
-            # n].
+            # Megatron's hidden states are [t, n, h], so convert the indices into the flattened [n, t].
             index = index % length * count + index // length
         return hidden.flatten(0, 1).index_select(0, index)
 
@@ -83,47 +82,48 @@ class Request:
         bias: torch.Tensor | None,
         low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute logits [1, k, V] of ``rows`` [k, h]; or with a chunk size, in float32, log-probabilities
-        [1, k, 1], followed by a column for entropies and K columns for further tokens if requested.
-        Differentiable.
+        """Compute the output of the output layer from ``rows`` [k, h]. Differentiable.
 
         Args:
-            rows: equal on all tensor-parallel ranks; the caller that gathers the rows sums their gradient
-                over these ranks.
-            weight: [V, h], this rank's.
+            rows: hidden states, equal on all tensor-parallel ranks. The caller must sum their gradient over
+                these ranks.
+            weight: [V, h], this rank's shard.
             bias: [V], or None.
-            low_rank: the product [k, r] of ``rows`` and an adapter's A, and this rank's part [V, r] of the
-                adapter's B; None without an adapter.
+            low_rank: with an adapter, the product [k, r] of ``rows`` and A, and this rank's shard [V, r] of
+                B.
+
+        Returns:
+            Without a chunk size, logits [1, k, V]. With a chunk size, float32 log-probabilities [1, k, 1];
+            one more column has the entropies and K more columns the further tokens, if requested.
         """
         if self.chunk_size is None:
             logits = F.linear(rows, weight, bias)
             return (logits if low_rank is None else logits + F.linear(*low_rank))[None]
         if self.largest:
-            # of_chunk fills this tensor chunk by chunk: the tokens are known only once a chunk has its
-            # logits.
+            # of_chunk fills this tensor: the most likely tokens are known only after a chunk's logits.
             self.further = self.targets.new_empty(len(rows), self.largest)
         factors = low_rank or (None, None)
         answer: torch.Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
             rows, weight, bias, self, *factors
         )[None]
-        # Recognise the result by its address: Megatron may scale or gather the output, and log-probabilities
-        # must not be taken for logits.
+        # Remember the result's address, to detect later changes: Megatron may scale or gather what it
+        # believes to be logits.
         self._answer = answer.data_ptr(), answer.shape
         return answer
 
     def is_answer(self, output: torch.Tensor) -> bool:
-        """Return whether ``scores`` can read ``output``. Logits may have gone through further operations
-        after the output layer; log-probabilities may not."""
+        """Return whether ``output`` is what ``scores`` expects. With a chunk size, it must be the very result
+        of ``output()``. Logits may have been processed further."""
         return self.chunk_size is None or (output.data_ptr(), output.shape) == self._answer
 
     def scores(self, output: torch.Tensor) -> TokenScores:
-        """Return the scores of the targets, [k] float32, and of further tokens, [k, K], from the result of
-        ``output``."""
+        """Compute the scores of the targets, [k] float32, and of further tokens, [k, K], from the result of
+        ``output()``."""
         if self.chunk_size is None:
             if self.largest:
                 self.further = largest_tokens(output[0].detach(), self.shard, self.largest)
             given = output[0], self.targets, self.shard, self.sampling
-            # Overwrite the selected logits with their gradient, because nobody else holds them.
+            # The gradient may overwrite these logits, because nothing else refers to them.
             scores = vocab_parallel_scores(
                 *given, overwrite=True, with_entropies=self.with_entropies, further=self.further
             )
@@ -137,8 +137,8 @@ class Request:
         return replace(scores, largest=self.further) if self.largest else scores
 
     def of_chunk(self, chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, SoftmaxSums]:
-        """Compute the scores [c, 1 or more] of a chunk's positions from their logits [c, V]. Return the
-        scores and the sums that their gradient needs. Finds the most likely tokens if they are requested."""
+        """Compute the scores [c, 1 or more] of one chunk of positions from their logits [c, V]. Also return
+        the sums that the gradient needs. Finds the most likely tokens if requested."""
         scored = (logits, self.targets[chunk], self.shard, self.sampling)
         values, sums = score(*scored, with_entropies=self.with_entropies)
         columns = [values[:, None], *([] if sums.entropies is None else [sums.entropies[:, None]])]
@@ -153,8 +153,8 @@ class Request:
     def gradient_of_chunk(
         self, chunk: slice, logits: torch.Tensor, sums: SoftmaxSums, grad_output: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the gradient [c, V] of a chunk's logits from the gradient of its scores, overwriting the
-        logits."""
+        """Compute the gradient [c, V] with respect to a chunk's logits from the gradient of its scores.
+        Overwrites the logits."""
         grad_entropies = grad_output[:, 1] if self.with_entropies else None
         further = (
             None if self.further is None else (self.further[chunk], grad_output[:, 1 + self.with_entropies :])
@@ -172,15 +172,15 @@ class Request:
 
 
 _ANSWERS = "answers_requests"
-# Use a context variable, not an argument: the layer is called inside the forward method of Megatron or
-# transformers, whose signature is fixed.
+# A context variable rather than an argument, because the output layer is called inside the forward method of
+# Megatron or transformers, whose signature is fixed.
 _REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 
 @contextlib.contextmanager
 def asking(request: Request | None) -> Iterator[None]:
-    """Let the output layers of this process compute ``request`` inside the context; None requests the logits
-    of all positions."""
+    """Set the request that patched output layers of this process compute inside the context; None for the
+    logits of all positions."""
     token = _REQUEST.set(request)
     try:
         yield
@@ -189,8 +189,7 @@ def asking(request: Request | None) -> Iterator[None]:
 
 
 def asked() -> Request | None:
-    """Return the request that an output layer must compute; None if it must return the logits of all
-    positions."""
+    """Return the current request; None for the logits of all positions."""
     return _REQUEST.get()
 
 
@@ -201,19 +200,19 @@ def answer_requests(
     local: Callable[[Any], Any] = lambda parameter: parameter,
     low_rank: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None] | None = None,
 ) -> None:
-    """Patch an output layer to compute the current request; without a request it does its normal forward. A
-    layer without ``low_rank`` is left alone unless it is a plain linear layer.
+    """Patch an output layer to compute the current request, if there is one. A layer that is not a plain
+    linear layer is patched only if ``low_rank`` is given.
 
     Args:
         layer: output layer of a transformers model.
-        whole: gathers all positions of its input on every tensor-parallel rank, and sums their gradient.
-        local: returns this rank's part of a weight or bias.
-        low_rank: for a layer with an adapter, computes from rows the ``low_rank`` argument of
-            ``Request.output``.
+        whole: gathers all positions of the layer's input on every tensor-parallel rank; its backward pass
+            sums the gradient.
+        local: returns this rank's shard of a weight or bias.
+        low_rank: for a layer with an adapter, computes the ``low_rank`` argument of ``Request.output`` from
+            rows.
     """
     is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    # Leave a layer with a custom forward method (scaled or capped logits) alone; all logits are then
-    # computed.
+    # A custom forward method may scale or cap the logits. Do not replace it; all logits are then computed.
     if not is_plain and low_rank is None:
         return
     before: Callable[[torch.Tensor], torch.Tensor] = layer.forward
@@ -226,7 +225,7 @@ def answer_requests(
         factors = None if low_rank is None else low_rank(rows)
         return request.output(rows, local(layer.weight), local(layer.bias), factors)
 
-    # Use setattr, because mypy does not let a method be assigned to.
+    # setattr, because mypy rejects an assignment to a method.
     setattr(layer, "forward", forward)  # noqa: B010
     setattr(layer, _ANSWERS, True)
 
@@ -237,13 +236,14 @@ def answers_requests(layer: nn.Module) -> bool:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores of tokens from hidden states [k, h] and the output layer's weight, one chunk of positions at a
-    time: log-probabilities [k, 1] of targets, with one more column for entropies, and K more columns for
-    further tokens.
+    """Scores of tokens from hidden states [k, h] and the output layer's weight, computed one chunk of
+    positions at a time.
 
-    The backward pass computes the logits of each chunk again, overwrites them with their gradient, and
-    accumulates the weight's gradient in float32. So a sum over many chunks loses no precision that one
-    product over all positions would keep.
+    Columns of the result: the log-probability of the target, the entropy if requested, and K further tokens.
+
+    The backward pass recomputes the logits of each chunk, and overwrites them with their gradient. The
+    weight's gradient is accumulated in float32, so the sum over many chunks is as precise as one matmul over
+    all positions.
     """
 
     @staticmethod
@@ -258,7 +258,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, bias, inner, up)
         ctx.request = request
-        # Keep only a few numbers per token: the backward pass computes the logits again.
+        # Save only the sums of each token, because the backward pass recomputes the logits.
         ctx.sums = []
         columns = 1 + request.with_entropies + (0 if request.further is None else request.further.shape[1])
         values = torch.empty(len(hidden), columns, dtype=working_dtype(hidden), device=hidden.device)
@@ -313,12 +313,11 @@ def _logits(
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the matrix product of ``left`` and ``right`` to ``total``, which may have a wider dtype."""
+    """Add ``left @ right`` to ``total``, which may have a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        # addmm requires one dtype. Here only the product is rounded to 16 bits, and the sum over chunks is
-        # not.
+        # addmm requires equal dtypes. Here the product is rounded to 16 bits, but the sum over chunks is not.
         total += left @ right
 
 

@@ -1,8 +1,10 @@
-"""Attention over a part of the keys, with the log-sum-exp of the scores, by which parts are combined.
+"""Attention over a part of the keys, with the log-sum-exp of the scores, by which results of several parts
+are combined.
 
-Two parts combine exactly: with outputs o1, o2 and log-sum-exps l1, l2 the whole has l = log(exp l1 + exp l2)
-and o = exp(l1 - l) o1 + exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1). Shapes: B batch, S
-query length, K key length, H query heads, G key-value heads, D head dimension.
+The combination is exact. With outputs o1, o2 and log-sum-exps l1, l2 of two parts, both together have l =
+log(exp l1 + exp l2) and o = exp(l1 - l) o1 + exp(l2 - l) o2 (Dao et al. 2022, arXiv:2205.14135, section 3.1).
+
+Shapes: B batch, S query length, K key length, H query heads, G key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ def partial_attention(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention over the given keys only; nothing is saved for autograd.
+    """Compute attention over the given keys only. Saves nothing for autograd.
 
     Args:
         query: [B, H, S, D].
         key, value: [B, G, K, D]; G divides H.
         scale: factor of the scores.
-        causal: query i sees the keys up to i (S = K).
+        causal: query i sees the keys up to i (requires S = K).
         seen: [S, K] bool, the keys that each query sees, instead of ``causal``; None for all.
 
     Returns:
-        [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in float32 or
-        wider. A query that sees no key has output 0 and log-sum-exp -inf.
+        The output [B, H, S, D] in the dtype of ``query``, and the log-sum-exp of the scores [B, H, S] in
+        float32 or wider. A query that sees no key has output 0 and log-sum-exp -inf.
     """
     if seen is None and takes_flash(query):
-        # Call the operator below torch's own function, because the function does not return the log-sum-exp.
+        # Call the underlying operator, because scaled_dot_product_attention does not return the log-sum-exp.
         output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
@@ -64,17 +66,18 @@ def partial_gradients(
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the contribution of the given keys to the gradients of attention over all keys.
+    """Compute the gradients of attention over all keys with respect to the given keys, and the contribution
+    of these keys to the gradient of the queries.
 
     Args:
-        gradient: [B, H, S, D], of the output of all parts together.
-        query, key, value, scale, causal, seen: as for ``partial_attention``.
-        output: [B, H, S, D], of all parts together.
-        logsumexp: [B, H, S], of all parts together; finite.
+        gradient: [B, H, S, D], gradient of the combined output of all parts.
+        query, key, value, scale, causal, seen: as in ``partial_attention``.
+        output: [B, H, S, D], the combined output.
+        logsumexp: [B, H, S], the combined log-sum-exp; finite.
 
     Returns:
-        Gradients of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]. The gradient of
-        ``query`` is to be summed over the parts.
+        Gradients of ``query``, [B, H, S, D], and of ``key`` and ``value``, [B, G, K, D]. Sum the gradient of
+        ``query`` over the parts.
     """
     if seen is None and takes_flash(query):
         return _gradients_by_flash(gradient, query, key, value, output, logsumexp, scale, causal)
@@ -89,7 +92,8 @@ def partial_gradients(
 
 
 def takes_flash(query: torch.Tensor) -> bool:
-    """Return whether torch's FlashAttention kernels accept tensors like this one."""
+    """Return whether torch's FlashAttention kernels accept tensors of this device, dtype and head
+    dimension."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -108,9 +112,9 @@ def _gradients_by_flash(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute ``partial_gradients`` by the kernel's backward pass, which derives probabilities from the given
-    log-sum-exp, even if that covers more keys."""
-    # The operator requires a seed and an offset of dropout, even if nothing is dropped.
+    """Compute ``partial_gradients`` with FlashAttention's backward kernel. The kernel recomputes
+    probabilities from the log-sum-exp, so the combined log-sum-exp of all keys gives correct results."""
+    # The operator requires a dropout seed and offset, even without dropout.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(
@@ -149,14 +153,14 @@ def _in_blocks(
     causal: bool,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``partial_attention`` in plain operations, for devices whose kernels do not give the
+    """Compute ``partial_attention`` with plain operations, for devices whose kernels do not return the
     log-sum-exp for every mask and dtype."""
     outputs, sums = [], []
     for first in range(0, query.shape[2], BLOCK):
         scores = _scores(query, key, scale, causal, seen, first)
         logsumexp = scores.logsumexp(dim=-1)
         weights = _weights(scores, logsumexp)
-        # Round the weights to the values' dtype before the product, as the kernels do.
+        # Round the weights to the values' dtype before the matmul, as the kernels do.
         mixed = weights.to(value.dtype) @ value[:, :, None]
         outputs.append(mixed.flatten(1, 2))
         sums.append(logsumexp.flatten(1, 2))
@@ -174,7 +178,8 @@ def _gradients_in_blocks(
     causal: bool,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute ``partial_gradients`` by algorithm 4 of Dao et al. 2022, over blocks of queries."""
+    """Compute ``partial_gradients`` with plain operations, by algorithm 4 of Dao et al. 2022, in blocks of
+    queries."""
     groups = key.shape[1]
     sums = torch.promote_types(query.dtype, torch.float32)
     of_key, of_value = torch.zeros_like(key, dtype=sums), torch.zeros_like(value, dtype=sums)
@@ -189,8 +194,8 @@ def _gradients_in_blocks(
         )
         of_value += (weights.to(value.dtype).mT @ pulled).sum(dim=2)
         of_weights = (pulled @ value[:, :, None].mT).to(sums)
-        # Compute this sum from the whole output: it then covers all keys, although only some of them are
-        # here.
+        # Compute this sum from the combined output, so that it covers all keys and not only those of this
+        # part.
         inner = (pulled.to(sums) * made.to(sums)).sum(dim=-1, keepdim=True)
         of_scores = (weights * (of_weights - inner) * scale).to(query.dtype)
         of_query.append((of_scores @ key[:, :, None]).flatten(1, 2))
@@ -201,8 +206,8 @@ def _gradients_in_blocks(
 def _scores(
     query: torch.Tensor, key: torch.Tensor, scale: float, causal: bool, seen: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """Compute the scores [B, G, H/G, block, K] of the block of queries from ``first`` on, in float32 or
-    wider, with -inf where a key is not seen."""
+    """Compute the scores [B, G, H/G, block, K] of the block of queries that starts at ``first``, in float32
+    or wider. A key that is not seen has score -inf."""
     asked = query[:, :, first : first + BLOCK].unflatten(1, (key.shape[1], -1))
     scores = (asked @ key[:, :, None].mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if seen is not None:
@@ -216,5 +221,5 @@ def _scores(
 
 
 def _weights(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
-    """Return exp(scores - logsumexp), with 0 for a query that sees no key, where both are -inf."""
+    """Return exp(scores - logsumexp). For a query that sees no key, where both are -inf, it is 0."""
     return (scores - logsumexp.masked_fill(logsumexp == float("-inf"), 0.0)[..., None]).exp()

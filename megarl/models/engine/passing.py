@@ -1,4 +1,4 @@
-"""The passes of a worker over a batch: training, log-probabilities, the most likely tokens, and values."""
+"""A worker's passes over a batch: training, log-probabilities, top-k tokens, and values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megarl.models.engine.worker_state import WorkerState
 
 
 class PassingWorker(WorkerState):
-    """Methods by which a worker trains on a batch or scores it, with the policy's weights or the
-    reference's."""
+    """Worker methods that train on a batch or score it, with the weights of the policy or of the reference
+    policy."""
 
     reference: ReferenceWeights | BaseAsReference | None
     _skips: SkipLimit
@@ -39,25 +39,25 @@ class PassingWorker(WorkerState):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Train on this data-parallel rank's share of the batch, or with ``eval_mode`` only evaluate it.
+        """Train on this data-parallel rank's rows of a batch. With ``eval_mode`` only compute the loss.
 
         Args:
-            data: rows of the NeMo-RL policy API, on the CPU.
+            data: columns of NeMo-RL's policy API, on the CPU.
             loss_fn: a ``LossFunction``.
             eval_mode: change nothing: no gradients, no optimizer step, no schedule step.
-            gbs: samples of a global batch over all data-parallel ranks; ``train_global_batch_size`` by
-                default.
-            mbs: rows of a micro-batch; ``train_micro_batch_size`` by default.
+            gbs: samples of a global batch over all data-parallel ranks; defaults to
+                ``train_global_batch_size``.
+            mbs: rows of a micro-batch; defaults to ``train_micro_batch_size``.
 
         Returns:
-            ``global_loss`` float32 [global batches], ``grad_norm`` (0-d, of the last global batch; None in
-            evaluation), ``rank``, ``all_mb_metrics`` with a list for each metric, ``skipped`` global batches
-            without a step (rows counted in this replica's share), ``positions`` of this replica's passes,
-            including padding, ``gpu_info`` as ``get_gpu_info`` (None in evaluation).
+            ``global_loss``: float32 [global batches]. ``grad_norm``: 0-d, of the last global batch; None in
+            evaluation. ``rank``. ``all_mb_metrics``: a list of values for each metric. ``skipped``: the
+            global batches whose step was skipped, with row numbers of this replica. ``positions``: number of
+            positions in this replica's forward passes, including padding. ``gpu_info``: see ``get_gpu_info``;
+            None in evaluation.
 
         Raises:
-            ConfigError: ``loss_fn`` is a loss of values and the model gives log-probabilities, or the
-                reverse.
+            ConfigError: ``loss_fn`` needs values but the model computes log-probabilities, or the reverse.
             NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` does not allow the
                 run to continue.
         """
@@ -71,9 +71,9 @@ class PassingWorker(WorkerState):
         batching = self._plan_of(data) or FixedRows(
             micro_batch, self._local_batch_size(data, global_batch, micro_batch)
         )
-        # Skip masked tokens only for a loss that declares it: others may read their log-probabilities.
+        # Skip masked tokens only if the loss declares that it ignores their log-probabilities.
         skips = getattr(loss_fn, "skips_masked", False) and "token_mask" in data
-        # Increment the version before the call: a call that ends in an error may have taken steps.
+        # Increment the version first, because a call that fails may already have taken steps.
         self._weights_version += not eval_mode
         result = train_on_batch(
             self.backend,
@@ -116,11 +116,11 @@ class PassingWorker(WorkerState):
         return local
 
     def _plan_of(self, data: BatchedDataDict[Any]) -> Planned | None:
-        """Return the micro-batches that the driver planned by tokens; None if micro-batches have a fixed
-        number of rows.
+        """Return the micro-batches that the driver planned; None if micro-batches have a fixed number of
+        rows.
 
         Raises:
-            BatchError: the configuration asks for a plan and the batch has none.
+            BatchError: packing or dynamic batching is enabled, but the batch contains no plan.
         """
         packed = self.cfg["sequence_packing"]["enabled"]
         if not packed and not self.cfg["dynamic_batching"]["enabled"]:
@@ -132,19 +132,20 @@ class PassingWorker(WorkerState):
                 f"policy.{way} is enabled, but the batch carries no plan of its micro-batches; "
                 "shard it with megarl.models.policy.batch_plan.shard_batch, or disable it"
             )
+        # Without counts, a chunk has as many rows as its last micro-batch's end.
         return Planned(indices, lengths, counts or [chunk[-1][1] for chunk in indices], packed)
 
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[Any]:
-        """Compute ``logprobs`` [B, S] float32 on the CPU under the present weights; column 0 and padding are
-        0.
+        """Compute ``logprobs`` [B, S] float32 under the current weights, returned on the CPU. Column 0 and
+        padding are 0.
 
         Args:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B]; with ``skip_masked`` also ``token_mask`` [B,
                 S] and optionally ``sample_mask`` [B].
-            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
-            skip_masked: do not score tokens under a mask of 0; their log-probabilities are 0 too.
+            micro_batch_size: rows of a micro-batch; defaults to ``logprob_batch_size``.
+            skip_masked: do not score tokens whose mask is 0; their log-probabilities are 0.
         """
         self._require("get_logprobs")
         batch, batching, wanted = self._scored_batch(data, micro_batch_size, skip_masked)
@@ -154,8 +155,8 @@ class PassingWorker(WorkerState):
         )
         logprobs = found.cpu()
         return BatchedDataDict(
-            # Use where, not a product: without a request the output layer scored all tokens, some perhaps
-            # infinite.
+            # If the output layer does not support requests, masked tokens were scored too, and may be
+            # infinite. ``where`` replaces them; infinity times 0 would be NaN.
             {"logprobs": logprobs if wanted is None else logprobs.where(wanted, torch.zeros_like(logprobs))}
         )
 
@@ -168,15 +169,15 @@ class PassingWorker(WorkerState):
         skip_masked: bool = False,
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[Any]:
-        """Compute the ``k`` most likely tokens after each token under the present weights, on the CPU.
+        """Compute the ``k`` most likely next tokens at each position under the current weights, returned on
+        the CPU.
 
         Args:
-            data: as for ``get_logprobs``.
-            k: at most the vocabulary.
-            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
-            skip_masked: compute nothing for tokens under a mask of 0; entries that such a token would follow
-                are 0.
-            vocabulary_size: exclude tokens from this id on; None for no exclusion.
+            data: as in ``get_logprobs``.
+            k: at most the vocabulary size.
+            micro_batch_size: rows of a micro-batch; defaults to ``logprob_batch_size``.
+            skip_masked: skip positions whose next token has a mask of 0; their entries are 0.
+            vocabulary_size: exclude tokens with this id or a higher one; None for no exclusion.
 
         Returns:
             The columns of ``megarl.models.engine.step.topk_of_batch``: ``topk_logits`` [B, S, k] float32,
@@ -195,8 +196,7 @@ class PassingWorker(WorkerState):
         )
         columns = {name: values.cpu() for name, values in found.items()}
         if wanted is not None:
-            # Entry i of the top-k columns belongs to token i+1, so that the mask is shifted to the left by
-            # one.
+            # Entry i of the top-k columns describes token i+1, so shift the mask to the left by one.
             followed = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
             for name, values in columns.items():
                 mask = wanted if name == "logprobs" else followed[..., None]
@@ -206,12 +206,12 @@ class PassingWorker(WorkerState):
     def get_values(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[Any]:
-        """Compute ``values`` [B, S] float32 on the CPU under the present weights, with a value model. Entry i
-        is the value at token i, from all tokens up to it; padding is 0.
+        """Compute ``values`` [B, S] float32 of a reward or value model under the current weights, returned on
+        the CPU. Entry i is the output at token i, which depends on the tokens up to i; padding is 0.
 
         Args:
             data: ``input_ids`` [B, S] and ``input_lengths`` [B].
-            micro_batch_size: rows that go through the model together; ``logprob_batch_size`` by default.
+            micro_batch_size: rows of a micro-batch; defaults to ``logprob_batch_size``.
         """
         self._require("get_values")
         batch, batching, _ = self._scored_batch(data, micro_batch_size)
@@ -220,14 +220,16 @@ class PassingWorker(WorkerState):
     def _scored_batch(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None, skip_masked: bool = False
     ) -> tuple[dict[str, Any], Batching, torch.Tensor | None]:
-        """Return the parts of ``data`` that a scoring pass reads, on the device; their division into
-        micro-batches; and the mask of the tokens to score, bool [B, S] on the host, or None for all
-        tokens."""
+        """Prepare a batch for scoring.
+
+        Returns:
+            The columns that a scoring pass needs, on the device; their division into micro-batches; and a
+            mask of the tokens to score, bool [B, S] on the host, or None for all tokens.
+        """
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         check_sequence_dimension(data)
         wanted = under_mask(data) if skip_masked else None
-        # Pass two keys only: a scoring pass reads nothing else, and the rest need not be copied to the
-        # device.
+        # A scoring pass reads only these two columns, so do not copy the others to the device.
         batch = move_to(
             {key: data[key] for key in ("input_ids", "input_lengths")}, self.runtime.device, wanted=wanted
         )
@@ -235,7 +237,11 @@ class PassingWorker(WorkerState):
 
     @contextlib.contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """Swap in the reference policy's weights inside the context."""
+        """Swap in the reference policy's weights inside the context.
+
+        Raises:
+            StateError: the worker has no reference policy, or its parameters are not on the device.
+        """
         if self.reference is None:
             raise StateError(
                 "there is no reference policy: the worker was built with init_reference_model=False; build "
@@ -243,7 +249,7 @@ class PassingWorker(WorkerState):
             )
         self._require("use_reference_model")
         with self.reference.swapped_in(self.backend):
-            # Restore the earlier flag rather than False, because contexts of the reference may be nested.
+            # Restore the previous value instead of False, because these contexts may be nested.
             before, self._reference_is_in = self._reference_is_in, True
             try:
                 yield
@@ -253,8 +259,8 @@ class PassingWorker(WorkerState):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, *, skip_masked: bool = False
     ) -> BatchedDataDict[Any]:
-        """Compute the log-probabilities of ``get_logprobs`` under the reference policy, as
-        ``reference_logprobs``."""
+        """Compute ``reference_logprobs``: the log-probabilities of ``get_logprobs`` under the reference
+        policy."""
         with self.use_reference_model():
             found = self.get_logprobs(data=data, micro_batch_size=micro_batch_size, skip_masked=skip_masked)
             return BatchedDataDict({"reference_logprobs": found["logprobs"]})

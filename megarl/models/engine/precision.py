@@ -1,4 +1,4 @@
-"""The torch dtypes that a configuration may name."""
+"""Torch dtypes by the names that configurations use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """Return the torch dtype that a configuration names.
+    """Return the torch dtype for a dtype name from a configuration. ``key`` is the configuration key, for the
+    message.
 
     Raises:
         ConfigError: the name is unknown.

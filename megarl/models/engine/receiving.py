@@ -1,5 +1,5 @@
-"""The receiving half of a refit, in which a worker that only generates, on its own ranks, receives the
-weights of the trained policy."""
+"""The receiving half of a refit: a worker that only generates, on its own ranks, receives the weights of the
+trained policy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ArrivedWeights(HuggingFaceSource):
     """A Hugging Face checkpoint in memory.
 
     Args:
-        directory: name of the checkpoint in messages.
-        tensors: full weights by their names.
+        directory: name of the checkpoint for messages.
+        tensors: full weights by Hugging Face name.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -48,35 +48,35 @@ class ArrivedWeights(HuggingFaceSource):
 
 
 class TakesWeights(Protocol):
-    """A backend on which an engine can run: Megatron, or DTensor for all policies of transformers."""
+    """A backend that can receive weights: Megatron-Core, or DTensor for all policies of transformers."""
 
     def load_hf(self, source: HuggingFaceSource) -> None:
-        """Fill all parameters from full weights by their Hugging Face names, as at the start. A
-        collective."""
+        """Load all parameters from full weights by Hugging Face name, as at the start. Collective."""
         ...
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's parameters of which every tensor-parallel rank has a copy. Local."""
+        """Yield this rank's parameters that are replicated over the tensor-parallel ranks. Local."""
         ...
 
 
 class ReceivingWorker:
-    """Methods by which a worker receives its weights from a policy on other ranks; see ``RolloutEngine``."""
+    """Worker methods that receive weights from a policy on other ranks; see ``RolloutEngine``."""
 
     backend: Any
     runtime: DeviceRuntime
     _listener: WeightListener | None = None
 
     def connect(self, weights: Mapping[str, Any], address: Sequence[Any]) -> None:
-        """Join the policy's group. A collective of the policy's sending ranks and all engine ranks.
+        """Join the policy's process group. Collective over the policy's sending ranks and all engine ranks.
 
         Args:
-            weights: the policy's ``prepare_refit_info``.
-            address: ``[ip, port, world_size, rank of the engines' first rank]`` of the group.
+            weights: result of the policy's ``prepare_refit_info``.
+            address: ``[ip, port, world_size, first engine rank]`` of the group.
 
         Raises:
-            RefitError: a rank is missing, or expects something else.
+            RefitError: a rank is missing, or expects other weights or another group.
         """
+        # Close an earlier connection: the policy left its group when it opened the rendezvous for this one.
         self._leave_policy()
         manifest = Manifest.from_description(weights)
         ip, port, world_size, first = address
@@ -85,17 +85,18 @@ class ReceivingWorker:
         self._listener = WeightListener(group, manifest)
 
     def update_from_broadcast(self) -> int:
-        """Receive all weights from the policy's group, load them, and return their version. A full model of
-        them stays in host memory until the last weight has arrived. One parameter of this layout may consist
-        of several weights, and an interrupted refit must leave the old weights.
+        """Receive all weights from the policy's process group, load them, and return their version.
+
+        A full copy of the model stays in host memory until the last weight has arrived. One parameter may
+        consist of several weights, and an interrupted refit must leave the old weights unchanged.
 
         Raises:
-            RefitError: the policy is gone or gave up the refit, or another engine rank could not receive its
+            RefitError: the policy is gone or aborted the refit, or another engine rank could not receive its
                 weights.
         """
         assert self._listener is not None, "the driver connects engines before a refit"
         arrived: dict[str, torch.Tensor] = {}
-        # Copy each tensor: on a CPU the group's buffer is host memory too, and the next group overwrites it.
+        # Copy each tensor even on a CPU, because the next group of weights overwrites the receive buffer.
         version = self._listener.receive(
             lambda group: arrived.update((name, tensor.to("cpu", copy=True)) for name, tensor in group)
         )
@@ -103,17 +104,19 @@ class ReceivingWorker:
         return version
 
     def weight_digests(self, first_rank_only: bool = False) -> dict[str, int]:
-        """Return a checksum of each weight's bits in this rank's copy of the model, by Hugging Face name.
-        With ``first_rank_only`` the other ranks return nothing; without it, engines add the digests of
-        ``_differing_copies``. A collective."""
+        """Return a checksum of each weight's bits, by Hugging Face name. Collective.
+
+        With ``first_rank_only``, the other ranks return an empty dictionary. Without it, parameters whose
+        copies differ between tensor-parallel ranks are added; see ``_differing_copies``.
+        """
         found = {name: checksum(_words(tensor)) for name, tensor in self.backend.export_hf()}
         if first_rank_only:
             return {} if torch.distributed.get_rank() else found
         return {**found, **self._differing_copies()}
 
     def _differing_copies(self) -> dict[str, int]:
-        """Return the digests of this rank's parameter copies that differ from the first tensor-parallel
-        rank's, which an export would not reveal."""
+        """Return checksums of this rank's replicated parameters that differ from those of the first
+        tensor-parallel rank. An export would not show such a difference."""
         groups = self.backend.groups
         own = {
             name: checksum(_words(tensor))
@@ -128,7 +131,7 @@ class ReceivingWorker:
         }
 
     def is_alive(self) -> bool:
-        """Return True, which shows that this process responds."""
+        """Return True: the process can still reply."""
         return True
 
     def _leave_policy(self) -> None:
@@ -138,6 +141,6 @@ class ReceivingWorker:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, padded with zeros to a multiple of 4."""
+    """Return the bytes of a tensor, zero-padded to a multiple of 4."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % 4))

@@ -1,13 +1,13 @@
 """Ring attention: keys and values are passed around the context-parallel ranks, and each rank attends to one
-rank's part at a time.
+rank's shard at a time.
 
-No rank ever holds more than two ranks' keys and values, whereas a gather holds all; each next part is
-transferred during the attention to the current one. In the backward pass keys and values are passed around
-again, together with their gradients (Liu et al. 2023, arXiv:2310.01889; here on the load-balanced chunks of
-``megarl.models.engine.context``, so that every step is the same work on all ranks).
+A rank has at most two ranks' keys and values at a time; a gather would need all. The next shard is
+transferred during attention to the current one. In the backward pass keys and values go around again,
+together with their gradients (Liu et al. 2023, arXiv:2310.01889). Sequences are split into the load-balanced
+chunks of ``megarl.models.engine.context``, so that all ranks have the same work in every step.
 
-Legend: s = S / size positions on this rank; a rank has two chunks of each sequence, the first and the second
-half of the positions that it holds.
+Shapes: s = S / size positions on this rank. Of each sequence, a rank has two chunks, which are the first and
+the second half of its positions.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ def ring_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Compute causal attention inside every sequence, over the keys and values of all context-parallel ranks.
+    Collective over ``context``; so is the backward pass.
 
     Args:
-        query: [B, H, s, D], this rank's part.
+        query: [B, H, s, D], this rank's shard.
         key, value: [B, G, s, D].
-        starts: first position of each sequence over all ranks; the last entry is the end. Lengths are
-            multiples of 2 * context size.
-        context: two ranks or more.
+        starts: first position of each sequence, counted over all ranks; the last entry is the end. Lengths
+            are multiples of 2 * context size.
+        context: at least two ranks.
         scale: factor of the scores; ``1/sqrt(D)`` when None.
         window: a query sees itself and the ``window - 1`` positions before it; None for all before it.
 
     Returns:
-        [B, H, s, D]. A collective over ``context``, and so is its backward pass.
+        [B, H, s, D].
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return _RingAttention.apply(query, key, value, starts, context, scale, window)
@@ -53,8 +54,8 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of this rank, and the keys of another rank's part that they see: all keys, those up to the
-    query itself (``causal``), or those marked in ``seen``."""
+    """A slice of this rank's queries and the slice of another rank's keys that they see: all of these keys,
+    the keys up to the query itself (``causal``), or the keys marked in ``seen``."""
 
     queries: slice
     keys: slice
@@ -65,7 +66,7 @@ class _Piece:
 def _pieces(
     starts: tuple[int, ...], context: ContextShare, source: int, window: int | None, device: torch.device
 ) -> Iterator[_Piece]:
-    """Yield, sequence by sequence, this rank's queries with the keys of rank ``source`` that they see."""
+    """Yield this rank's queries of each sequence with the keys of rank ``source`` that they see."""
     for start, end in itertools.pairwise(starts):
         here, length = start // context.size, (end - start) // context.size
         if length == 0:
@@ -75,12 +76,14 @@ def _pieces(
         if source == context.rank:
             piece = _Piece(slice(first, last), slice(first, last), causal=True)
         elif source < context.rank:
-            # The source's first chunk precedes both of this rank's chunks, and its second one follows both.
+            # The source's first chunk precedes both chunks of this rank. Its second chunk follows both, so no
+            # query sees it.
             piece, held = _Piece(slice(first, last), slice(first, middle)), held[:1]
         else:
-            # Both chunks of the source are between this rank's chunks.
+            # Both chunks of the source are between this rank's two chunks, so only the queries of the second
+            # chunk see them.
             piece, asked = _Piece(slice(middle, last), slice(first, last)), asked[1:]
-        # A window that holds the sequence needs no mask, which would rule out the fast kernels.
+        # A window at least as long as the sequence needs no mask. A mask would rule out the fast kernels.
         if window is None or window >= end - start:
             yield piece
         elif _within_reach(asked, held, window):
@@ -105,7 +108,7 @@ def _inside_window(
     window: int,
     device: torch.device,
 ) -> _Piece:
-    """Return the piece limited to the window by a mask."""
+    """Add a mask to a piece that limits each query to its window."""
     asking = context.index(starts, device)[piece.queries]
     held = ContextShare(source, context.size).index(starts, device)[piece.keys]
     distance = asking[:, None] - held[None]
@@ -113,8 +116,7 @@ def _inside_window(
 
 
 class _Round:
-    """A transfer of a tensor to the next rank, while the corresponding tensor of the previous rank
-    arrives."""
+    """A transfer of a tensor to the next rank, while the previous rank's tensor arrives."""
 
     def __init__(self, tensor: torch.Tensor, context: ContextShare) -> None:
         assert context.group is not None
@@ -123,7 +125,7 @@ class _Round:
         )
         self._arriving = torch.empty_like(tensor)
         operations = [
-            # Start both in one batch: separate sends and receives could wait for each other around the ring.
+            # Start both in one batch: separate sends and receives could deadlock around the ring.
             dist.P2POp(dist.isend, tensor, after, context.group),
             dist.P2POp(dist.irecv, self._arriving, before, context.group),
         ]
@@ -137,7 +139,8 @@ class _Round:
 
 
 def _go_round(both: torch.Tensor, context: ContextShare) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield every rank with its keys and values, this rank first; the next ones are fetched meanwhile."""
+    """Yield each rank with its keys and values, starting with this rank. The next shard is transferred
+    meanwhile."""
     for step in range(context.size):
         following = _Round(both, context) if step + 1 < context.size else None
         yield (context.rank - step) % context.size, both
@@ -157,10 +160,9 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        # Stack keys and values, so that a step of the ring needs one send.
+        # Stack keys and values, so that one send per step is enough.
         both = torch.stack([key, value])
-        # Sum in float32, because parts are added once per rank, and in bfloat16 each addition would round the
-        # whole output.
+        # Accumulate in float32: in bfloat16, the addition of each rank's part would round the output again.
         sums = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=sums, device=query.device)
         logsumexp = torch.full(query.shape[:3], float("-inf"), dtype=sums, device=query.device)
@@ -176,8 +178,8 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _join(output[:, :, piece.queries], logsumexp[:, :, piece.queries], part, part_sum)
         output = output.to(query.dtype)
-        # Save this rank's keys and values only: those of other ranks pass round the ring again in the
-        # backward pass.
+        # Save only this rank's keys and values. Those of other ranks go around the ring again in the backward
+        # pass.
         ctx.save_for_backward(query, both, output, logsumexp)
         ctx.described = (starts, context, scale, window)
         return output
@@ -187,13 +189,13 @@ class _RingAttention(torch.autograd.Function):
         query, both, output, logsumexp = ctx.saved_tensors
         starts, context, scale, window = ctx.described
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
-        # These gradients travel one step behind their keys and values, and after one more step are back on
+        # These gradients travel one step behind their keys and values. So a last transfer brings them back to
         # their own rank.
         of_both = torch.zeros_like(both, dtype=logsumexp.dtype)
         on_its_way: _Round | None = None
         for source, held in _go_round(both, context):
-            # Use a separate tensor, because the earlier gradients of this part are still arriving from the
-            # previous rank.
+            # Accumulate into a new tensor, because the gradients that other ranks computed for these keys are
+            # still arriving.
             added = torch.zeros_like(of_both)
             for piece in _pieces(starts, context, source, window, query.device):
                 asked, pulled, made = (tensor[:, :, piece.queries] for tensor in (query, gradient, output))
@@ -220,10 +222,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _join(output: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_sum: torch.Tensor) -> None:
-    """Add a part to the output and log-sum-exp so far, in place. A query that has seen no key in either stays
-    unchanged."""
+    """Add the result of a part to the output and log-sum-exp so far, in place. If a query has seen no key
+    yet, its output stays 0."""
     joint = torch.logaddexp(logsumexp, part_sum)
-    # Replace -inf by 0, because -inf minus -inf would be NaN.
+    # -inf minus -inf would be NaN, so replace -inf by 0.
     finite = joint.masked_fill(joint == float("-inf"), 0.0)
     output.mul_((logsumexp - finite).exp()[..., None]).add_(part * (part_sum - finite).exp()[..., None])
     logsumexp.copy_(joint)

@@ -1,4 +1,5 @@
-"""The files of a worker: checkpoints, exports in Hugging Face format, and what both have next to weights."""
+"""A worker's files: checkpoints, exports in Hugging Face format, and the files next to the weights of
+both."""
 
 from __future__ import annotations
 
@@ -38,30 +39,30 @@ logger = logging.getLogger(__name__)
 def write_model_files(
     model: Path, directory: Path, dtype: torch.dtype, hf_config: Any, tokenizer: Any, *, scores: bool
 ) -> None:
-    """Write the files of the model that is trained, changed only where the training made another model.
+    """Copy the files of the base model next to trained weights, with only the changes that training requires.
 
-    They keep their form: transformers 4 would read a config that transformers 5 has written without its
-    ``rope_theta``, and compute something else.
+    The files must keep their form. For example, transformers 4 would read a config written by transformers 5
+    without its ``rope_theta``, and compute different results.
 
     Args:
-        model: directory of the model, of which all files but the weights are copied.
+        model: directory of the base model; all its files except the weights are copied.
         directory: directory to write into.
         dtype: dtype of the weights.
-        hf_config: config of the trained model; read for one that scores.
-        tokenizer: tokenizer of the run; None keeps the model's.
-        scores: whether the trained model scores.
+        hf_config: config of the trained model; used only for a reward or value model.
+        tokenizer: tokenizer of the run; None keeps the base model's.
+        scores: the trained model is a reward or value model.
     """
     copy_artifacts(model, directory)
     published = read_config(directory)
     changes = said_of_scoring(hf_config) if scores else {}
     family = FAMILIES.get(published.get("model_type", ""))
-    # Serving engines choose the class by this entry.
+    # Serving engines select the model class by this entry, so add it if the base model lacks it.
     if not published.get("architectures") and family is not None:
         changes = {"architectures": [family.architecture_class], **changes}
     write_config(directory, dtype, changes)
     generation_config = directory / "generation_config.json"
     if scores:
-        # A model that scores generates nothing.
+        # A reward or value model does not generate.
         generation_config.unlink(missing_ok=True)
     if tokenizer is None:
         return
@@ -72,11 +73,11 @@ def write_model_files(
 
 
 class SavingWorker(WorkerState):
-    """Methods by which a worker writes and reads checkpoints and exports."""
+    """Worker methods that write and read checkpoints and exports."""
 
     @functools.cached_property
     def _model_files(self) -> dict[Path, bytes]:
-        """Content of the files of the model but its weights, by path, with the tokenizer of the run."""
+        """Content of the files next to the weights, by path, with the run's tokenizer."""
         model, dtype = self.backend.untouched.directory, dtype_of(self.cfg["precision"], "policy.precision")
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -85,11 +86,13 @@ class SavingWorker(WorkerState):
             return {path.relative_to(directory): path.read_bytes() for path in files}
 
     def _keep_model_files(self) -> None:
-        """Read the files of the model on rank 0, whose directory may be gone, or hold another, at a save."""
+        """Read the base model's files on rank 0 at the start. Until the first save, the directory may be
+        deleted or replaced."""
         if dist.get_rank() == 0:
             try:
                 self._model_files  # noqa: B018 - it is kept
-            # Code of a tokenizer raises anything. A run may need no save, and a save says it again.
+            # A tokenizer's own code may raise any exception. Only warn, because the run may never save; a
+            # save raises the error again.
             except Exception as error:
                 logger.warning(
                     "%s: the files next to its weights cannot be read, and so no checkpoint or export can be "
@@ -102,16 +105,17 @@ class SavingWorker(WorkerState):
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
-        """Write the weights, and with ``optimizer_path`` also optimizer state, schedule and random-number
+        """Write the weights and, with ``optimizer_path``, optimizer state, schedule and random-generator
         states.
 
-        Each path is a directory that appears only when complete. Only rank 0 writes the tokenizer.
+        Each path is a directory that is created only when its content is complete. Only rank 0 writes the
+        tokenizer.
 
         Raises:
             CheckpointError: a directory exists already, or cannot be written.
             NonFiniteError: a weight is NaN or infinite.
-            StateError: the call is inside ``use_reference_model()``, the parameters are in host memory, a
-                load has failed, or there is no tokenizer to write.
+            StateError: the call is inside ``use_reference_model()``, the parameters are in host memory, an
+                earlier load failed, or there is no tokenizer to write.
         """
         self._refuse_reference("save_checkpoint")
         self._require("save_checkpoint", remedy="prepare_for_training")
@@ -120,7 +124,7 @@ class SavingWorker(WorkerState):
                 f"tokenizer_path = {tokenizer_path!r}: this worker was built without a tokenizer; leave the "
                 "path out"
             )
-        # Check before anything is written: otherwise NaN in a checkpoint would only be noticed at the next
+        # Check before anything is written. Otherwise NaN in a checkpoint would be noticed only at the next
         # resume.
         self._require_finite_weights(
             f"save_checkpoint({weights_path!r}): nothing was written", NonFiniteError
@@ -137,22 +141,23 @@ class SavingWorker(WorkerState):
                     ) from error
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Load what ``save_checkpoint`` wrote, from any parallel layout, even on a worker that is in use.
+        """Load a checkpoint of ``save_checkpoint``, written with any parallel layout, into the running
+        worker.
 
-        If there is no checkpoint, nothing changes. After any other error the weights may be a mixture, and
-        every use of the weights is refused until a load succeeds.
+        If there is no checkpoint, nothing changes. After any other error, the weights may be a mixture of old
+        and new ones, and all methods that use them raise StateError until a load succeeds.
 
         Raises:
-            CheckpointError: a directory is missing on the host of any rank, or holds another model or weights
-                that are not finite.
+            CheckpointError: a directory is missing on the host of some rank, or contains another model or
+                weights that are not finite.
             StateError: the call is inside ``use_reference_model()``, or the parameters are in host memory.
         """
         self._refuse_reference("load_checkpoint")
         self.offload_states.require("parameters", "load_checkpoint", "prepare_for_training")
         weights, optimizer = Path(weights_path), Path(optimizer_path) if optimizer_path else None
-        # Check before the version is incremented: if there is no checkpoint, nothing has changed.
+        # Check before incrementing the version: if there is no checkpoint, nothing changes.
         self._require_loadable(weights, optimizer)
-        # Increment the version before the load: a load that ends in an error may have changed weights.
+        # Increment the version before the load, because a load that fails may have changed some weights.
         self._weights_version += 1
         self._unfinished_load = " with ".join(map(str, filter(None, (weights, optimizer))))
         self.backend.load(weights, optimizer)
@@ -162,7 +167,7 @@ class SavingWorker(WorkerState):
         self._unfinished_load = None  # Every rank has reached that collective, so that no load has failed.
 
     def _require_loadable(self, weights: Path, optimizer: Path | None) -> None:
-        """Raise on all ranks if one of them cannot begin the load."""
+        """Raise on all ranks if any rank cannot start the load."""
         failure: Exception | None = None
         try:
             self.backend.require_loadable(weights, optimizer)
@@ -176,12 +181,12 @@ class SavingWorker(WorkerState):
             raise failure or CheckpointError(f"{elsewhere}Fix: give a path that all hosts see")
 
     def export_hf(self, path: str) -> None:
-        """Write the present weights as a Hugging Face checkpoint (safetensors, and the files of
-        ``write_model_files``), whose directory appears only when complete.
+        """Write the current weights as a Hugging Face checkpoint: safetensors, and the files of
+        ``write_model_files``. The directory is created only when its content is complete.
 
-        Adapters are merged into the weights, and also written alone, in PEFT's format, to the checkpoint's
-        subdirectory ``adapter``. A vision tower and a layer for multi-token prediction are copied from the
-        model's own directory.
+        Adapters are merged into the weights, and are also written separately in PEFT's format, to the
+        subdirectory ``adapter``. A vision tower and a multi-token-prediction layer are copied from the base
+        model's directory.
 
         Raises:
             ConversionError: ``path`` exists already; raised on rank 0.
@@ -190,7 +195,8 @@ class SavingWorker(WorkerState):
         """
         self._require("export_hf")
         self._require_finite_weights(f"export_hf({path!r}): nothing was written", NonFiniteError)
-        # Gather the adapters before the weights: a collective must not run in the middle of another stream.
+        # Gather the adapters before the weights, because no other collective may run while the stream of
+        # weights does.
         beside, untouched = self._writer_beside(), self.backend.untouched
         stream = self.backend.export_hf()
         with on_first_rank() as first:
@@ -201,12 +207,12 @@ class SavingWorker(WorkerState):
                     )
                     write_hf(weights, Path(path), beside)
             finally:
-                # The other ranks consume the stream for its collectives, even if rank 0 failed.
+                # All ranks must run the collectives of the whole stream, even if rank 0 failed.
                 drain(stream)
 
     def _writer_beside(self) -> Callable[[Path, torch.dtype], None]:
-        """Return a function that adds to an export's directory, after weights of a dtype, the files of the
-        model, and the adapters, which are gathered on the first rank."""
+        """Gather the adapters on the first rank. Return a function that writes them and the model's files
+        into the directory of an export, given the dtype of its weights."""
         found = self.backend.export_adapters()
         config, factors = ({}, ()) if found is None else found
         gathered = {name: tensor.cpu() for name, tensor in factors if dist.get_rank() == 0}
@@ -219,11 +225,12 @@ class SavingWorker(WorkerState):
         return write
 
     def write_model_files(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write the files of the model but its weights, as they were when the worker began, with the
-        tokenizer of the run. Local."""
+        """Write the base model's files except its weights, as they were when the worker started, with the
+        run's tokenizer. Local."""
         for path, content in self._model_files.items():
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
             (directory / path).write_bytes(content)
+        # The stored config names the training dtype, but the weights may be written in another one.
         write_config(directory, dtype)
 
     @property

@@ -1,10 +1,9 @@
-"""Models that score, with a linear layer of one output instead of a language model's output layer, as reward
-and value models have.
+"""Reward and value models: a linear layer with one output replaces the output layer of a language model.
 
-transformers calls such a model ``...ForSequenceClassification``: its ``score.weight`` [1, h] has no bias, and
-is never tied to the embedding. The configuration (``policy.reward_model_cfg``) turns a language model into
-one: its output layer is dropped, and the score layer depends on the seed alone, so that it is equal in every
-layout and on every backend.
+transformers calls such a model ``...ForSequenceClassification``. Its ``score.weight`` [1, h] has no bias and
+is never tied to the embedding. ``policy.reward_model_cfg`` turns a language model into one: the output layer
+is dropped, and the score layer is initialized from the seed alone, so it is equal in every layout and on
+every backend.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from converters.checkpoint.source import HuggingFaceSource
 from megarl.errors import ModelError
 
 SCORE = "score.weight"
-# These are the names of a language model's output layer, and of its copies in layers that predict further
-# tokens.
+# Names of a language model's output layer, and of its copies in multi-token-prediction layers.
 _OUTPUT_LAYERS = re.compile(r"lm_head\.weight|.*\.shared_head\.head\.weight")
 _AUTO_CLASS = "AutoModelForSequenceClassification"
 
 
 def scoring_config(hf_config: Any) -> Any:
-    """Return a copy of a model's config that names the class with a score layer, and one label.
+    """Return a copy of a model's config with the class of a reward or value model and one label.
 
     Args:
-        hf_config: a transformers config, of a language model or of a model that already scores.
+        hf_config: transformers config of a language model, or of a model that already has a score layer.
 
     Raises:
-        ModelError: transformers has no such class for the model, or the model has another class or several
-            labels.
+        ModelError: transformers has no such class for this model; or the model is neither of these kinds, or
+            has several labels.
     """
-    # Copy the config, because the caller's still describes the files.
+    # Copy, because the caller's config still describes the base model's files.
     config = copy.deepcopy(hf_config)
     wanted, given = _scoring_class(config), (getattr(config, "architectures", None) or [None])[0]
     if given == wanted and config.num_labels != 1:
@@ -66,7 +64,7 @@ def said_of_scoring(config: Any) -> dict[str, Any]:
 def _scoring_class(config: Any) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    # A model with custom code names its own class.
+    # A model with custom code names its class in the config.
     of_remote_code = (getattr(config, "auto_map", None) or {}).get(_AUTO_CLASS)
     name = (
         of_remote_code.rpartition(".")[2]
@@ -83,13 +81,13 @@ def _scoring_class(config: Any) -> str:
 
 
 def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> HuggingFaceSource:
-    """Return the weights of a model that scores: ``source`` if it has a score layer, otherwise its language
-    model with a new score layer.
+    """Return the weights for a reward or value model: ``source`` if it has a score layer, otherwise the
+    language model's weights with a new score layer.
 
     Args:
         source: the checkpoint.
-        hf_config: its config; the new layer is sampled from a normal distribution of ``initializer_range``,
-            as in transformers.
+        hf_config: config of the checkpoint. As in transformers, the new layer is initialized from a normal
+            distribution with standard deviation ``initializer_range``.
         seed: seed of the new layer.
     """
     if SCORE in source:
@@ -99,13 +97,13 @@ def scoring_source(source: HuggingFaceSource, hf_config: Any, seed: int) -> Hugg
 
 
 class _WithNewScore(HuggingFaceSource):
-    """A language model's weights with a new score layer instead of its output layer.
+    """A language model's weights with a new score layer instead of the output layer.
 
     Args:
         directory: directory of the language model.
-        hidden_size: inputs of the layer.
-        deviation: standard deviation of its weights.
-        seed: seed of its weights.
+        hidden_size: number of inputs of the score layer.
+        deviation: standard deviation of its initial weights.
+        seed: seed of its initial weights.
     """
 
     def __init__(self, directory: Path, hidden_size: int, deviation: float, seed: int) -> None:
@@ -114,20 +112,16 @@ class _WithNewScore(HuggingFaceSource):
         super().__init__(directory)
 
     def names(self) -> list[str]:
-        """Return all names, with the score layer instead of the output layer."""
         return sorted([SCORE, *(name for name in super().names() if not _OUTPUT_LAYERS.fullmatch(name))])
 
     def __contains__(self, name: str) -> bool:
         return name == SCORE or (not _OUTPUT_LAYERS.fullmatch(name) and super().__contains__(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight or of the score layer."""
         return tuple(self._score.shape) if name == SCORE else super().shape(name)
 
     def dtype_name(self, name: str) -> str:
-        """Return the dtype of a weight or of the score layer."""
         return str(self._score.dtype) if name == SCORE else super().dtype_name(name)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Return a weight or the score layer; see ``HuggingFaceSource``."""
         return self._score[slices or ()].clone() if name == SCORE else super().read(name, slices)

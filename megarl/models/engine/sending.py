@@ -1,5 +1,5 @@
-"""The sending half of a refit, which gives the present weights to engines on the same devices or elsewhere;
-see ``megarl.models.engine.receiving`` for the other half."""
+"""The sending half of a refit: a worker sends its current weights to engines on the same devices or on
+others. See ``megarl.models.engine.receiving`` for the other half."""
 
 from __future__ import annotations
 
@@ -25,33 +25,32 @@ from megarl.weight_sync.transfer_group import TransferGroup
 
 
 class SendingWorker(WorkerState):
-    """Methods by which a worker sends its weights to engines; see ``megarl.weight_sync``."""
+    """Worker methods that send weights to engines; see ``megarl.weight_sync``."""
 
     _with_checksum: bool
     _new_sender: Callable[..., WeightSender]
     _sender: WeightSender
-    # Sends the weights that engines read on their own; differs from `_sender` if the engines take slices.
+    # Sends weights through mailboxes. It is ``_sender``, unless the engines take slices.
     _handing: WeightSender
-    # True if engines have the base, and receive only the factors of adapters.
+    # True if the engines serve LoRA: they load the base weights themselves and receive only adapters.
     _sends_adapter: bool
     _broadcaster: WeightBroadcaster | None
     _broadcasts: bool
     _stages: Stages | None
 
-    # The following methods serve an engine that generates on the same devices.
+    # The following methods send weights to engines on the same devices.
 
     def _factors(self) -> WeightIterator:
-        """Yield the factors of all adapters under PEFT's names, for engines that compute with adapters. A
-        collective."""
+        """Yield the factors of all adapters under PEFT's names, for engines that serve LoRA themselves.
+        Collective."""
         found = self.backend.export_adapters()
         assert found is not None, "policy.peft is enabled"
         return found[1]
 
     def prepare_refit_info(self, first_rank_only: bool = False) -> dict[str, Any]:
-        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. The result
-        is equal on all ranks; with ``first_rank_only`` it is empty on all ranks but the first."""
-        # Check only the first time: the manifest follows from names and shapes, which never change
-        # afterwards.
+        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. It is equal
+        on all ranks; with ``first_rank_only``, other ranks return an empty dictionary."""
+        # Check only the first time. Names and shapes, and so the manifest, never change afterwards.
         if not self._sender.knows_manifest:
             self._refuse_reference("prepare_refit_info")
             self._require("prepare_refit_info")
@@ -59,18 +58,18 @@ class SendingWorker(WorkerState):
         return {} if first_rank_only and dist.get_rank() else manifest.description()
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Call ``prepare_refit_info``, of which this is the older name."""
+        """Call ``prepare_refit_info``, for callers that use this older name."""
         return self.prepare_refit_info()
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Begin a refit. Return the weights' names with their bytes in the transfer buffer, in sending order,
-        and the maximum bytes of a group."""
+        """Begin a refit. Return (name, bytes in the transfer buffer) of each weight in sending order, and the
+        maximum bytes of a group."""
         budget = self.begin_refit()
         return self._sender.manifest.padded_sizes, float(budget)
 
     def begin_refit(self) -> int:
-        """Begin a refit for a caller that already knows the weights' names, which are not sent again. Return
-        the maximum bytes of a group."""
+        """Begin a refit for a caller that already knows the weights' names. Return the maximum bytes of a
+        group."""
         return self._begin_with(self._sender)
 
     def _begin_with(self, sender: WeightSender) -> int:
@@ -79,35 +78,35 @@ class SendingWorker(WorkerState):
         return sender.begin(self._weights_version)
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Copy the next group of weights into the transfer buffer. All ranks gather; ranks that have a buffer
-        return ``{device: payload}``."""
+        """Copy the next group of weights into the transfer buffer. Collective. Ranks with a buffer return
+        ``{device: payload}``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send(list(keys))
 
     def get_part_ipc_handles(self, first: int, count: int) -> dict[str, Any]:
-        """Return the handles of a group, given the index of its first weight in sending order and its number
-        of weights."""
+        """Return the IPC handles of a group, given the index of its first weight in sending order and its
+        number of weights. Collective, like ``get_weights_ipc_handles``."""
         self._refuse_reference("get_weights_ipc_handles")
         self._require("get_weights_ipc_handles")
         return self._sender.send_part(first, count)
 
     def mailbox(self) -> dict[str, Any]:
-        """Return ``{device: handle}`` of the mailbox in which an engine rank on this device finds the
-        weights; empty on a rank that publishes no mailbox."""
+        """Return ``{device: handle}`` of the mailbox from which an engine rank on this device reads weights;
+        empty on a rank without a mailbox."""
         self.prepare_refit_info()
         return self._handing.mailbox()
 
     def send_slices(self, wanted: WantedSlices | None, first_rank_only: bool = False) -> list[str] | str:
-        """Send each engine rank only the slices of the weights that it reads, from now on. Collective.
+        """Let later refits send each engine rank only the slices that it reads. Collective.
 
         Args:
-            wanted: the slices that the engines' ranks read; None if they take full weights.
-            first_rank_only: the other ranks return a digest.
+            wanted: the slices that the engine ranks read; None if they need full weights.
+            first_rank_only: other ranks return a digest instead of the names.
 
         Returns:
-            The names of the weights that are sent as slices, equal on all ranks, or ``names_digest`` of the
-            names; if there are any, the mailboxes are new ones.
+            The names of the weights that are sent as slices, equal on all ranks, or their ``names_digest``.
+            If there are any, new mailboxes replace the previous ones.
         """
         names = self._sent_as_slices(wanted)
         return names_digest(names) if first_rank_only and dist.get_rank() else names
@@ -115,11 +114,11 @@ class SendingWorker(WorkerState):
     def _sent_as_slices(self, wanted: WantedSlices | None) -> list[str]:
         self.prepare_refit_info()
         if self._handing is not self._sender:
-            # Close the sender of an earlier choice of slices, which a new engine may not share; its buffers
-            # are freed with it.
+            # Close the sender of the previous slices, which frees its buffers. Engines may want other slices
+            # after a restart.
             self._handing.close()
             self._handing = self._sender
-        # Send the factors of adapters to every rank of an engine in full, because they are small.
+        # Factors of adapters are small, so every engine rank receives them in full.
         if wanted is None or self._sends_adapter:
             return []
         beside = self._engine_rank_beside(wanted)
@@ -129,59 +128,63 @@ class SendingWorker(WorkerState):
         manifest = self._sender.manifest.sliced(slices)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (host_identity(), beside))
-        # Let one rank of a host publish for each engine rank: the first of those that serve it.
+        # Only one rank per host and engine rank publishes a mailbox: the first of those that serve this
+        # engine rank.
         here = SlicesHere(manifest, beside, everybody.index((host_identity(), beside)) == dist.get_rank())
         self._sender.close()
         self._handing = self._new_sender(self.backend.export_slices, slices=here)
         return list(manifest.slices)
 
     def _engine_rank_beside(self, wanted: WantedSlices) -> int:
-        """Return the engine rank that reads this rank's weights; -1 for none. On a CPU, where every engine
-        rank of the host could read them, the engine rank that would be on the same GPU is returned: engines
-        follow one another over the policy's ranks."""
+        """Return the engine rank that reads this rank's weights; -1 for none.
+
+        On a GPU it is the engine rank on the same device. On a CPU, where every engine rank of the host could
+        read them, it is chosen as if each rank had a GPU: consecutive policy ranks serve consecutive engine
+        ranks.
+        """
         if self.runtime.is_cuda:
             return wanted.devices.get(self.runtime.identity(), -1)
         return dist.get_rank() % len(wanted.ranks) if dist.get_world_size() % len(wanted.ranks) == 0 else -1
 
     def hand_over_weights(self, session: int, ticket: int, most: int | None = None) -> None:
-        """Give the present weights to the engine ranks on this device. Each group is copied once the group
-        two before it has been read.
+        """Send the current weights to the engine ranks on this device, group by group. With two buffers, a
+        group is copied once the group two before it has been read.
 
         Args:
-            session: number of the engines, from ``RolloutEngine.meet``.
-            ticket: number of this refit, equal for policy and engines and different from every other refit's.
-            most: maximum bytes of a group, if less than the transfer buffers hold.
+            session: id of the connection to the engines, from ``RolloutEngine.meet``.
+            ticket: id of this refit, equal for policy and engines and different for every refit.
+            most: maximum bytes of a group, if less than the size of the transfer buffers.
 
         Raises:
-            StateError: the weights are not those of the policy, or are in host memory.
-            RefitError: a rank of the policy could not begin; a weight is larger than a group; an engine rank
-                does not read.
+            StateError: the reference policy's weights are swapped in, or the weights are in host memory.
+            RefitError: a rank of the policy could not begin, a weight is larger than a group, or an engine
+                rank does not read.
         """
         try:
             room = self._begin_together()
         except BaseException as error:
-            # Refuse before raising: engine ranks wait in the mailbox and would learn of the error in no other
-            # way.
+            # Report the error through the mailbox before raising it: engine ranks wait there, and would
+            # otherwise wait until a timeout.
             self._handing.refuse(session, ticket, error)
             self._handing.give_up()
             raise
         if self._handing is not self._sender:
-            # Slices differ by an index between ranks, and so does the room for the largest one. Only full
-            # weights are laid out alike on all ranks.
+            # Slices may differ by one index between ranks, and so may the size of the largest slice. So a
+            # rank may need a larger group than the agreed size, which full weights never do.
             room = max(room, self._handing.manifest.largest[1])
         self._handing.hand_over(session, ticket, most=room if most is None else min(room, most))
 
     def _begin_together(self) -> int:
-        """Begin a refit on all ranks, or on none. A collective; return the number of bytes that a group may
-        have on every rank."""
+        """Begin a refit on all ranks, or on none if any rank fails. Return the maximum bytes of a group,
+        equal on all ranks. Collective."""
         failure: Exception | None = None
         room = -1
         try:
             room = self._begin_with(self._handing)
         except Exception as error:
             failure = error
-        # Take the smallest room, because all ranks lay out a group alike. If one rank cannot begin, none
-        # does.
+        # A group must fit into the smallest buffer, because all ranks pack it in the same way. The minimum is
+        # also negative if any rank failed.
         least = torch.tensor([room], device=self.runtime.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         if int(least) < 0:
@@ -190,30 +193,30 @@ class SendingWorker(WorkerState):
             )
         return int(least)
 
-    # The following methods serve an engine elsewhere.
+    # The following methods send weights to engines on other devices.
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Create the groups that weights are sent over, one per pipeline stage. Of the policy, only the first
-        rank of a stage joins the stage's group.
+        """Create the process groups over which weights are broadcast, one per pipeline stage. A group
+        consists of the first rank of its stage and all engine ranks.
 
         Args:
-            ip, port: address where rank 0 listens, and the only one. A name must resolve to the same host
-                everywhere; on Debian a host's own name resolves to 127.0.1.1 on that host.
-            world_size: number of the engines' ranks, plus one.
+            ip, port: the rendezvous address, where rank 0 listens. A host name must resolve to the same host
+                on all nodes; on Debian, a host's own name resolves to 127.0.1.1 on that host.
+            world_size: number of engine ranks, plus one.
 
         Raises:
-            RefitError: an engine rank is missing or expects something else.
+            RefitError: an engine rank is missing, or expects other weights or another group.
         """
         self._refuse_reference("init_collective")
         self._require("init_collective")
         manifest, stages, groups = self._sender.manifest, self._who_sends(), self.backend.groups
         self._leave_collective()
-        # Bind the port first: if it belonged to another run, ranks looking for rank 0 could join that run's
+        # Bind the port before anything else. If another run listened there, the ranks would join its
         # rendezvous.
         with on_first_rank(RefitError) as first:
             rendezvous = Rendezvous(ip, port, keeps=True) if first else None
         with on_first_rank(RefitError):
-            # The factors of all stages are sent by the first stage.
+            # Adapters are exported to all stages, and the first stage sends them.
             if groups.is_first_in_stage and (groups.is_first_stage or not self._sends_adapter):
                 group = TransferGroup(
                     ip,
@@ -231,8 +234,8 @@ class SendingWorker(WorkerState):
         self._broadcasts = True
 
     def _who_sends(self) -> Stages:
-        """Return which pipeline stage sends which weights, computed once from the names that the stages
-        export. Local."""
+        """Return which pipeline stage sends which weights, computed once from the names that each stage
+        exports. Local."""
         if self._stages is None:
             manifest, names = (
                 self._sender.manifest,
@@ -247,13 +250,13 @@ class SendingWorker(WorkerState):
             broadcaster.close()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Send the present weights over the groups of ``init_collective``, each stage its own, until every
-        engine rank has all weights.
+        """Broadcast the current weights over the groups of ``init_collective``, each stage its own weights.
+        Returns when every engine rank has all weights.
 
         Raises:
-            StateError: there is no group, or the weights are not those of the policy or are in host memory;
-                the engines receive this error too.
-            RefitError: an engine or a stage is gone; the groups can no longer be used.
+            StateError: there is no group, the reference policy's weights are swapped in, or the weights are
+                in host memory. Except in the first case, the engines receive this error too.
+            RefitError: an engine or a stage is gone. The groups can no longer be used.
         """
         if not self._broadcasts:
             raise StateError(
@@ -263,13 +266,13 @@ class SendingWorker(WorkerState):
             stream = self._weights_of_stage()
             if self._broadcaster is not None:
                 self._broadcaster.send(stream, self._weights_version)
-            # Ranks that send nothing take part in the gathers, and also finish those of a sender that stopped
-            # early.
+            # Ranks that send nothing must still run the gathers. A sender that failed finishes its gathers
+            # here.
             drain(stream)
 
     def _weights_of_stage(self) -> WeightIterator:
-        """Return a stream of this stage's weights. An error that prevents it is raised by the stream, so that
-        waiting engines receive the error too."""
+        """Return a stream of this stage's weights. If there is an error, return a stream that raises it,
+        because only an error in the stream reaches the waiting engines."""
         try:
             self._refuse_reference("broadcast_weights_for_collective")
             self._require("broadcast_weights_for_collective")

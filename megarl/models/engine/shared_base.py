@@ -1,10 +1,10 @@
-"""One base for several models of a rank: the weights that adapters leave untouched are in memory that the
-workers of these models share.
+"""One copy of the base weights for several models on a host: the weights that adapters do not change are in
+memory that the workers of these models share.
 
-PPO trains an adapter of the policy and one of the critic, and both have the same base. Their workers are
-separate processes, so that each would hold all of it. Nothing writes these weights after they are loaded;
-therefore the first worker moves its own into a shared block, and others read them there if they are equal bit
-for bit.
+PPO trains an adapter of the policy and an adapter of the value model on the same base model. Their workers
+are separate processes, so each would have its own copy. Nothing writes to these weights after they are
+loaded. So the first worker moves its weights into shared memory, and the other worker replaces its own by
+them where both are bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megarl.weight_sync.ipc import SharedBlock
 
 logger = logging.getLogger(__name__)
 
-# Tensors of torch begin at multiples of this address, on which kernels may rely.
+# torch aligns its allocations to this many bytes, and kernels may rely on it.
 _ALIGNMENT = 64
 
 
 class SharesFrozen(Protocol):
-    """A backend with adapters, whose frozen weights may be in the memory of another process."""
+    """A backend with adapters, whose frozen weights may be in shared memory."""
 
     def frozen(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the tensors of each storage that has only frozen parameters, by the name of a parameter in
-        it. Empty if they cannot be shared. Local."""
+        """Return the tensors of each storage that contains only frozen parameters, by the name of one of its
+        parameters. Empty if they cannot be shared. Local."""
 
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
-        """Take host memory as the copy of a frozen tensor's storage that offloads use, which they never write
-        again. Only on a CUDA device. Local.
+        """Use ``memory`` as the host copy of a frozen storage, for offloads from a GPU. Later offloads do not
+        write the copy, because the weights never change. Only on a CUDA device. Local.
 
         Args:
             tensor: any tensor of the storage.
@@ -44,14 +44,18 @@ class SharesFrozen(Protocol):
 
 
 class SharingWorker(WorkerState):
-    """The methods of a worker by which models share one base."""
+    """Worker methods by which several models share one copy of the base weights."""
 
-    # The block must live as long as another process may open it.
+    # Keep the block open for as long as another process may attach to it.
     _block: SharedBlock | None = None
 
     def share_base(self) -> dict[str, Any]:
-        """Move the frozen weights into a shared block. Return its handle, and by name where each storage
-        begins in it and its bytes; an empty dictionary if there is nothing to share, or no memory for it."""
+        """Move the frozen weights into shared memory.
+
+        Returns:
+            ``block``, the handle of the memory, and ``places``, offset and size in bytes of each storage by
+            name. Empty if there is nothing to share, or not enough shared memory.
+        """
         self.offload_states.require("parameters", "share_base", "prepare_for_lp_inference")
         frozen, places, end = cast(SharesFrozen, self.backend).frozen(), {}, 0
         for name, tensors in frozen.items():
@@ -68,14 +72,14 @@ class SharingWorker(WorkerState):
         for name, tensors in frozen.items():
             memory = _at(self._block, places[name])
             memory.copy_(bytes_of(tensors[0].untyped_storage()))
-            # Free each storage before the next one is copied, so that there are never two bases.
+            # Free each storage before copying the next one, so that there are never two copies of the base.
             self._keep(tensors, memory)
         return {"block": self._block.handle(), "places": places}
 
     def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
-        """Read frozen weights from the blocks that ``share_base`` made, and return their bytes.
+        """Replace frozen weights by those in the memory of ``share_base``, and return their number of bytes.
 
-        Weights that differ in any bit stay this model's own, and so do all of them if the block is on another
+        Weights that differ in any bit are not replaced; neither is any weight if the memory is on another
         node.
 
         Args:
@@ -93,6 +97,7 @@ class SharingWorker(WorkerState):
             return 0
         try:
             for name, tensors in cast(SharesFrozen, self.backend).frozen().items():
+                # Compare bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
                 own = bytes_of(tensors[0].untyped_storage())
                 if name not in places or not torch.equal(own.cpu(), memory := _at(block, places[name])):
                     continue
@@ -101,17 +106,17 @@ class SharingWorker(WorkerState):
                 self._keep(tensors, memory)
                 taken += memory.numel()
         finally:
-            # Pages that tensors view stay mapped without the descriptor.
+            # The pages that tensors view stay mapped after the file descriptor is closed.
             block.close()
         return taken
 
     def _keep(self, tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-        """Let all tensors of a storage read ``memory``, or on a CUDA device their host copy."""
+        """Let all tensors of a storage use ``memory``; on a CUDA device, use it as their host copy."""
         if self.runtime.is_cuda:
             cast(SharesFrozen, self.backend).keep_host_copy(tensors[0], memory)
             return
         for tensor in tensors:
-            # Replace the memory of the tensor itself, to which modules, optimizers and FSDP refer.
+            # Replace the data and not the tensor, because modules, optimizers and FSDP refer to the tensor.
             tensor.data = moved_to(tensor, memory)
 
 
@@ -121,13 +126,13 @@ def _at(block: SharedBlock, place: Sequence[int]) -> torch.Tensor:
 
 
 def bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    """Return a view of all bytes of a storage, uint8."""
-    # View bytes, because tensors of several dtypes and shapes may share one storage.
+    """Return all bytes of a storage as a uint8 view."""
+    # Compare and copy bytes, because tensors of several dtypes and shapes may share one storage.
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 def moved_to(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that views ``memory`` as ``tensor`` views its own storage.
+    """Return a tensor that views ``memory`` in the same way as ``tensor`` views its own storage.
 
     Args:
         tensor: any view of its storage.

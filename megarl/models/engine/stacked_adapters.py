@@ -1,9 +1,9 @@
-"""Adapters of the parameters in which transformers stores the matrices of all experts of a layer, in PEFT's
-format (``target_parameters``).
+"""Adapters of expert stacks, the parameters in which transformers stores the matrices of all experts of a
+layer, in PEFT's format (``target_parameters``).
 
-A stack [E, m, n] has one pair of matrices. In A [E r, n] each expert has r consecutive rows, in B [m, E r]
-every E-th column. If a stack holds several matrices of an expert (gate and up), these share A, and each has
-its own rows of B.
+A stack [E, m, n] has one pair of factors. In A [E r, n], each expert has r consecutive rows. In B [m, E r],
+each expert has every E-th column. If a stack contains several matrices per expert (gate and up), they share A
+and have separate rows of B.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from converters.mapping.rules import hf_tensors
 from converters.model_config.architecture import Architecture
 from megarl.config.adapters import stack_of
 
-# PEFT wraps a module once for each of its parameters, and the last parameter's wrapper is the outermost one.
+# PEFT wraps a module once for each adapted parameter. The wrapper of the last parameter is the outermost one.
 _WRAPPER = ".base_layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A parameter that holds the matrices of all experts of a layer.
+    """An expert stack: a parameter with the matrices of all experts of a layer.
 
     Attributes:
-        name: its name in transformers' model.
-        experts: E.
-        rows: m, of all matrices of an expert together.
-        places: expert and rows of each matrix, by the matrix's own name.
+        name: name of the parameter in transformers' model.
+        experts: number of experts, E.
+        rows: m, the number of rows of all matrices of one expert.
+        places: expert and rows of each matrix in the stack, by the name of the matrix.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Stack:
 
     @property
     def block(self) -> str:
-        """Name of the module that has the parameter."""
+        """Name of the module that contains the parameter."""
         return self.name.rpartition(".")[0]
 
     def of_expert(self, expert: int) -> str:
-        """Return the name that this package gives to an expert's part of the stack."""
+        """Return megarl's name for one expert's part of the stack."""
         block, _, leaf = self.name.rpartition(".")
         return f"{block}.{expert}.{leaf}"
 
 
 def stacks_of(architecture: Architecture) -> list[Stack]:
-    """Return all stacks of a model, in the order of its parameters."""
+    """Return all expert stacks of a model, in the order of its parameters."""
     stacks = []
     for name, members in expert_stacks({tensor.name: tensor for tensor in hf_tensors(architecture)}).items():
         if stack_of(members[0][0]) != name:
@@ -68,7 +68,7 @@ def stacks_of(architecture: Architecture) -> list[Stack]:
 
 
 def peft_modules(stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return PEFT's name of the module that holds each stack's factors, by the stack's name."""
+    """Return, by stack name, PEFT's name of the module that contains the stack's factors."""
     found = {}
     for place, stack in enumerate(stacks):
         outside = sum(other.block == stack.block for other in stacks[place + 1 :])
@@ -77,7 +77,7 @@ def peft_modules(stacks: Sequence[Stack]) -> dict[str, str]:
 
 
 class StackedFactors:
-    """The factors of stacks, split by expert and joined again.
+    """Conversion of factors between PEFT's form for stacks and separate factors per expert.
 
     Args:
         stacks: stacks that have adapters.
@@ -91,15 +91,15 @@ class StackedFactors:
         }
 
     def __contains__(self, module: str) -> bool:
-        """Return whether ``module`` is an expert's part of a stack."""
+        """Return whether ``module`` names one expert's part of a stack."""
         return module in self._experts
 
     def taken(self, module: str, letter: str) -> tuple[str, tuple[slice, slice]]:
-        """Return PEFT's module that holds an expert's factor, and the slices of that expert in the factor of
-        all experts."""
+        """Return where one expert's factor is stored: PEFT's module, and the expert's slices in the module's
+        factor."""
         stack, expert = self._experts[module]
         rows = slice(expert * self._rank, (expert + 1) * self._rank)
-        # B's columns alternate by expert, because PEFT computes with B as [m, r, E], flattened.
+        # PEFT views B as [m, r, E], so consecutive columns belong to consecutive experts.
         return self.modules[stack.name], (rows, slice(None)) if letter == "A" else (
             slice(None),
             slice(expert, None, stack.experts),
@@ -108,13 +108,14 @@ class StackedFactors:
     def joined(
         self, factors: Iterable[tuple[str, str, torch.Tensor]]
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Join the factors of experts.
+        """Join the factors of experts to PEFT's factors of stacks.
 
         Args:
-            factors: module, letter and factor; for a stack, A is named by ``of_expert``, and B by the matrix.
+            factors: (module, letter, factor). For a stack, A comes under the name ``Stack.of_expert`` and B
+                under the name of the matrix. Factors of other layers pass through unchanged.
 
         Yields:
-            The same triples with PEFT's modules; those of a stack once its last factor has arrived.
+            (PEFT's module, letter, factor); a stack's factor once its last part has arrived.
         """
         wanted: dict[tuple[str, str], tuple[Stack, int, slice]] = {}
         for module, (stack, expert) in self._experts.items():
@@ -132,8 +133,8 @@ class StackedFactors:
             shape = (ranks, factor.shape[1]) if letter == "A" else (stack.rows, ranks)
             if key not in begun:
                 begun[key] = factor.new_empty(shape), stack.experts if letter == "A" else len(stack.places)
-            # Count missing parts down and yield the factor once it is complete, so that only layers in
-            # progress are in memory.
+            # Yield a stack's factor as soon as its last part has arrived, so that only incomplete ones take
+            # memory.
             whole, missing = begun.pop(key)
             if letter == "A":
                 whole[expert * self._rank : (expert + 1) * self._rank] = factor

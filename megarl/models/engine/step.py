@@ -1,5 +1,4 @@
-"""The passes that every backend runs: training on a batch, and computing log-probabilities or values of a
-batch."""
+"""Passes over a batch that every backend runs: training, log-probabilities, top-k tokens and values."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ class TrainResult:
     """Outcome of ``train_on_batch``, equal on all ranks of a data-parallel replica.
 
     Attributes:
-        losses: float32 [global batches], each the true loss of its global batch.
-        grad_norms: one per global batch; empty in evaluation.
-        micro_batch_metrics: for each metric a list over this replica's micro-batches.
-        skipped: global batches after which no step was taken, because their loss or gradient was not finite.
+        losses: float32 [global batches], the loss of each global batch over all ranks.
+        grad_norms: gradient norm of each global batch; empty in evaluation.
+        micro_batch_metrics: for each metric, its values for this replica's micro-batches.
+        skipped: global batches whose step was skipped because loss or gradient was not finite.
         positions: number of positions in this replica's micro-batches, including padding, over all
             context-parallel ranks.
     """
@@ -59,7 +58,7 @@ class TrainResult:
 
 @contextlib.contextmanager
 def evaluation_mode(backend: Backend) -> Iterator[None]:
-    """Put the model into evaluation mode without gradients inside the context, and restore its mode
+    """Switch the model to evaluation mode without gradients inside the context, and restore its mode
     afterwards."""
     training = backend.is_training()
     backend.set_training(False)
@@ -71,8 +70,8 @@ def evaluation_mode(backend: Backend) -> Iterator[None]:
 
 
 def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
-    """Raise, before any pass, if replicas have different numbers of micro-batches and would wait for each
-    other indefinitely."""
+    """Raise BatchError before any pass if the replicas have different numbers of micro-batches. Their
+    collectives would otherwise wait for each other indefinitely."""
     group = backend.replicas_in_step
     if group is None:
         return
@@ -89,7 +88,7 @@ def _require_equal_passes(backend: Backend, chunks: Sequence[Chunk]) -> None:
 
 
 TRAINING, LOGPROB = "training", "log-probability"
-"""Kinds of passes over a model."""
+"""Kinds of passes, used in error messages."""
 _ADVICE = {
     TRAINING: "policy.train_micro_batch_size, or train_mb_tokens of dynamic_batching or sequence_packing",
     LOGPROB: "policy.logprob_batch_size, or logprob_mb_tokens of dynamic_batching or sequence_packing",
@@ -97,22 +96,22 @@ _ADVICE = {
 
 
 class _RecordingHead:
-    """A head that records which micro-batch was requested last."""
+    """A head that records which micro-batch was started last, and delegates to another head."""
 
     def __init__(self, head: Head, inputs: Sequence[ModelInput]) -> None:
-        # Look inputs up by identity: they hold tensors, whose comparison with == is not a bool.
+        # Look up by identity: inputs contain tensors, for which == does not return a bool.
         self._head, self._places = head, {id(model_input): place for place, model_input in enumerate(inputs)}
         self.last = 0
 
     def asks(self, model_input: ModelInput) -> Request | None:
-        """Record the micro-batch; see ``Head``."""
+        """Record the micro-batch, and return the other head's request."""
         self.last = self._places.get(id(model_input), self.last)
         return self._head.asks(model_input)
 
     def __call__(
         self, output: torch.Tensor, model_input: ModelInput, request: Request | None = None
     ) -> HeadOutput:
-        """Call the recorded head; see ``Head``."""
+        """Call the other head; see ``Head``."""
         return self._head(output, model_input, request)
 
 
@@ -123,16 +122,16 @@ def _run_micro_batches(
 
     Args:
         backend: the model.
-        chunk: the rows and their division into micro-batches.
-        head: as for ``forward_backward``.
-        kind: ``TRAINING`` or ``LOGPROB``.
-        backward: leave gradients in the backend, which must have none before.
+        chunk: rows of one global batch, which are split into micro-batches here.
+        head: the head to run.
+        kind: ``TRAINING`` or ``LOGPROB``, for messages.
+        backward: accumulate gradients in the backend, whose gradients must be zero before.
 
     Returns:
-        The head's results, and the number of positions of the micro-batches.
+        The head's results, and the number of positions of all micro-batches.
 
     Raises:
-        MicroBatchMemoryError: a micro-batch does not fit in memory.
+        MicroBatchMemoryError: the device ran out of memory in a micro-batch.
     """
     inputs = lay_out_all(chunk.micro_batches(backend.shapes), backend.groups.context_share, backend.shapes)
     recording = _RecordingHead(head, inputs)
@@ -141,8 +140,8 @@ def _run_micro_batches(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # The micro-batch requested last is the one that ran out of memory, although a pipeline schedule has
-        # several in progress.
+        # A pipeline schedule has several micro-batches in progress. The one that was started last ran out of
+        # memory.
         raise _error_of(error, kind, inputs, recording.last) from error
     return outputs, sum(each.micro_batch.positions for each in inputs)
 
@@ -175,19 +174,19 @@ def logprobs_of_batch(
     sampling: SamplingSettings,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """Compute log-probabilities of a batch's tokens under the present weights.
+    """Compute log-probabilities of a batch's tokens under the current weights.
 
     Args:
         backend: the model.
         data: ``input_ids`` [B, S] and ``input_lengths`` [B], this data-parallel rank's rows, on the backend's
             device; optionally ``WANTED``.
-        batching: division of the rows into micro-batches.
-        sampling: how tokens are sampled, and therefore scored.
+        batching: splits the rows into micro-batches.
+        sampling: sampling settings that determine the scored distribution.
         chunk_size: number of positions whose logits exist at a time; None for all positions of a micro-batch.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``; column 0 and padding are exactly 0.
-        Tokens that are not in ``WANTED`` are 0 too, unless the output layer cannot skip them.
+        [B, S] float32 on every pipeline stage, in the order of ``data``. Column 0 and padding are exactly 0.
+        So are tokens outside ``WANTED``, unless the output layer does not support requests.
 
     Raises:
         BatchError: replicas whose passes share collectives have different numbers of micro-batches, or one of
@@ -207,25 +206,25 @@ def topk_of_batch(
     vocabulary_size: int | None = None,
     chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Compute the most likely tokens after each token of a batch under the present weights, in the same pass
-    as the log-probabilities.
+    """Compute the most likely next tokens at each position under the current weights, in the same pass as the
+    log-probabilities.
 
     Args:
-        backend, data, batching, chunk_size: as for ``logprobs_of_batch``.
-        count: K, tokens per position; at most the vocabulary.
-        sampling: the temperature; it must keep all tokens.
-        vocabulary_size: exclude tokens from this id on, for a reader whose output layer has fewer rows than
-            the model's; None for the model's whole vocabulary.
+        backend, data, batching, chunk_size: as in ``logprobs_of_batch``.
+        count: number K of tokens per position, at most the vocabulary size.
+        sampling: gives the temperature; must not exclude any token.
+        vocabulary_size: exclude tokens with this id or a higher one, because the student's output layer has
+            fewer rows than this model's; None for the full vocabulary.
 
     Returns:
-        ``logprobs`` [B, S] as from ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32, the largest
-        first: logarithms of probabilities, that is, logits whose exponentials sum to 1 over the vocabulary.
-        ``topk_indices`` [B, S, K] int64, their tokens; among equally likely tokens the lower comes first.
-        Entry i belongs to the token that follows token i, and is 0 if none follows. Entries of tokens that
-        are not in ``WANTED`` are 0 too, unless the output layer cannot skip them.
+        ``logprobs`` [B, S] as in ``logprobs_of_batch``. ``topk_logits`` [B, S, K] float32 in descending
+        order: log-probabilities, normalized over the vocabulary. ``topk_indices`` [B, S, K] int64, the token
+        ids; of equally likely tokens the lower id comes first. Entry i of the latter two describes the token
+        after token i, and is 0 if there is none. Entries for tokens outside ``WANTED`` are 0 too, unless the
+        output layer does not support requests.
 
     Raises:
-        BatchError: as for ``logprobs_of_batch``, or ``count`` is not between 1 and the vocabulary.
+        BatchError: see ``logprobs_of_batch``; or ``count`` is not between 1 and the vocabulary size.
         ConfigError: sampling excludes tokens.
     """
     size = min(backend.vocabulary.size, vocabulary_size or backend.vocabulary.size)
@@ -234,7 +233,7 @@ def topk_of_batch(
             f"k = {count}: must be from 1 to the vocabulary's size {size}. Fix: give such a number"
         )
     _require_all_tokens(sampling, size, "the most likely tokens")
-    # A smaller vocabulary makes the other columns padding, which is in no softmax.
+    # With a smaller vocabulary size, the remaining columns count as padding, which is in no softmax.
     shard = replace(backend.vocabulary, size=size)
     head = TopkHead(LogprobHead(shard, sampling, chunk_size, largest=count))
     columns = {**LOGPROBS, "topk_logits": ((count,), torch.float32), "topk_indices": ((count,), torch.int64)}
@@ -251,24 +250,25 @@ def _require_all_tokens(sampling: SamplingSettings, size: int, what: str) -> Non
 
 
 def values_of_batch(backend: Backend, data: Mapping[str, Any], batching: Batching) -> torch.Tensor:
-    """Compute the values of a batch's tokens under the present weights, with a value model.
+    """Compute the scalar output of a reward or value model at each token of a batch, under the current
+    weights.
 
     Args:
         backend: the model.
-        data: as for ``logprobs_of_batch``.
-        batching: division of the rows into micro-batches.
+        data: as in ``logprobs_of_batch``.
+        batching: splits the rows into micro-batches.
 
     Returns:
-        [B, S] float32 on every pipeline stage, in the order of ``data``. Entry i is the model's value at
-        token i; padding is exactly 0.
+        [B, S] float32 on every pipeline stage, in the order of ``data``. Entry i is the output at token i;
+        padding is exactly 0.
 
     Raises:
-        BatchError: as for ``logprobs_of_batch``.
+        BatchError: see ``logprobs_of_batch``.
     """
     return _run_head(backend, data, batching, ValueHead(), {"values": ((), torch.float32)})["values"]
 
 
-# What a head returns for each token: by name, the dimensions behind [B, S] and the dtype.
+# The tensors that a head returns: by name, the dimensions after [B, S] and the dtype.
 _Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 
@@ -276,16 +276,17 @@ LOGPROBS: _Columns = MappingProxyType({"logprobs": ((), torch.float32)})
 def _run_head(
     backend: Backend, data: Mapping[str, Any], batching: Batching, head: Head, columns: _Columns
 ) -> dict[str, torch.Tensor]:
-    """Run a head over a batch without gradients. Return its tensors [B, S, ...] in the order of ``data``."""
+    """Run a head over a batch without gradients. Return its tensors [B, S, ...] in the order of ``data``.
+    ``columns`` has their further dimensions and dtypes."""
     rows, length = data["input_ids"].shape
     device = data["input_ids"].device
-    # This is a collective over data-parallel ranks, so that it must precede anything that depends on this
-    # rank's rows.
+    # A collective over data-parallel ranks. Run it before anything that depends on this rank's rows, which
+    # may raise or return early.
     backend.sync_parameters()
-    # Pass only the model's keys, so that each micro-batch slices and pads no others.
+    # Select the model's columns, so that no others are sliced and padded for each micro-batch.
     chunks = batching.chunks({key: data[key] for key in MODEL_KEYS if key in data}) if rows else []
-    # Fill the last micro-batch with copies, because a pipeline takes one shape. Their results are dropped
-    # below.
+    # A pipeline needs micro-batches of one shape, so the last one is filled with copies of a row. Their
+    # results are dropped below.
     even = [chunk.without_ragged_end() if backend.shapes.equal else chunk for chunk in chunks]
     _require_equal_passes(backend, even)
     if rows == 0:
@@ -297,20 +298,20 @@ def _run_head(
     with evaluation_mode(backend):
         for chunk, cut in zip(chunks, even, strict=True):
             outputs, _ = _run_micro_batches(backend, cut, head, LOGPROB)
-            # Restore the caller's width, because dynamic micro-batches were shortened to their own lengths.
+            # Pad to the caller's width, because micro-batches of dynamic batching have their own lengths.
             rectangles = [fit_sequences(output.tensors, length) for output in outputs]
-            # Only the last pipeline stage has outputs.
+            # Only the last pipeline stage has outputs; on the others there is nothing to concatenate.
             for name, found in parts.items() if rectangles else ():
                 found.append(torch.cat([rectangle[name] for rectangle in rectangles])[: chunk.rows])
     joined = {}
     for name, (shape, dtype) in columns.items():
-        # The other stages allocate memory of the same shape, into which the broadcast writes.
+        # The other stages allocate a tensor for the broadcast to write into.
         here = (
             torch.cat(parts[name])
             if backend.groups.is_last_stage
             else torch.empty(rows, length, *shape, dtype=dtype, device=device)
         )
-        # Broadcast once for all micro-batches, not once for each.
+        # One broadcast for all micro-batches.
         joined[name] = backend.groups.from_last_stage(here)
     return joined
 
@@ -325,24 +326,24 @@ def train_on_batch(
     limit: SkipLimit | None,
     chunk_size: int | None = None,
 ) -> TrainResult:
-    """Take one optimizer step for each global batch in ``data``; without a ``limit``, evaluate only and
+    """Take one optimizer step for each global batch in ``data``. Without a ``limit``, evaluate only and
     change nothing.
 
-    If the loss or gradient of a global batch is not finite on any rank, no step follows it: weights,
-    optimizer and schedule stay unchanged.
+    If the loss or gradient of a global batch is not finite on any rank, its step is skipped: weights,
+    optimizer state and schedule stay unchanged.
 
     Args:
         backend: the model.
-        data: this data-parallel rank's rows, on the backend's device; a whole number of global batches.
-        loss_fn: a ``LossFunction``, whose results are summed over micro-batches and ranks.
-        batching: division of this rank's rows into global batches and micro-batches.
-        sampling: how tokens are sampled, and therefore scored.
+        data: this data-parallel rank's rows, on the backend's device; they must form complete global batches.
+        loss_fn: a ``LossFunction``; its results are summed over micro-batches and ranks.
+        batching: splits the rows into global batches and micro-batches.
+        sampling: sampling settings that determine the scored distribution.
         chunk_size: number of positions whose logits exist at a time; None for all positions of a micro-batch.
-        limit: the maximum number of skipped steps. With it, optimizer steps are taken, and the schedule
-            advances once at the end if there was a step.
+        limit: counts skipped steps and raises at the maximum. If it is given, optimizer steps are taken, and
+            the schedule advances once at the end unless all steps were skipped.
 
     Raises:
-        NonFiniteError: ``limit`` is exceeded; raised on all ranks.
+        NonFiniteError: ``limit`` is reached; raised on all ranks.
     """
     update = limit is not None
     losses: list[float] = []
@@ -374,8 +375,8 @@ def train_on_batch(
                 steps += outcome.stepped
                 if outcome.stepped:
                     limit.stepped()
-                # A float16 overflow with a finite loss is not a fault of the batch: the scale decreases and
-                # training continues.
+                # A float16 overflow with a finite loss is normal: the loss scale is lowered and training
+                # continues.
                 elif not is_finite:
                     first_row = sum(earlier.rows for earlier in chunks[:number])
                     seen = find(done.outputs, chunk.micro_batches(backend.shapes), first_row, backend.groups)
@@ -383,8 +384,7 @@ def train_on_batch(
                     try:
                         limit.skipped(skipped[-1])
                     except NonFiniteError as error:
-                        # Attach the skipped batches, because the driver records them even if the last one
-                        # ends the run.
+                        # Attach the skipped batches: the driver logs them even if the last one ends the run.
                         error.skipped = [batch.as_record() for batch in skipped]
                         raise
             for measured in (*done.measured, extra):
@@ -392,11 +392,10 @@ def train_on_batch(
                     metrics[name].append(value)
     figures = _averaged_over_batches(metrics, loss_fn, len(chunks))
     if update:
-        # Report one number for the whole call, equal on every replica.
+        # One number for the whole call, equal on every replica.
         figures["skipped_steps"] = [float(len(chunks) - steps)]
         if steps:
-            # Step the schedule once per call, whatever the number of global batches, because the schedule
-            # counts calls.
+            # The schedule counts calls, not global batches.
             backend.lr_step()
     return TrainResult(
         torch.tensor(losses, dtype=torch.float64).float(), grad_norms, figures, skipped, positions
@@ -405,9 +404,10 @@ def train_on_batch(
 
 def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutcome, bool]:
     """Take an optimizer step if loss and gradient are finite on all ranks. Return its outcome, and whether
-    the batch is finite; an overflow of float16's loss scaling counts as finite if the loss is."""
+    the batch is finite. A gradient overflow of float16 loss scaling counts as finite if the loss is
+    finite."""
     loss_is_finite = math.isfinite(loss)
-    # Agree inside the step: the norm is known only there, and either all ranks must step or none.
+    # The ranks must agree inside the step, where the norm is known: either all of them step or none.
     outcome = backend.apply_gradients(
         lambda norm: on_all_ranks(loss_is_finite and math.isfinite(norm), device)
     )
@@ -416,8 +416,15 @@ def _step(backend: Backend, loss: float, device: torch.device) -> tuple[StepOutc
 
 @dataclass(frozen=True, slots=True)
 class _GlobalBatch:
-    """Outcome of one global batch: its loss, this rank's results and metrics by micro-batch, metrics of the
-    batch as a whole, and the number of positions in this rank's micro-batches."""
+    """Outcome of one global batch.
+
+    Attributes:
+        loss: loss over all ranks.
+        outputs: results of this rank's micro-batches.
+        measured: metrics of each micro-batch of this replica.
+        metrics: metrics of the global batch.
+        positions: number of positions in this rank's micro-batches.
+    """
 
     loss: float
     outputs: Sequence[HeadOutput]
@@ -433,9 +440,9 @@ def _global_batch(
     reads: LogprobHead | ValueHead,
     update: bool,
 ) -> _GlobalBatch:
-    """Run forward, and with ``update`` backward, over one global batch; gradients are left in the backend."""
-    # Compute the counts before any pass, because each micro-batch's loss is divided by counts of the whole
-    # global batch.
+    """Run the forward pass and, with ``update``, the backward pass over one global batch. Gradients stay in
+    the backend."""
+    # Compute these before any pass, because each micro-batch's loss is divided by counts of the global batch.
     normalizers = global_normalizers(chunk.data, backend.groups)
     head: Head = (
         ValueLossHead(loss_fn, reads, normalizers)
@@ -445,7 +452,7 @@ def _global_batch(
     if update:
         backend.zero_grad()
     else:
-        # Do it before the pass: a step that has run out of memory is no micro-batch that has.
+        # Outside the pass, so that running out of memory in a pending step is not blamed on a micro-batch.
         backend.sync_parameters()
     outputs, positions = _run_micro_batches(backend, chunk, head, TRAINING, backward=update)
     # Sum in float64, so that the logged loss does not depend on the number of micro-batches.
@@ -455,7 +462,7 @@ def _global_batch(
         if shares
         else torch.zeros((), dtype=torch.float64, device=chunk.data["input_ids"].device)
     )
-    # Use a sum, not a mean, because each share is already divided by counts of the whole global batch.
+    # A sum, not a mean, because each share is already divided by counts of the global batch.
     loss = backend.groups.sum_over_data(backend.groups.from_last_stage(share))
     figures: list[Any] = [loss, normalizers.valid_sequences, normalizers.valid_tokens]
     for output in outputs:
@@ -472,10 +479,9 @@ def _global_batch(
 
 
 def as_floats(values: Sequence[Any]) -> list[float]:
-    """Convert numbers and one-element tensors to floats. The host waits only once for all tensors of a
-    device."""
-    # Group by dtype too: torch.stack would promote int64 to float32, and digits would be lost before
-    # .double().
+    """Convert numbers and one-element tensors to floats. The host waits once for each device, not once per
+    tensor."""
+    # Group by dtype too: torch.stack would promote int64 to float32 and lose digits before .double().
     kinds: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     floats: list[float] = []
     for place, value in enumerate(values):
@@ -496,8 +502,8 @@ def as_floats(values: Sequence[Any]) -> list[float]:
 def _averaged_over_batches(
     metrics: Mapping[str, list[float]], loss_fn: Any, count: int
 ) -> dict[str, list[float]]:
-    """Divide metrics that are sums over a global batch by ``count``, the number of global batches, so that
-    their sum is a mean over global batches."""
+    """Divide metrics that are sums over a global batch by ``count``, the number of global batches. Their sum
+    over the call is then a mean over global batches."""
     declared = getattr(loss_fn, "metric_reductions", {})
     averaged = {}
     for name, values in metrics.items():

@@ -1,9 +1,9 @@
-"""The worker that all backends share: the NeMo-RL policy API's methods, written once over the engine's
+"""The worker that all backends share. It implements the worker methods of NeMo-RL's policy API over a
 ``Backend``.
 
-A concrete worker defines how its backend is built. The methods that a caller of the NeMo-RL policy API uses
-are in the worker's base classes: passes over a batch (``passing``), refits (``sending``, ``receiving``),
-files (``saving``), placement of the state (``worker_state``). The small methods are here.
+A concrete worker defines how its backend is built. Most methods are in base classes: passes over a batch
+(``passing``), refits (``sending``, ``receiving``), files (``saving``), sharing of base weights
+(``shared_base``), placement of tensors (``worker_state``). The remaining small methods are here.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from megarl.weight_sync.session import WeightSender
 
 
 class StepTrace:
-    """A torch profiler recording that begins at once. A process has at most one at a time.
+    """A recording with torch's profiler, which starts at once. Only one at a time may exist in a process.
 
     Args:
-        device: the rank's device; on a CUDA device its kernels are recorded too.
+        device: the rank's device. On a CUDA device, its kernels are recorded too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,8 +54,8 @@ class StepTrace:
         self._profile.start()
 
     def stop(self, path: Path) -> str:
-        """Stop the recording, write it in Chrome's trace format, which ``chrome://tracing`` and
-        ui.perfetto.dev open, and return the path.
+        """Stop the recording, write it to ``path`` and return the path. The file is in Chrome's trace format,
+        for ``chrome://tracing`` and ui.perfetto.dev.
 
         Raises:
             StateError: the file cannot be written.
@@ -72,25 +72,26 @@ class StepTrace:
 
 
 logger = logging.getLogger(__name__)
+# Standard deviation of the noise in ``_add_noise_to_weights``.
 NOISE = 0.01
 
 
 def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = False) -> DeviceRuntime:
-    """Activate the device of this process, join the default process group, and seed all random-number
-    generators. Return the device's runtime.
+    """Activate this process's device, join the default process group, and seed all random generators. Return
+    the device's runtime.
 
     Args:
-        seed: of Python, numpy and torch.
+        seed: seed of Python, numpy and torch.
         deterministic: see ``DeviceRuntime.set_arithmetic``.
         check_collectives: see ``compare_collectives``.
     """
     here = runtime()
     here.activate()
-    # Set this before the process group exists, because NCCL reads its variables when it connects.
+    # Before the process group exists, because NCCL reads its environment variables when it connects.
     here.set_arithmetic(deterministic=deterministic)
     if check_collectives:
         compare_collectives()
-    # The caller may already have joined the process group, as tests do.
+    # A caller, such as a test, may already have joined the process group.
     if not dist.is_initialized():
         init_process_group(here.backend, device=here.device)
     seed_everything(seed)
@@ -98,33 +99,32 @@ def begin(seed: int, *, deterministic: bool = False, check_collectives: bool = F
 
 
 class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, SharingWorker, ABC):
-    """One rank of a policy: the worker methods of the NeMo-RL policy API over any backend, which a subclass
-    builds.
+    """One rank of a policy. A subclass builds its backend.
 
-    Its methods are in five more files: training and log-probabilities in ``passing.py``, the two halves of a
-    refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``, the base that
-    adapters of several models share in ``shared_base.py``.
+    Most methods are in base classes: training and log-probabilities in ``passing.py``, the two halves of a
+    refit in ``sending.py`` and ``receiving.py``, checkpoints and exports in ``saving.py``, sharing of base
+    weights in ``shared_base.py``.
 
     Args:
-        config: the checked policy configuration; absent optional keys are filled in.
-        tokenizer: the model's tokenizer; exported checkpoints contain it, and stop strings are found with it.
-        weights_path: checkpoint to start from instead of ``model_name``'s weights.
-        optimizer_path: optimizer checkpoint to continue from.
+        config: the validated policy configuration; defaults are filled in here.
+        tokenizer: the model's tokenizer. It is written to exports, and decodes responses to find stop
+            strings.
+        weights_path: checkpoint to load after ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to load with ``weights_path``.
         init_optimizer: False for a model that is not trained.
         init_reference_model: keep the weights of ``model_name`` as the reference policy, in host memory.
-        worker_sharding_annotations: the layout; accepted for the NeMo-RL policy API, but the backend creates
-            its own groups.
-        pre_init_communication_queue: accepted for the same API, but not needed: every rank reads its own part
-            of the weights.
-        seed: for random-number generators.
-        collective_timeout_s: timeout of every collective of this process, in seconds; None keeps each group's
-            own timeout.
-        check_collectives: compare every collective over its ranks before it begins; slow.
+        worker_sharding_annotations: ignored; part of NeMo-RL's policy API. The backend creates its own
+            process groups.
+        pre_init_communication_queue: ignored; part of NeMo-RL's policy API. Every rank reads its own shard of
+            the weights.
+        seed: seed of the random generators.
+        collective_timeout_s: timeout of every collective of this process, in seconds; None keeps the default
+            of each process group.
+        check_collectives: compare every collective across its ranks before it starts; slow.
 
     Raises:
-        ConversionError, ModelError: the model cannot be converted, or its config and weights do not fit
-            together.
-        ConfigError: the precision, the optimizer, the schedule or the parallel plan is not possible.
+        ConversionError, ModelError: the model cannot be converted, or its config and weights do not match.
+        ConfigError: the precision, optimizer, schedule or parallel layout is not possible.
         CheckpointError: a checkpoint is missing or belongs to another model.
     """
 
@@ -148,23 +148,24 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         runtime = begin(seed, deterministic=config["deterministic"], check_collectives=check_collectives)
         backend = self.make_backend(config, runtime, seed, init_optimizer)
         if collective_timeout_s is not None:
-            # Set timeouts after the backend is built, whose groups Megatron-Core and device meshes create
-            # with their own timeouts.
+            # After the backend is built: Megatron-Core and device meshes create its groups with their own
+            # timeouts.
             set_group_timeouts(collective_timeout_s)
         self.cfg = config
         self.tokenizer = tokenizer
         self.backend = backend
         self.scores = scores(config)
         if self.scores and tokenizer is not None:
-            # An exported model that scores finds the last token that is not padding by this id.
+            # transformers uses this id to find a sequence's last token, which is the one that gets the score.
             backend.hf_config.pad_token_id = tokenizer.pad_token_id
+        # A model that is not trained is never saved.
         if init_optimizer:
             self._keep_model_files()
         self.runtime = runtime
         self.offload_states = OffloadStates(backend.move, init_optimizer)
         self.reference: ReferenceWeights | BaseAsReference | None = None
         if init_reference_model:
-            # With adapters the base model is the reference, and no copy of it is kept.
+            # With adapters, the base model is the reference policy, and no copy is needed.
             self.reference = (
                 ReferenceWeights(backend, runtime)
                 if backend.without_adapters() is None
@@ -184,13 +185,14 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         )
         self._sends_adapter = adapter_alone(config) is not None
         self._sender = self._new_sender(self._factors if self._sends_adapter else backend.export_hf)
-        # Sends the weights that engines read on their own. Another sender replaces it if engines take slices.
+        # Sends weights through mailboxes. ``send_slices`` replaces it by another sender if engines take
+        # slices.
         self._handing = self._sender
         self._broadcaster: WeightBroadcaster | None = None
         self._broadcasts = False
         self._stages: Stages | None = None
         self._trace: StepTrace | None = None
-        # Check before a checkpoint is read, so that NaN in the model is not blamed on the checkpoint.
+        # Check before loading a checkpoint, so that NaN in the model's files is not blamed on the checkpoint.
         self._require_finite_weights(
             f"policy.model_name = {config['model_name']!r}: the model cannot be used", ModelError
         )
@@ -202,30 +204,30 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> Backend:
-        """Build the sharded model with its optimizer from a filled-in configuration."""
+        """Build the sharded model and, with ``with_optimizer``, its optimizer. ``config`` has its defaults
+        filled in."""
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}[rank={dist.get_rank()}]" if dist.is_initialized() else type(self).__name__
         )
 
-    # The following small methods belong to the NeMo-RL policy API.
+    # The following small methods are part of NeMo-RL's policy API.
 
     def is_alive(self) -> bool:
-        """Return True, which any worker does that still responds."""
+        """Return True: the process can still reply."""
         return True
 
     def reset_peak_memory_stats(self) -> None:
-        """Reset the peak memory statistics."""
+        """Set the recorded peak of memory use to the current use."""
         self.runtime.reset_peak_memory()
 
     def measure_peak_flops(self) -> float:
-        """Measure the FLOP/s of a large matrix product on this worker's device, at the policy's precision."""
+        """Measure the FLOP/s of a large matmul on this worker's device, at the policy's precision."""
         return measured_rate(self.runtime.device, self.cfg["precision"])
 
     def report_device_id(self) -> str:
-        """Return a unique identifier of this worker's device (``GPU-<uuid>``; on a CPU, of the worker's
-        process)."""
+        """Return a unique id of this worker's device: ``GPU-<uuid>``, or on a CPU an id of the process."""
         return self.runtime.identity()
 
     def start_gpu_profiling(self) -> None:
@@ -237,23 +239,23 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self.runtime.profiler_stop()
 
     def start_torch_profiling(self, ranks: Sequence[int]) -> None:
-        """Start a recording with torch's profiler, on the given ranks only."""
+        """Start recording with torch's profiler, if this rank is one of ``ranks``."""
         self._trace = StepTrace(self.runtime.device) if dist.get_rank() in ranks else None
 
     def stop_torch_profiling(self, stem: Path) -> str | None:
-        """Stop this rank's recording, write it to ``<stem>_rank<N>.json`` and return the path; None if there
-        is no recording."""
+        """Stop this rank's recording, write it to ``<stem>_rank<N>.json`` and return the path; None without a
+        recording."""
         trace, self._trace = self._trace, None
         path = stem.with_name(f"{stem.name}_rank{dist.get_rank()}.json")
         return None if trace is None else trace.stop(path)
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Add N(0, 0.01) to every trainable parameter, in place (for tests of refit). All copies of a weight
-        get the same noise."""
+        """Add N(0, 0.01) noise to every trainable parameter in place, for tests of refits. All copies of a
+        parameter get the same noise."""
         self._require("_add_noise_to_weights")
         self.backend.sync_parameters()
-        # Use the seed of rank 0 on all ranks, because copies of a weight on other ranks must stay equal.
+        # All ranks use rank 0's seed, so that replicated weights stay equal.
         seed = torch.randint(2**62, (1,)).tolist()
         dist.broadcast_object_list(seed, src=0)
         generator = torch.Generator().manual_seed(seed[0])
@@ -263,12 +265,14 @@ class EngineWorker(PassingWorker, SendingWorker, SavingWorker, ReceivingWorker, 
         self._weights_version += 1
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
+        """Close connections to engines, and destroy the process groups."""
+        # The two are usually the same sender, and closing it twice is harmless.
         self._sender.close()
         self._handing.close()
         self._leave_collective()
         self._leave_policy()
-        # Close the backend before the default group is destroyed, because it destroys groups of its own.
+        # The backend destroys process groups of its own, which must happen before the default group is
+        # destroyed.
         close = getattr(self.backend, "close", None)
         if close is not None:
             close()

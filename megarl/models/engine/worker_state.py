@@ -1,5 +1,5 @@
-"""The state that the parts of a worker share: where parameters, gradients and optimizer state are, and which
-calls are refused while these are elsewhere or are not the policy's."""
+"""State that all parts of a worker share: the placement of parameters, gradients and optimizer state. Calls
+are rejected while these are in the wrong place, or while the reference policy's weights are swapped in."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from megarl.models.generation.interfaces import Sampling
 from megarl.models.generation.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
-# Methods that are refused for a model that scores. Refits are among them, because the engines that receive
-# weights generate.
+# Methods that a reward or value model rejects. Refits are among them, because engines only generate.
 _OF_LANGUAGE_MODELS = frozenset(
     {
         "get_logprobs",
@@ -36,12 +35,12 @@ class WorkerState:
     """The state of a worker, and the methods that change it.
 
     Attributes:
-        cfg: the checked policy configuration, filled in.
-        tokenizer: the model's tokenizer; None if no texts are needed.
+        cfg: the validated policy configuration, with defaults filled in.
+        tokenizer: the model's tokenizer; None if no text is processed.
         backend: the sharded model.
         runtime: the device.
-        offload_states: where parameters, gradients and optimizer state are.
-        scores: the model scores responses and has no output layer over tokens.
+        offload_states: placement of parameters, gradients and optimizer state.
+        scores: the model is a reward or value model, without an output layer over tokens.
     """
 
     cfg: PolicyConfig
@@ -50,24 +49,24 @@ class WorkerState:
     runtime: DeviceRuntime
     offload_states: OffloadStates
     scores: bool
-    # True while the weights on the device are those of the reference policy.
+    # True while the reference policy's weights are swapped in.
     _reference_is_in: bool
-    # Counts the changes of the weights.
+    # Incremented with every change of the weights; engines report the version that they have loaded.
     _weights_version: int
-    # Names a checkpoint that was loaded only in part.
+    # Path of a checkpoint whose load failed, for messages; None if the weights are consistent.
     _unfinished_load: str | None
 
     @property
     def sampling(self) -> SamplingSettings:
-        """Settings of how tokens are sampled, equal in training, log-probabilities and generation."""
+        """Sampling settings of generation. Training and log-probabilities use the same settings."""
         return SamplingSettings.of(self.cfg["generation"])
 
     def _generation(self, sampling: Sampling | None) -> GenerationConfig:
-        """Return the generation section, with the sampling settings of ``sampling``."""
+        """Return the generation section, overridden by ``sampling``."""
         return cast(GenerationConfig, {**generation_of(self.cfg), **(sampling or {})})
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Move everything to the device, and switch to training mode."""
+        """Move parameters, gradients and optimizer state to the device, and switch to training mode."""
         moved = self.offload_states.enter(OffloadState.TRAINING, "prepare_for_training")
         self.backend.set_training(True)
         if moved:
@@ -75,13 +74,13 @@ class WorkerState:
 
     def prepare_for_lp_inference(self) -> None:
         """Move parameters to the device, and switch to evaluation mode. With
-        ``policy.offload_optimizer_for_logprob``, gradients and optimizer state are offloaded."""
+        ``policy.offload_optimizer_for_logprob``, also offload gradients and optimizer state."""
         stays = not self.cfg["offload_optimizer_for_logprob"]
         self.offload_states.enter(OffloadState.INFERENCE, "prepare_for_lp_inference", stays=stays)
         self.backend.set_training(False)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Move parameters to the device, and switch to evaluation mode."""
+        """Do the same as ``prepare_for_lp_inference``."""
         self.prepare_for_lp_inference()
 
     def offload_before_refit(self) -> None:
@@ -90,7 +89,7 @@ class WorkerState:
         self.runtime.empty_cache()
 
     def offload_after_refit(self) -> None:
-        """Offload parameters to host memory as well."""
+        """Offload parameters, gradients and optimizer state to host memory, and switch to evaluation mode."""
         self.offload_states.enter(OffloadState.OFFLOADED, "offload_after_refit")
         self.backend.set_training(False)
         self.runtime.empty_cache()
@@ -119,8 +118,8 @@ class WorkerState:
         self.offload_states.require("parameters", method, remedy)
 
     def _refuse_reference(self, method: str) -> None:
-        """Raise if the reference policy's weights are swapped in, which ``method`` would take for the
-        policy's own."""
+        """Raise StateError if the reference policy's weights are swapped in, because ``method`` would mistake
+        them for the policy's."""
         if self._reference_is_in:
             raise StateError(
                 f"{method}() inside use_reference_model() would use the reference policy instead "
@@ -128,7 +127,8 @@ class WorkerState:
             )
 
     def _refuse_unfinished_load(self, method: str) -> None:
-        """Raise if a load has failed, so that the weights may be a mixture of two checkpoints."""
+        """Raise StateError if the last load failed, because the weights may be a mixture of two
+        checkpoints."""
         if self._unfinished_load is not None:
             raise StateError(
                 f"{method}(): loading the checkpoint {self._unfinished_load} failed, so that the weights "
@@ -141,5 +141,5 @@ class WorkerState:
         require_finite(self.backend.parameters(), self.runtime.device, consequence, kind)
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """Return rank, device, memory statistics (MiB), and one parameter as a sample."""
+        """Return rank, device and memory statistics (MiB), and one parameter as a sample."""
         return self.runtime.facts(self.backend.parameters())

@@ -1,4 +1,4 @@
-"""Generation: the interface of all engines, the sampling of tokens, and the end of responses."""
+"""Generation: the interface of rollout engines, sampling, and stop conditions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ def configure_generation_config(
     is_eval: bool = False,
     model_name: str | None = None,
 ) -> GenerationConfig:
-    """Return a copy of ``config`` with the values that only the tokenizer has.
+    """Return a copy of ``config`` in which values that depend on the tokenizer are filled in.
 
     Args:
         config: the generation configuration.
-        tokenizer: provides ``pad_token_id`` and, if no ``stop_token_ids`` are configured, the tokens that end
-            a response (``megarl.data.stop_tokens``).
-        is_eval: accepted for the NeMo-RL policy API; the policy itself generates in the same way in training
-            and evaluation.
-        model_name: name of the model, whose files may name further end tokens; defaults to the
-            configuration's.
+        tokenizer: gives ``pad_token_id`` and, if ``stop_token_ids`` is not configured, the tokens that end a
+            response (``megarl.data.stop_tokens``).
+        is_eval: ignored; part of NeMo-RL's policy API.
+        model_name: model whose files may declare more stop tokens; defaults to the configuration's.
     """
     filled = dict(config)
     if filled.get("pad_token_id") is None:

@@ -1,5 +1,5 @@
-"""EngineGroup: the driver's interface to engines that are workers of a cluster. It distributes prompts,
-collects responses, and lets no engine generate with stale weights."""
+"""The driver's interface to rollout engines that run as workers of a cluster. It distributes prompts,
+collects responses, and prevents generation with outdated weights."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NODE = "node"
-"""Axis of the workers of one engine, one on each of its nodes."""
+"""Axis of the worker group over the nodes of one engine; there is one worker on each node."""
 LIFE_SECONDS = 60.0
-"""Seconds that an engine has to respond to ``is_alive``, after its current call."""
+"""Time limit in seconds for an engine's reply to ``is_alive``, counted from the end of its current call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkers:
-    """The workers of some engines. The first worker of an engine represents it.
+    """A description of the workers of a group of engines, and the function that starts them.
 
     Attributes:
-        make: starts the workers. The group has the axes ``data_parallel``, with one index per engine, and
-            ``NODE``.
+        make: starts the workers. The worker group must have the axes ``data_parallel``, with one index per
+            engine, and ``NODE``.
         engines: number of engines.
-        ranks: number of ranks of one engine.
-        nodes: number of nodes of one engine, with a worker on each.
-        init_timeout_s: timeout of their start in seconds.
+        ranks: number of ranks per engine.
+        nodes: number of nodes per engine, with one worker on each. Only the first worker is called.
+        init_timeout_s: time limit in seconds for their start.
     """
 
     make: Callable[[], RayWorkerGroup]
@@ -64,24 +64,24 @@ class EngineWorkers:
 
 
 class EngineGroup(RolloutEngine):
-    """Engines that are workers of a cluster.
+    """A group of rollout engines that run as workers of a cluster.
 
-    A worker must have the methods that are called here: ``generate``, ``prepare_for_generation``,
-    ``finish_generation``, ``is_alive`` and ``shutdown``; ``connect``, ``meet``, ``slices_read``,
-    ``take_slices`` and ``update_from_{handles,policy,broadcast}``; over several nodes also ``meeting_place``
-    and ``join``.
+    Workers must have these methods: ``generate``, ``prepare_for_generation``, ``finish_generation``,
+    ``is_alive`` and ``shutdown``; ``connect``, ``meet``, ``slices_read``, ``take_slices`` and
+    ``update_from_{handles,policy,broadcast}``; for engines over several nodes also ``meeting_place`` and
+    ``join``.
 
     Args:
-        workers: the workers of the engines.
-        config: the generation configuration, complete.
+        workers: how to start the workers.
+        config: the generation configuration, with defaults filled in.
         vocab_size: vocabulary size of the model.
-        longest: maximum tokens of prompt and response together.
+        longest: maximum number of tokens of prompt and response together.
         longest_key: dotted key that sets ``longest``, for messages.
-        seed: used if a batch has no sampling seeds.
+        seed: gives the sampling seeds of batches without ``sampling_seeds``.
 
     Attributes:
-        expected_version: version of the weights that were sent last, which an engine must have to generate;
-            None before the first refit.
+        expected_version: version of the weights of the last refit. An engine must have this version to
+            generate; None before the first refit.
 
     Raises:
         MegarlError: an engine could not be started; those already started are shut down.
@@ -102,8 +102,8 @@ class EngineGroup(RolloutEngine):
         self._vocab_size, self._longest, self._longest_key = vocab_size, longest, longest_key
         self.expected_version: int | None = None
         self._connected = False
-        # Known versions of the engines. A version is None after a failed call, so that nothing is generated
-        # with half-loaded weights.
+        # Version of each engine's weights. It is None during a refit and after a failed call, so that no
+        # engine generates with partially loaded weights.
         self._versions: list[int | None] = [None] * workers.engines
         self._weights: list[list[Any]] = []
         self._met: tuple[Mapping[str, Any], int] | None = None
@@ -115,7 +115,7 @@ class EngineGroup(RolloutEngine):
         self.worker_group = self._start()
 
     def _start(self) -> RayWorkerGroup:
-        """Start all engines."""
+        """Start all engines. If an engine has several nodes, let its workers connect to each other."""
         group = self._workers.make()
         if self._workers.nodes > 1:
             try:
@@ -128,29 +128,29 @@ class EngineGroup(RolloutEngine):
                 )
                 group.get_all_worker_results(joined, timeout_s=self._workers.init_timeout_s)
             except BaseException:
-                # Shut down by force, because engines that wait for the other nodes' parts answer no request.
+                # Shut down by force: workers that wait for the other nodes do not reply to a shutdown
+                # request.
                 group.shutdown(force=True)
                 raise
         return group
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that all engines have; None if an engine has no weights, or not those that
-        were sent last."""
+        """Version of the weights on all engines; None if some engine does not have those of the last
+        refit."""
         return self.expected_version if set(self._versions) == {self.expected_version} else None
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Replace all engines by new ones, after one has died or hangs. The new engines do not generate
-        before a complete refit.
+        """Replace all engines by new ones, for example after an engine has died or hangs. The new engines
+        reject generation until a complete refit.
 
-        Engines on devices of their own need a new process group before that refit: ``init_collective`` on
-        both sides.
+        Engines on their own devices also need a new process group before that refit: call ``init_collective``
+        on the policy and on the engines.
 
         Args:
-            policy: the policy on the same devices. It is offloaded while the engines start, as at the first
-                start; afterwards its parameters are back on the devices, and the engines sleep. Without it,
-                engines start next to whatever is on the devices, which fails on a GPU with too little free
-                memory.
+            policy: a policy on the same devices. As at the first start, it is offloaded while the engines
+                start. Afterwards its parameters are back on the devices, and the engines sleep. If it is
+                None, nothing is offloaded, so the start may fail for lack of GPU memory.
 
         Raises:
             MegarlError: an engine could not be started; those already started are shut down.
@@ -162,8 +162,7 @@ class EngineGroup(RolloutEngine):
         started_on_empty_devices(policy if self._colocated else None, self._started_anew)
 
     def is_alive(self) -> bool:
-        """Return whether all processes of the engines are running, and none hangs in a call that was
-        abandoned."""
+        """Return whether all engine processes run, and none hangs in a call that was aborted."""
         try:
             answers = self.worker_group.run_all_workers_single_data("is_alive")
             return all(self.worker_group.get_all_worker_results(answers, timeout_s=LIFE_SECONDS))
@@ -178,27 +177,27 @@ class EngineGroup(RolloutEngine):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all engines."""
+        """Total number of ranks of all engines."""
         return self._workers.engines * self._workers.ranks
 
     @property
     def connected(self) -> bool:
-        """True if ``init_collective`` was called for the present engines."""
+        """True if ``init_collective`` was called since the engines were started."""
         return self._connected
 
     def disconnect(self) -> None:
-        """Forget the policy's group."""
+        """Mark the engines as not connected to the policy's process group."""
         self._connected = False
 
     def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
-        """Wait for futures of this object's methods, and return their results."""
+        """Wait for the futures of this object's methods, and return their results."""
         return self._results(futures)
 
-    # The following methods serve a refit.
+    # Methods for a refit.
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Store the descriptions of the weights that will arrive, from the policy's ``prepare_refit_info``;
-        engines on the policy's devices are ready for a refit afterwards.
+        """Store names, shapes and dtypes of the weights that refits will send, from the policy's
+        ``prepare_refit_info``. Engines on the policy's devices are then ready for a refit.
 
         Raises:
             RefitError: the argument is not such a description.
@@ -214,26 +213,27 @@ class EngineGroup(RolloutEngine):
             self._all("connect", weights=self._weights, address=None)
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Let each engine rank find the policy's rank on its device; see ``RolloutEngine.meet``.
+        """Connect each engine rank to the mailbox of the policy rank on its device; see
+        ``RolloutEngine.meet``.
 
         Raises:
-            RefitError: an engine rank shares its device with no rank of the policy.
+            RefitError: there is no policy rank on the device of an engine rank.
         """
         if self._met is None or self._met[0] != mailboxes:
-            # Use a new number each time the two sides meet, so that messages of an earlier set of engines are
-            # not taken for the present ones.
+            # A new session id for each connection, so that messages of earlier engines are not mistaken for
+            # those of the current ones.
             session = secrets.randbits(62)
             self._all("meet", mailboxes=mailboxes, session=session)
             self._met = mailboxes, session
         return self._met[1]
 
     def slices_wanted(self) -> WantedSlices | None:
-        """Return the slices that the ranks of the engines read, as recorded from their loaders; None for
-        engines of one rank, which read full weights. The engines are asked only once."""
+        """Return the slices of the weights that the engine ranks read, as recorded from their weight loaders.
+        None for engines of one rank, which read full weights. The engines are called only once."""
         if self._workers.ranks == 1:
             return None
         if self._wanted is None:
-            # Request a digest: hundreds of engines with thousands of experts would each send the same
+            # Request digests first: hundreds of engines with thousands of experts would each send the same
             # megabytes.
             engines = self._all("slices_read", as_digest=True)
             [first] = self._results([self.worker_group.run_single_worker_single_data("slices_read", 0)])
@@ -255,15 +255,15 @@ class EngineGroup(RolloutEngine):
         return self._wanted if any(self._wanted.ranks) else None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Make the engines receive these weights as slices from now on."""
+        """Make the engines expect slices of the weights ``names`` in later refits."""
         if tuple(names) != tuple(self._sliced):
-            # The policy makes new mailboxes for slices, so that engines must find them again.
+            # The policy creates new mailboxes for slices, so the engines must connect to them again.
             self._met = None
             self._all("take_slices", names=list(names))
             self._sliced = tuple(names)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the policy's group; see ``GenerationInterface.init_collective``.
+        """Join the policy's process group; see ``GenerationInterface.init_collective``.
 
         Raises:
             RefitError: ``prepare_refit_info`` was not called, or ``world_size`` is not the number of engine
@@ -282,7 +282,7 @@ class EngineGroup(RolloutEngine):
         self._forget()
         self._connected = True
         addresses = [
-            # Rank 0 belongs to the policy, and the ranks of the engines follow, engine by engine.
+            # Rank 0 is the policy. The engines' ranks follow, engine by engine.
             [ip, port, world_size, 1 + engine * self._workers.ranks]
             for engine in range(self._workers.engines)
         ]
@@ -292,14 +292,12 @@ class EngineGroup(RolloutEngine):
         )
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
-        """Load one group of weights into all engines.
-
-        Returns:
-            True; a failure raises.
+        """Load one group of weights into all engines, and return True. No engine generates until the last
+        group of the refit is loaded.
 
         Raises:
-            RefitError, WorkerError: an engine could not load them; no engine generates until a complete
-                refit.
+            RefitError, WorkerError: an engine could not load the weights. Engines reject generation until a
+                complete refit.
         """
         self._forget()
         if not ipc_handles:
@@ -307,23 +305,24 @@ class EngineGroup(RolloutEngine):
                 "no handles of weights: pass on what the policy's get_weights_ipc_handles() returned"
             )
         self.expected_version = int(next(iter(ipc_handles.values()))["version"])
-        # Versions are None until the last group, because no engine generates in between.
+        # Engines return None as their version until they have loaded the last group.
         self._versions = self._all("update_from_handles", handles=ipc_handles)
         return True
 
     def update_weights_from_policy(self, ticket: int) -> list[ray.ObjectRef[Any]]:
-        """Receive all weights of a refit from the policy's ranks on the same devices; await the returned
-        futures after the policy's."""
+        """Receive all weights of a refit from the policy ranks on the same devices. Await the returned
+        futures after the policy's futures."""
         self._forget()
         self.expected_version = None
         self._receiving = self._call("update_from_policy", ticket=ticket)
         return self._receiving
 
     def update_weights_from_collective(self, version: int | None = None) -> list[ray.ObjectRef[Any]]:
-        """Receive all weights from the policy's group; await the returned futures together with the policy's.
+        """Receive all weights of a refit from the policy's process group. Await the returned futures together
+        with the policy's futures.
 
         Args:
-            version: required version of the weights; by default any version is accepted.
+            version: required version of the weights; None accepts any.
         """
         self._forget()
         self.expected_version = version
@@ -331,20 +330,20 @@ class EngineGroup(RolloutEngine):
         return self._receiving
 
     def loaded(self, versions: list[int | None]) -> None:
-        """Record the versions that the futures of ``update_weights_from_*`` returned. If no caller does this,
-        the futures are awaited before the next generation."""
+        """Store the versions that the futures of ``update_weights_from_*`` returned. If this is not called,
+        the next generation awaits the futures itself."""
         self._receiving = []
         self._versions = list(versions)
         if self.expected_version is None:
             self.expected_version = next((version for version in versions if version is not None), None)
 
     def _forget(self) -> None:
-        """Record that no engine is known to have complete weights."""
+        """Mark all engines as having no complete weights."""
         self._receiving = []
         self._versions = [None] * self._workers.engines
 
     def _require_weights(self) -> None:
-        """Require that all engines have the weights that were sent last.
+        """Check that all engines have the weights of the last refit.
 
         Raises:
             RefitError: an engine does not have them.
@@ -362,7 +361,7 @@ class EngineGroup(RolloutEngine):
                     f"{self.expected_version} was sent last: refit all engines before they generate"
                 )
 
-    # The following methods generate.
+    # Methods that generate.
 
     def generate(
         self,
@@ -371,12 +370,12 @@ class EngineGroup(RolloutEngine):
         *,
         sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``; the result has ``truncated`` [B] bool in addition
-        to the NeMo-RL policy API's keys.
+        """Generate a response to every prompt. Rows keep their order. In addition to NeMo-RL's columns, the
+        result contains ``truncated`` [B] bool.
 
         Raises:
-            BatchError: the prompts cannot be used.
-            RefitError: some engine lacks the version of the weights that was sent last.
+            BatchError: the prompts are invalid.
+            RefitError: an engine does not have the weights of the last refit.
             WorkerError: an engine died; ``restart`` starts new ones.
         """
         if not isinstance(data, BatchedDataDict):
@@ -396,13 +395,14 @@ class EngineGroup(RolloutEngine):
             common_kwargs={"greedy": greedy, "version": self.expected_version, "sampling": sampling},
         )
         results = self._results(future)
-        # Count only successful calls: a call that is repeated after a restart of the engines then samples
-        # what the failed call would have.
+        # Count only successful calls: a retry after a restart of the engines then uses the seeds of the
+        # failed call and samples the same.
         self._calls += 1
         return BatchedDataDict.from_batches(results, pad_value_dict={"output_ids": self.cfg["pad_token_id"]})
 
     def _check(self, data: BatchedDataDict[Any]) -> None:
-        """Raise a BatchError for prompts on which an engine would fail and have to be restarted."""
+        """Raise BatchError for prompts that would make an engine fail, because it would have to be
+        restarted."""
         check_batch(
             data,
             required=(),
@@ -413,8 +413,11 @@ class EngineGroup(RolloutEngine):
         stop_strings_of_rows(self.cfg["stop_strings"], data.get("stop_strings"), data.size)
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Return log-probabilities of given tokens; see ``RolloutEngine.score``. Returns None if workers lack
-        ``score``, or if sampling changes the distribution, because engines score the unchanged one."""
+        """Return log-probabilities of given tokens; see ``RolloutEngine.score``.
+
+        Returns None if workers have no method ``score``, or if temperature, top-p or top-k change the
+        distribution, because engines score the unchanged one.
+        """
         plain = self.cfg["temperature"] == 1 and self.cfg["top_p"] == 1 and self.cfg["top_k"] is None
         if not plain or not self.scores:
             return None
@@ -424,7 +427,7 @@ class EngineGroup(RolloutEngine):
 
     @property
     def scores(self) -> bool:
-        """True if workers have ``score``."""
+        """True if workers have the method ``score``. Subclasses override this."""
         return False
 
     def requests(
@@ -436,12 +439,12 @@ class EngineGroup(RolloutEngine):
         sampling: Sampling | None,
         gathers: bool = False,
     ) -> RequestStream:
-        """Return a stream of requests. If the engines' workers have ``exchange``, an engine accepts further
+        """Return a stream of requests. If workers have the method ``exchange``, an engine accepts further
         requests while it completes others.
 
         Args:
             stop_token_ids, pad_token_id, greedy, sampling: see ``RolloutEngine.requests``.
-            gathers: see ``EngineStream``; ignored for workers without ``exchange``.
+            gathers: see ``EngineStream``; ignored if workers have no ``exchange``.
         """
         if not self.takes_requests:
             return super().requests(stop_token_ids, pad_token_id, greedy=greedy, sampling=sampling)
@@ -451,7 +454,7 @@ class EngineGroup(RolloutEngine):
 
     @property
     def takes_requests(self) -> bool:
-        """True if workers have ``exchange``: they accept requests while they complete others."""
+        """True if workers have the method ``exchange``. Subclasses override this."""
         return False
 
     @property
@@ -460,27 +463,27 @@ class EngineGroup(RolloutEngine):
         return self._workers.engines
 
     def call_engine(self, method: str, engine: int, **options: Any) -> ray.ObjectRef[Any]:
-        """Call one engine, on its first node, and return the future."""
+        """Call a method of one engine's first worker, and return the future."""
         return self.worker_group.run_single_worker_single_data(
             method, self.worker_group.get_dp_leader_worker_idx(engine), **options
         )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Allocate device memory again, selected by ``tags``: ``["weights"]`` before a refit,
-        ``["kv_cache"]`` after it."""
+        """Allocate device memory again after ``finish_generation``. ``tags`` selects which: ``["weights"]``
+        before a refit, ``["kv_cache"]`` after it; by default both."""
         self._all("prepare_for_generation", tags=kwargs.get("tags"))
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free the devices for the policy. On a shared GPU the weights are discarded too, and only a refit
-        restores them."""
-        # An engine returns False if its weights were discarded with its memory.
+        """Free device memory for the policy. On a shared GPU the weights are discarded too, so a refit must
+        follow before the next generation."""
+        # An engine returns False if its weights were discarded.
         if not all(self._all("finish_generation")):
             self._forget()
         return True
 
     def shutdown(self) -> bool:
-        """Shut the engines down; return True if all ended cleanly. May be called more than once."""
+        """Shut down the engines. Return True if all of them exited cleanly. Further calls are allowed."""
         try:
             return self.worker_group.shutdown(cleanup_method="shutdown")
         except Exception:
@@ -491,14 +494,14 @@ class EngineGroup(RolloutEngine):
         return self._results(self._call(method, **options))
 
     def _call(self, method: str, **options: Any) -> list[ray.ObjectRef[Any]]:
-        """Call each engine, on its first node, and return the futures."""
+        """Call a method of each engine's first worker, and return the futures."""
         return self.worker_group.run_all_workers_single_data(method, run_rank_0_only_axes=[NODE], **options)
 
     def _results(self, futures: Any) -> list[Any]:
         try:
             return self.worker_group.get_all_worker_results(futures)
         except WorkerError as error:
-            # The engine died or failed unexpectedly, so that its weights are unknown.
+            # The state of an engine's weights is unknown after such an error.
             self._forget()
             raise type(error)(
                 f"{error}\nFix: start new engines with {type(self).__name__}.restart(policy), and refit them"
@@ -506,18 +509,19 @@ class EngineGroup(RolloutEngine):
 
 
 def engine_places(cluster: RayVirtualCluster, ranks: int, key: str) -> list[list[tuple[int, list[int]]]]:
-    """Return the placement group and the first bundle of each engine on each of its nodes.
+    """Assign bundles to engines. Return, for each engine and each of its nodes, the placement group and the
+    first bundle.
 
-    An engine's ranks, tensor parallel times pipeline parallel, are on one node if every node's bundles divide
-    into whole engines. Otherwise they fill whole adjacent nodes.
+    An engine has tensor parallel times pipeline parallel ranks. If every node's bundles can be divided into
+    engines, each engine is on one node. Otherwise each engine fills complete, adjacent nodes.
 
     Args:
         cluster: provides the bundles.
         ranks: number of ranks of an engine.
-        key: dotted key of the section with the engine's sizes, for messages.
+        key: dotted key of the section with the engine's parallel sizes, for messages.
 
     Raises:
-        ConfigError: the bundles cannot be divided into whole engines.
+        ConfigError: the bundles cannot be divided into engines in either way.
     """
     counts = [len(group.bundle_specs) for group in cluster.get_placement_groups()]
     if not any(count % ranks for count in counts):

@@ -1,9 +1,9 @@
-"""Single requests to engines that are workers of a cluster: an engine accepts further requests while it
-completes others.
+"""A stream of single requests to engines that run as workers of a cluster. An engine accepts further requests
+while it completes others.
 
-An engine's worker is called repeatedly with the new requests, works for a while, and returns the completed
-ones. So one thread drives all engines, and a prompt waits at most ``TURN_SECONDS`` until its engine receives
-it.
+An engine's worker is called again and again: a call delivers new requests, lets the engine run for a while,
+and returns completions. So one thread serves all engines, and a request waits at most ``TURN_SECONDS`` until
+its engine receives it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.generation.stream import Completion, Request, batch_of_requests
 
 TURN_SECONDS = 0.05
-"""Maximum seconds of one call, if nothing is completed earlier; then the engine receives further requests."""
+"""Maximum duration of one call in seconds. It returns earlier if a request is completed."""
 
 GATHER_SECONDS = 0.5
-"""Seconds between fetches of completions if no new requests depend on them. An engine is idle for a few ms
-between calls."""
+"""Duration of one call in seconds if no new requests depend on completions. Longer calls are better then,
+because an engine is idle for a few ms between calls."""
 
-# Seconds after which an outstanding call is awaited alone, until its deadline.
+# Seconds after which a call without a result is awaited until its deadline.
 _PATIENCE_SECONDS = 5.0
 
 
 class Group(Protocol):
-    """The methods of a group of engines that a stream calls; see
-    ``megarl.models.generation.engine_group.EngineGroup``."""
+    """The methods of an ``EngineGroup`` that a stream uses."""
 
     @property
     def engines(self) -> int:
@@ -39,7 +38,7 @@ class Group(Protocol):
         ...
 
     def call_engine(self, method: str, engine: int, **options: Any) -> Any:
-        """Call one engine and return the future."""
+        """Call a method of one engine, and return the future."""
         ...
 
     def results(self, futures: list[Any]) -> list[Any]:
@@ -51,11 +50,12 @@ class EngineStream:
     """A stream of requests to a group of engines.
 
     Args:
-        group: engines that have the newest weights.
-        check: raises an error for a batch on which an engine would fail.
-        pad_token_id: pads prompts.
-        options: options of every call.
-        gathers: fetch completions together every ``GATHER_SECONDS``, because no request follows a completion.
+        group: engines that have the current weights.
+        check: raises an error for a batch that would make an engine fail.
+        pad_token_id: token that pads prompts.
+        options: keyword arguments of every call.
+        gathers: collect completions for ``GATHER_SECONDS`` per call, because the caller submits no request in
+            reaction to a completion.
     """
 
     in_waves = False
@@ -78,16 +78,16 @@ class EngineStream:
         self._arrived: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Submit requests. Requests of one number go to the same engine, whose cache holds the beginning of
-        their conversation."""
+        """Submit requests. All requests with the same number go to the same engine, whose prefix cache
+        contains the earlier turns of their conversation."""
         for number, request in requests.items():
             self._new[number % len(self._new)][number] = request
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Return the completions that have arrived; see ``RequestStream``.
+        """Return the completions that have arrived; see ``RequestStream.poll``.
 
         Raises:
-            BatchError: a request cannot be used.
+            BatchError: a request is invalid.
             WorkerError, DeadlineError: an engine died or hangs.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -98,11 +98,11 @@ class EngineStream:
                 break
             left = 1.0 if until is None else max(until - time.monotonic(), 0.0)
             ready, waiting = ray_calls.wait(list(self._calls), 1, left)
-            # Take all calls that are ready by now: returning them one at a time would leave the other engines
-            # idle.
+            # Take all calls that have returned by now. One at a time would leave the other engines idle.
             if ready and waiting:
                 ready += ray_calls.wait(waiting, len(waiting), 0.0)[0]
-            # Await a call that hangs until its deadline, whose error names the engine.
+            # If nothing returned, await calls that seem to hang: at the deadline, this raises an error that
+            # names the engine.
             ready = ready or [
                 call
                 for call, (_, begun) in self._calls.items()
@@ -121,7 +121,7 @@ class EngineStream:
         self._arrived = {number: each for number, each in self._arrived.items() if number not in given_up}
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Interrupt requests and return their partial completions; see ``RequestStream.interrupt``."""
+        """Interrupt requests, and return their partial completions; see ``RequestStream.interrupt``."""
         given_up = set(numbers)
         for call in list(self._calls):
             self._arrived |= self._completed(call)
@@ -135,8 +135,8 @@ class EngineStream:
         return parts
 
     def _call(self) -> None:
-        """Call each engine that has requests and no call in progress."""
-        # Make one call per engine at a time, because an engine's worker has one thread.
+        """Call each engine that has requests and is not in a call."""
+        # One call per engine at a time, because an engine's worker has one thread.
         busy = {engine for engine, _ in self._calls.values()}
         for engine, new in enumerate(self._new):
             if engine not in busy and (new or self._open[engine]):
@@ -157,7 +157,7 @@ class EngineStream:
             numbers=numbers,
             data=data,
             given_up=given_up,
-            # Do not wait when requests are given up, because the engines must be free at once.
+            # A call that aborts requests returns at once, so that the engines are free immediately.
             wait_s=0.0 if given_up else self._turn_seconds,
             **self._options,
         )
@@ -165,7 +165,7 @@ class EngineStream:
         return call
 
     def _completed(self, call: Any) -> dict[int, Completion]:
-        """Wait for a call and return the completions in its result."""
+        """Wait for a call, and return its completions."""
         engine, _ = self._calls.pop(call)
         [answers] = self._group.results([call])
         found = {

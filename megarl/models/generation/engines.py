@@ -1,7 +1,7 @@
-"""Rollout engines: their kind, and how they start on the devices of a policy.
+"""Rollout engines: their kinds, and their start on the devices of a policy.
 
-An engine consists of a ``RolloutEngine`` (``megarl.models.generation.interfaces``) and an ``EngineKind`` that
-starts it. The kind of a user-defined engine is given by import path, ``policy.generation.backend:
+An engine implementation consists of a ``RolloutEngine`` (``megarl.models.generation.interfaces``) and an
+``EngineKind`` that starts it. A user-defined kind is given by import path: ``policy.generation.backend:
 path/to/file.py:KIND``. This module imports neither torch nor Ray.
 """
 
@@ -22,22 +22,22 @@ Engines = TypeVar("Engines", bound="RolloutEngine")
 
 
 def started_on_empty_devices(policy: SharesDevices | None, start: Callable[[], Engines]) -> Engines:
-    """Offload the policy, start the engines on its devices, put them to sleep, and load the policy's
-    parameters again.
+    """Start engines on the devices of a policy, which is offloaded meanwhile. Afterwards the engines sleep,
+    and the policy's parameters are back on the devices.
 
-    vLLM starts only if its whole share of a device is free. A policy in training leaves less, especially a
-    resumed one with its moments. Gradients and optimizer state stay in host memory until the next training
-    step.
+    vLLM starts only if its full share of GPU memory is free. A policy uses some of it, especially after a
+    resume, when it already has optimizer state. Gradients and optimizer state stay in host memory until the
+    next training step.
 
     Args:
-        policy: the policy on the same devices; None if the engines have devices of their own.
+        policy: the policy on the same devices; None if the engines have their own devices.
         start: starts the engines.
     """
     if policy is None:
         return start()
     policy.offload_after_refit()
     engines = start()
-    # Let the engines sleep before the parameters return, because both do not fit into memory together.
+    # The engines must sleep before the parameters return, because device memory is too small for both.
     engines.finish_generation()
     policy.prepare_for_lp_inference()
     return engines

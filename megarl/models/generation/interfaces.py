@@ -1,4 +1,5 @@
-"""Interfaces of generation engines: input, output, methods of an engine, and the check of right padding."""
+"""Interfaces of generation engines: input and output columns, the methods of an engine, and a check of right
+padding."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ LENGTH_KEYS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence
 
 
 class GenerationDatumSpec(TypedDict):
-    """Input of ``generate``.
+    """Input columns of ``generate``.
 
     Attributes:
         input_ids: int64 [B, S], right-padded prompts.
-        input_lengths: int64 [B], tokens without padding.
-        stop_strings: strings that end the response, per sample.
-        sampling_seeds: int64 [B]; the random numbers of a row depend only on its seed.
-        max_new_tokens: int64 [B], maximum tokens of each response, in addition to the configured limits.
+        input_lengths: int64 [B], prompt lengths without padding.
+        stop_strings: for each row, strings that end the response.
+        sampling_seeds: int64 [B]; a row's random numbers depend only on its seed.
+        max_new_tokens: int64 [B], maximum number of tokens of each response, in addition to the configured
+            limits.
     """
 
     input_ids: torch.Tensor
@@ -58,19 +60,19 @@ class GenerationDatumSpec(TypedDict):
 
 
 GENERATION_INPUTS = tuple(GenerationDatumSpec.__annotations__)
-"""Names of the columns that an engine reads."""
+"""Names of the input columns of ``generate``."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """Output of ``generate``.
+    """Output columns of ``generate``.
 
     Attributes:
         output_ids: int64 [B, S'], prompt and response, right-padded with the pad token.
-        generation_lengths: int64 [B], tokens of the response.
-        unpadded_sequence_lengths: int64 [B], tokens of prompt and response.
-        logprobs: float32 [B, S'], of the tokens of the response; 0 on the prompt and on padding. NaN if the
-            engine does not know them: vLLM returns those of greedy tokens before the temperature, so they are
-            valid only if that is 1.
+        generation_lengths: int64 [B], number of tokens of each response.
+        unpadded_sequence_lengths: int64 [B], number of tokens of prompt and response.
+        logprobs: float32 [B, S'], log-probabilities of the response tokens; 0 on the prompt and on padding.
+            NaN if the engine does not know them: vLLM returns those of greedy tokens before the temperature
+            is applied, so they are valid only at temperature 1.
     """
 
     output_ids: torch.Tensor
@@ -82,20 +84,20 @@ class GenerationOutputSpec(TypedDict):
 def verify_right_padding(
     data: BatchedDataDict[Any], pad_value: int = 0, raise_error: bool = True
 ) -> tuple[bool, str | None]:
-    """Check that only ``pad_value`` follows the last token of each row.
+    """Check that each row has only ``pad_value`` after its last token.
 
     Args:
-        data: holds ``input_ids`` and ``input_lengths``, or ``output_ids`` and ``unpadded_sequence_lengths``:
-            int64 [B, S] and [B].
+        data: contains ``input_ids`` and ``input_lengths``, or ``output_ids`` and
+            ``unpadded_sequence_lengths``: int64 [B, S] and [B].
         pad_value: the pad token.
-        raise_error: raise for a badly padded row instead of returning the message.
+        raise_error: raise for a wrongly padded row instead of returning the message.
 
     Returns:
-        (True, None), or (False, message) for a badly padded row when ``raise_error`` is false.
+        (True, None); or (False, message) for a wrongly padded row if ``raise_error`` is False.
 
     Raises:
-        BatchError: the data cannot be checked (wrong type, keys, shapes or lengths), or, with
-            ``raise_error``, a row is badly padded.
+        BatchError: the data has a wrong type, key, shape or length; or, with ``raise_error``, a row is
+            wrongly padded.
     """
     token_key, tokens, lengths = _padded_pair(data, pad_value)
     if tokens.shape[1] == 0:
@@ -120,8 +122,7 @@ def verify_right_padding(
 
 
 def _padded_pair(data: BatchedDataDict[Any], pad_value: int) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Return the key of the tokens, the tokens and the lengths to check, after all checks of type and
-    shape."""
+    """Check types and shapes. Return the key of the tokens, the tokens and their lengths."""
     from megarl.distributed.batched_data_dict import BatchedDataDict
 
     if not isinstance(data, BatchedDataDict):
@@ -163,34 +164,39 @@ def _padded_pair(data: BatchedDataDict[Any], pad_value: int) -> tuple[str, torch
 
 
 class GenerationInterface(ABC):
-    """An engine that completes prompts."""
+    """An engine that generates responses to prompts."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the process group through which weights arrive, and return futures."""
+        """Join the process group over which weights arrive, and return futures.
+
+        Args:
+            ip, port: rendezvous address.
+            world_size: number of ranks of all engines, plus one for the policy.
+        """
 
     @abstractmethod
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt.
+        """Generate a response to every prompt.
 
         Args:
             data: the prompts.
             greedy: take the most likely token instead of sampling.
-            sampling: ``temperature``, ``top_p`` and ``top_k`` that replace the configured ones; an engine
-                that is never validated with sampling need not have this parameter.
+            sampling: ``temperature``, ``top_p`` and ``top_k`` that override the configured ones. An engine
+                needs this parameter only if validation overrides them.
         """
 
     def requests(
         self, stop_token_ids: Iterable[int], pad_token_id: int, *, greedy: bool, sampling: Sampling | None
     ) -> RequestStream:
-        """Return a stream of requests; call this when the engine is ready. By default each ``poll`` is one
-        call of ``generate``.
+        """Return a stream of requests. Call this when the engine is ready to generate. By default, each
+        ``poll`` is one call of ``generate``.
 
         Args:
             stop_token_ids: tokens that end a completion.
-            pad_token_id: pads prompts.
+            pad_token_id: token that pads prompts.
             greedy, sampling: see ``generate``.
         """
         from megarl.models.generation.stream import Waves
@@ -199,66 +205,66 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Prepare to generate."""
+        """Allocate the memory for generation, and return True."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free the devices."""
+        """Free the device memory that other users of the devices need, and return True."""
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Store the names, shapes and dtypes of the weights that will arrive."""
+        """Store names, shapes and dtypes of the weights that refits will send."""
         raise NotImplementedError
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, Any]) -> bool:
-        """Load weights from handles of device memory; return False if that failed."""
+        """Load weights from IPC handles of device memory. Return False on failure."""
         raise NotImplementedError
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """Load weights as ``update_weights_from_ipc_handles`` does; an older name of that method."""
+        """Call ``update_weights_from_ipc_handles``, for callers that use this older name."""
         return self.update_weights_from_ipc_handles(ipc_handles)
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Receive weights from the process group of ``init_collective``, and return futures."""
+        """Receive weights over the process group of ``init_collective``, and return futures."""
         raise NotImplementedError
 
 
 class SharesDevices(Protocol):
-    """A policy that shares its devices with engines."""
+    """A policy that shares its devices with rollout engines."""
 
     def offload_after_refit(self) -> None:
-        """Offload the policy from the devices."""
+        """Offload the whole policy from the devices."""
 
     def prepare_for_lp_inference(self) -> None:
-        """Load onto the devices again what log-probabilities need."""
+        """Move what computing log-probabilities needs back to the devices."""
 
 
 class RolloutEngine(GenerationInterface):
-    """Engines that are separate from the policy, and get its weights by refits.
+    """One or more engines that are separate from the policy and get its weights by refits.
 
-    In ``GenerationInterface``, ``init_collective`` connects engines to a policy on other devices, and
-    ``update_weights_from_*`` receive weights. This class adds what a refit needs from the engines.
+    From ``GenerationInterface``, ``init_collective`` connects engines to a policy on other devices, and
+    ``update_weights_from_*`` receive weights. This class adds the remaining methods that a refit needs.
     """
 
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the weights that all engines have; None if versions differ, or an engine has no
-        weights."""
+        """Version of the weights on all engines; None if versions differ, or if an engine has no weights."""
 
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """Number of ranks of all engines; each is a rank of the process group through which weights
+        """Total number of ranks of all engines. Each is a rank of the process group over which weights
         arrive."""
 
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """True while the engines are in the policy's group, as far as is known."""
+        """True while the engines are believed to be in the policy's process group."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Forget the policy's group, which may be broken; the next refit creates another."""
+        """Mark the policy's process group as unusable, for example after an error. The next refit creates a
+        new one."""
 
     @abstractmethod
     def results(self, futures: list[Any]) -> list[Any]:
@@ -266,23 +272,24 @@ class RolloutEngine(GenerationInterface):
         ``update_weights_from_policy``, and return their results.
 
         Raises:
-            MegarlError: one of them failed.
+            MegarlError: one of the calls failed.
         """
 
     @abstractmethod
     def loaded(self, versions: list[Any]) -> None:
-        """Record the results of ``update_weights_from_collective`` or ``update_weights_from_policy``."""
+        """Store the results of ``update_weights_from_collective`` or ``update_weights_from_policy``, from
+        which ``version`` follows."""
 
     def meet(self, mailboxes: Mapping[str, Any]) -> int:
-        """Tell the engines where the ranks of a policy on the same devices provide weights; engines that know
-        it are not called.
+        """Connect the engine ranks to the policy ranks on the same devices. If the mailboxes have not
+        changed, the engines are not called.
 
         Args:
             mailboxes: ``Policy.mailboxes``.
 
         Returns:
-            A number by which the policy's ranks distinguish the ranks of these engines from others
-            (``Policy.hand_over_weights``).
+            A session id, by which policy ranks recognize these engines' ranks; pass it to
+            ``Policy.hand_over_weights``.
         """
         bound = (
             f"{type(self).__name__} takes no weights on the policy's devices: it does not implement meet()"
@@ -294,34 +301,37 @@ class RolloutEngine(GenerationInterface):
         raise ConfigError([Violation("policy.generation.colocated.enabled", True, bound, fix)])
 
     def slices_wanted(self) -> WantedSlices | None:
-        """Return the slices of the weights that the engines' ranks read, which are asked only once; None if
-        they read full weights. Pass the result to ``Policy.send_slices``, and its result to ``take_slices``.
+        """Return the slices of the weights that the engine ranks read; None if they need full weights. The
+        engines are called only once.
+
+        Pass the result to ``Policy.send_slices``, and the result of that to ``take_slices``.
         """
         return None
 
     def take_slices(self, names: Sequence[str]) -> None:
-        """Set the weights that arrive as slices from now on; engines that know them are not called."""
+        """Make the engines expect slices of the weights ``names`` in later refits. If the names have not
+        changed, the engines are not called."""
         if names:
             raise NotImplementedError(f"{type(self).__name__} takes full weights, not slices")
 
     def update_weights_from_policy(self, ticket: int) -> list[Any]:
-        """Receive all weights of a refit from the policy's ranks on the same devices; call this together with
+        """Receive all weights of a refit from the policy ranks on the same devices. Call this together with
         ``Policy.hand_over_weights``.
 
         Args:
-            ticket: number of the refit.
+            ticket: id of the refit.
 
         Returns:
-            Futures, whose results go to ``loaded``.
+            Futures; pass their results to ``loaded``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} takes no weights on the policy's devices: write colocated.enabled: false"
         )
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor] | None:
-        """Return each engine's log-probabilities of given tokens, [B, S] float32, from the model as the
-        engine serves it, without a cache: as ``Policy.get_logprobs``. Engines that cannot compute them return
-        None.
+        """Return each engine's log-probabilities of given tokens, [B, S] float32, laid out like those of
+        ``Policy.get_logprobs``. They come from the model as the engine serves it, without a KV cache. None if
+        the engines cannot compute them.
 
         Args:
             data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B].
@@ -329,26 +339,28 @@ class RolloutEngine(GenerationInterface):
         return None
 
     def weight_digests(self) -> list[dict[str, int]] | None:
-        """Return ``Policy.weight_digests`` of the model copy that each rank has a part of, computed from the
-        parameters after the load. Copies of a parameter that differ are listed under additional names.
-        Engines that store weights in formats of their own return None."""
+        """Return, for each rank, the ``Policy.weight_digests`` of the model copy to which the rank belongs,
+        computed from the loaded parameters. None if the engines convert weights to other formats.
+
+        Copies of a parameter that differ are listed under additional names.
+        """
         return None
 
     def is_alive(self) -> bool:
-        """Return whether all engines still respond; called after one of their calls has failed. If they do
-        not, ``restart`` follows.
+        """Return whether all engines still reply. It is called after a call of an engine has failed; if it
+        returns False, ``restart`` is called.
 
-        An engine that cannot be restarted may return True always: its errors end the run.
+        An engine that cannot be restarted may always return True. Its errors then end the run.
         """
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Replace all engines by new ones. The new engines know which weights will arrive, and do not
-        generate before a complete refit.
+        """Replace all engines by new ones. The new engines know the names, shapes and dtypes of the weights,
+        and reject generation until a complete refit.
 
         Args:
-            policy: the policy whose weights they get; if it is on the same devices, it is offloaded while
-                they start.
+            policy: the policy whose weights the engines get. If it is on the same devices, it is offloaded
+                while they start.
 
         Raises:
             MegarlError: an engine could not be started; those already started are shut down.
@@ -358,5 +370,5 @@ class RolloutEngine(GenerationInterface):
         )
 
     def shutdown(self) -> bool:
-        """Shut the engines down; return whether all ended cleanly."""
+        """Shut down the engines. Return True if all of them exited cleanly."""
         return True

@@ -1,9 +1,8 @@
-"""One stream of requests that many callers share, and that continues over refits.
+"""A stream of requests that several callers share, and that continues after a refit.
 
-Between ``resume`` and ``pause`` a thread drives the engines. A pause leaves the engines without requests, so
-that they can load weights or validate. Tokens that a request has sampled until then are kept: when the
-request continues, the engines get them as part of the prompt, with new weights and without any cache of the
-old weights.
+A thread drives the engines between ``resume`` and ``pause``. After a pause the engines have no requests, so
+they can load weights or run validation. Tokens that were already sampled are kept: when a request continues,
+they become part of its prompt, and the engines read them with the new weights.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from megarl.errors import MegarlError
 from megarl.models.generation.sampling import seed_of
 from megarl.models.generation.stream import Completion, Request, RequestStream
 
-# Maximum seconds that new requests wait for a poll, and that further requests of a wave are awaited.
+# Maximum seconds of a poll, during which new requests wait; also the time to wait for more requests of a
+# wave.
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not complete.
+    """A request that is not completed yet.
 
     Attributes:
-        request: the request as it was submitted.
-        caller: the view that waits for it.
+        request: the request as submitted.
+        caller: the view of the caller that waits for it.
         number: the caller's number of the request.
-        pieces: the sampled tokens, one piece for each version of the weights.
+        pieces: the tokens sampled so far, one partial completion per version of the weights.
     """
 
     request: Request
@@ -41,14 +41,14 @@ class _Open:
     pieces: list[Completion] = field(default_factory=list)
 
     def add(self, piece: Completion, version: int) -> None:
-        """Append the tokens that weights of ``version`` have sampled."""
+        """Append tokens that were sampled with weights of ``version``."""
         if len(piece.tokens):
             versions = np.full(len(piece.tokens), version, np.int64)
             self.pieces.append(piece._replace(versions=versions))
 
     def rest(self, most: int) -> Request:
-        """Return a request for the tokens that are still missing. It has another seed, because engines start
-        each request's random numbers from the beginning.
+        """Return a request for the remaining tokens. It gets a new seed, because an engine starts the random
+        numbers of each request from the beginning.
 
         Args:
             most: configured maximum number of tokens of a completion.
@@ -63,7 +63,7 @@ class _Open:
         return Request(tokens, seed, bound - done, request.stop_strings)
 
     def completed(self, truncated: bool) -> Completion:
-        """Join the pieces into the completion."""
+        """Concatenate all partial completions."""
         nothing = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), truncated, np.zeros(0, np.int64))
         pieces = [nothing, *self.pieces]
         return Completion(
@@ -75,7 +75,7 @@ class _Open:
 
 
 class SharedView:
-    """A caller's view of a shared stream; see ``RequestStream``."""
+    """One caller's interface to a shared stream; see ``RequestStream``."""
 
     in_waves = False
 
@@ -84,7 +84,7 @@ class SharedView:
         self.found: dict[int, Completion] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Submit requests; they wait while the stream is paused."""
+        """Submit requests. While the stream is paused, they wait."""
         self._shared.submit(self, requests)
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
@@ -96,24 +96,24 @@ class SharedView:
         return self._shared.take(self, timeout_s)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Stop waiting for requests."""
+        """Drop requests: they are not delivered, but the engines may complete them."""
         self._shared.forget(self, set(numbers))
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Return no completions and interrupt nothing: one of many callers cannot stop the engines."""
+        """Do nothing and return no completions, because one of several callers must not stop the engines."""
         del numbers
         return {}
 
 
 class SharedStream:
-    """Requests of many callers, each in its own thread, to the same engines.
+    """A stream of requests from several callers, each in its own thread, to the same engines.
 
     Args:
-        connect: returns a stream to engines that are ready, with the newest weights.
+        connect: returns a stream to engines that are ready and have the current weights.
         most_new_tokens: configured maximum number of tokens of a completion.
-        stops_at_texts: completions end at configured stop strings. A stop string that spans a pause would be
-            missed, so a pause waits until such requests are complete.
-        drains: no request continues with new weights: a pause waits for all requests.
+        stops_at_texts: stop strings are configured. A stop string that spans a pause would be missed, so a
+            pause waits until such requests are completed.
+        drains: a pause waits for all requests, so that none continues with new weights.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SharedStream:
         self._stops_at_texts, self._drains = stops_at_texts, drains
         self._changed = threading.Condition()
         self._open: dict[int, _Open] = {}
-        # Number requests here, because the numbers of several callers may be equal.
+        # Requests get new numbers here, because those of different callers may be equal.
         self._new: list[int] = []
         self._with_engines: set[int] = set()
         self._next = 0
@@ -140,17 +140,17 @@ class SharedStream:
         self._failure: BaseException | None = None
 
     def view(self) -> SharedView:
-        """Return a stream for one caller."""
+        """Return an interface to the stream for one caller."""
         return SharedView(self)
 
     def resume(self, version: int) -> None:
-        """Continue, with engines that have the weights of a version.
+        """Connect to the engines and continue all requests.
 
         Args:
-            version: number of training steps that produced the weights.
+            version: version of the engines' weights, as the number of training steps.
         """
         if self._closed:
-            # A run that ends while its engines validate may have closed this stream.
+            # The stream may have been closed during a pause, if the run ended during validation.
             return
         # Set both before the thread starts, because it reads them.
         self._version, self._pausing = version, False
@@ -160,15 +160,15 @@ class SharedStream:
 
     @property
     def failed(self) -> bool:
-        """True if the engines failed: nothing is sampled until the next ``resume``."""
+        """True if the engines failed. Nothing is sampled until the next ``resume``."""
         return self._failure is not None
 
     def pause(self) -> None:
-        """Remove all requests from the engines.
+        """Remove all requests from the engines, and keep the tokens sampled so far.
 
         Raises:
             MegarlError: the engines failed. Tokens of incomplete requests that were sampled since ``resume``
-                are lost; ``resume`` with other engines continues from the tokens before.
+                are lost. ``resume`` with new engines continues from the tokens before that.
         """
         if self._thread is None:
             return
@@ -182,12 +182,13 @@ class SharedStream:
         finally:
             with self._changed:
                 self._failure = None
-                # Put requests that the engines had begun first, in the order in which they came.
+                # Queue the interrupted requests again, before new ones and in their original order.
                 self._new = sorted(self._with_engines & self._open.keys()) + self._new
                 self._with_engines.clear()
 
     def close(self) -> None:
-        """Release all waiting callers. Requests that are running in engines end when the engines do."""
+        """Make all waiting callers raise MegarlError. Requests that run in engines end when the engines
+        do."""
         self._closed = True
         self._stop()
 
@@ -197,25 +198,25 @@ class SharedStream:
             self._changed.notify_all()
 
     def _take_parts(self) -> None:
-        """Store the tokens that incomplete requests have sampled."""
+        """Interrupt all requests, and store the tokens that they have sampled."""
         assert self._stream is not None
-        # Wait for these first, because an interrupt would truncate them too.
+        # Complete these requests first, because an interrupt would stop them too.
         while any(map(self._is_completed_first, self._with_engines)):
             self._deliver(self._stream.poll(_LOOK_SECONDS))
         parts = self._stream.interrupt(sorted(self._with_engines))
-        # Deliver what was completed during the interrupt.
+        # Deliver requests that were completed during the interrupt.
         self._deliver(self._stream.poll(0.0))
         for number, part in parts.items():
             if number in self._open:
                 self._open[number].add(part, self._version)
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds in which engines had requests since the last call; call this in a pause."""
+        """Return the seconds since the last call in which engines had requests. Call this in a pause."""
         found, self._busy_s = self._busy_s, 0.0
         return found
 
     def submit(self, caller: SharedView, requests: Mapping[int, Request]) -> None:
-        """Accept requests of a caller."""
+        """Queue requests of a caller."""
         with self._changed:
             for number, request in requests.items():
                 self._open[self._next] = _Open(request, caller, number)
@@ -224,7 +225,7 @@ class SharedStream:
             self._changed.notify_all()
 
     def take(self, caller: SharedView, timeout_s: float | None) -> dict[int, Completion]:
-        """Wait for completions of a caller, and return them."""
+        """Wait for completions of a caller's requests, and return them."""
         with self._changed:
             self._changed.wait_for(lambda: caller.found or self._closed, timeout_s)
             if self._closed:
@@ -233,7 +234,7 @@ class SharedStream:
             return found
 
     def forget(self, caller: SharedView, numbers: set[int]) -> None:
-        """Drop some requests of a caller; they are not delivered."""
+        """Drop some requests of a caller, so that they are not delivered."""
         with self._changed:
             for key, each in list(self._open.items()):
                 if each.caller is caller and each.number in numbers:
@@ -241,7 +242,7 @@ class SharedStream:
             self._new = [key for key in self._new if key in self._open]
 
     def _is_completed_first(self, number: int) -> bool:
-        """Return whether a pause waits until the request is complete."""
+        """Return whether a pause must wait until this request is completed."""
         found = self._open.get(number)
         return found is not None and (
             self._drains or self._stops_at_texts or bool(found.request.stop_strings)
@@ -253,27 +254,26 @@ class SharedStream:
             while not self._pausing:
                 new = self._taken()
                 if new:
-                    # Record requests before the call, which may raise, so that a pause queues them again.
+                    # Before the call, which may raise: a pause must then queue these requests again.
                     self._with_engines |= new.keys()
                     self._stream.submit(new)
                 if self._with_engines:
                     begun = time.perf_counter()
-                    # Poll no longer than this, so that new requests are noticed soon.
+                    # A short poll, so that new requests do not wait for long.
                     self._deliver(self._stream.poll(_LOOK_SECONDS))
                     self._busy_s += time.perf_counter() - begun
         except BaseException as error:
-            # pause() raises this in the caller's thread, because an error raised in this thread would be
-            # lost.
+            # An error raised in this thread would be lost, so pause() raises it in the caller's thread.
             self._failure = error
 
     def _taken(self) -> dict[int, Request]:
-        """Return the requests that have been submitted; wait for one if the engines have none."""
+        """Return the queued requests. If the engines have no request, wait for one."""
         assert self._stream is not None
         with self._changed:
             if not self._with_engines:
                 self._changed.wait_for(lambda: self._new or self._pausing)
             if self._stream.in_waves:
-                # Wait for stragglers, which would otherwise have to wait for a whole wave.
+                # Wait a moment for more requests: they would otherwise have to wait for the end of this wave.
                 known = -1
                 while known != len(self._new) and not self._pausing:
                     known = len(self._new)
@@ -287,7 +287,7 @@ class SharedStream:
         with self._changed:
             for number, piece in found.items():
                 self._with_engines.discard(number)
-                # None means that the caller has given the request up meanwhile.
+                # None if the caller has aborted the request meanwhile.
                 opened = self._open.pop(number, None)
                 if opened is not None:
                     opened.add(piece, self._version)

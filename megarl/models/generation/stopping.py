@@ -1,4 +1,4 @@
-"""The end of responses: stop tokens and stop strings, row by row."""
+"""Stop conditions of responses: stop tokens and stop strings, per row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.errors import BatchError
 
 
 class StopRules:
-    """Stop tokens and stop strings of the rows of one batch. The token or string that ends a response stays
-    part of it.
+    """Stop tokens and stop strings for the rows of a batch. The stop token or string remains part of the
+    response.
 
     Args:
-        stop_token_ids: each of these ends a response.
-        stop_strings: for each row, strings that end it as soon as its decoded response contains one.
+        stop_token_ids: tokens that end a response.
+        stop_strings: for each row, strings that end the response as soon as the decoded text contains one.
         tokenizer: decodes responses; needed only if a row has stop strings.
     """
 
@@ -31,15 +31,15 @@ class StopRules:
         """Return whether each of ``rows`` ends with its newest token, [n] bool.
 
         Args:
-            rows: [n] indices of rows in the batch.
-            newest: [n] int64.
-            answers: [b, t] int64, the response tokens so far of all rows of the batch, the newest included.
+            rows: [n], indices of rows in the batch.
+            newest: [n] int64, the newest token of each of these rows.
+            answers: [b, t] int64, the response tokens so far of all rows of the batch, including the newest.
         """
         finished = np.isin(newest, self._token_ids)
         for place, row in enumerate(rows if any(self._strings) else ()):
             if self._strings[row] and not finished[place]:
-                # Decode the whole response each time: a stop string may span tokens, and a token may be part
-                # of a character.
+                # Decode the entire response each time: a stop string may span tokens, and one character may
+                # consist of several tokens.
                 text = self._tokenizer.decode(answers[row].tolist(), skip_special_tokens=False)
                 finished[place] = any(stop in text for stop in self._strings[row])
         return finished
@@ -48,7 +48,7 @@ class StopRules:
 def stop_strings_of_rows(
     configured: Sequence[str] | None, of_samples: Sequence[Any] | None, rows: int
 ) -> list[tuple[str, ...]]:
-    """Return the stop strings of every row: those of the configuration together with the row's own.
+    """Return the stop strings of each row: the configured ones followed by the row's own.
 
     Raises:
         BatchError: a stop string is empty or not a string.

@@ -1,5 +1,5 @@
-"""Streams of single requests: prompts are submitted to engines and completions are fetched as they arrive,
-whereas ``generate`` processes a batch."""
+"""Streams of requests: prompts are submitted one by one, and completions are fetched as they arrive.
+``generate``, in contrast, processes a batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.distributed.token_batches import pad_arrays
 from megarl.errors import BatchError
 
 
-# These are tuples because one of each is made per turn, and creating a frozen dataclass takes five times as
-# long.
+# Tuples, because one of each is created per conversation turn, and a frozen dataclass takes five times as
+# long to create.
 class Request(NamedTuple):
-    """A prompt to complete.
+    """A prompt for which a completion is requested.
 
     Attributes:
         prompt: [P] int64, the prompt's tokens.
-        seed: seed of its random numbers; None if the engine may choose them.
-        max_new_tokens: maximum tokens of the completion, in addition to the configured limits; None for the
-            configured limits alone.
+        seed: sampling seed; None lets the engine choose one.
+        max_new_tokens: maximum number of tokens of the completion, in addition to the configured limits; None
+            for the configured limits alone.
         stop_strings: strings that end the completion, in addition to the configured ones; None for the
             configured ones alone.
     """
@@ -35,14 +35,14 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """Response of an engine to a prompt.
+    """An engine's completion of a prompt.
 
     Attributes:
         tokens: [n] int64, the sampled tokens, including the stop token.
-        logprobs: [n] float32, log-probability of each token when it was sampled.
-        truncated: True if a length limit ended the completion, not a stop.
-        versions: [n] int64, number of training steps of the weights that sampled each token; None if the
-            engines' weights did not change.
+        logprobs: [n] float32, log-probability of each token at sampling time.
+        truncated: True if the completion ended at a length limit rather than at a stop token or string.
+        versions: [n] int64, version of the weights that sampled each token, as a number of training steps;
+            None if the engine's weights did not change meanwhile.
     """
 
     tokens: np.ndarray
@@ -52,58 +52,57 @@ class Completion(NamedTuple):
 
 
 class RequestStream(Protocol):
-    """A stream of requests to engines that are ready, by the caller's numbers.
+    """A stream of requests to engines that are ready to generate. The caller gives each request a number.
 
     Attributes:
-        in_waves: True if ``poll`` completes all waiting requests together. Then a result depends on the other
-            waiting requests, but only by rounding; for bitwise equal results a caller submits the same
-            requests before each ``poll``.
+        in_waves: True if ``poll`` completes all waiting requests together. A result may then depend on the
+            other waiting requests through rounding. For bitwise equal results, submit the same requests
+            before each ``poll``.
     """
 
     in_waves: bool
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Submit requests."""
+        """Submit requests, by number."""
         ...
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Return the completions that have arrived since the last call, by the numbers of their requests.
+        """Return the completions that have arrived since the last call, by request number.
 
         Args:
-            timeout_s: seconds to wait for the first completion; None to wait without limit.
+            timeout_s: seconds to wait for the first completion; None waits without limit.
         """
         ...
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Abort requests: no ``poll`` returns them any more."""
+        """Abort requests: no later ``poll`` returns them."""
         ...
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Interrupt requests and return the partial completion of each. A request that is completed meanwhile
-        is not among them; the next ``poll`` returns it."""
+        """Stop requests, and return the partial completion of each. A request that completes meanwhile is
+        returned by the next ``poll`` instead."""
         ...
 
 
 class Generates(Protocol):
-    """An object that completes a batch; see ``GenerationInterface.generate``."""
+    """An object that generates responses for a batch; see ``GenerationInterface.generate``."""
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
-        """Complete every prompt."""
+        """Generate a response to every prompt."""
         ...
 
 
 class Waves:
-    """A stream to an object with ``generate``: each ``poll`` is one call, for all requests submitted since
-    the last one.
+    """A stream over an object with ``generate``. Each ``poll`` is one call for all waiting requests.
 
-    If a call raises, its requests keep waiting, so that they can be retried with a new engine.
+    If a call raises, its requests remain waiting, so they can be retried with a new engine.
 
     Args:
         engine: an engine that is ready to generate.
-        pad_token_id: pads prompts.
+        pad_token_id: token that pads prompts.
         stop_token_ids: tokens that end a completion.
         greedy: always take the most likely token.
-        sampling: replaces the configured temperature, top-p and top-k; None keeps the configured ones.
+        sampling: overrides the configured temperature, top-p and top-k; None keeps these.
     """
 
     in_waves = True
@@ -122,28 +121,28 @@ class Waves:
         self._waiting: dict[int, Request] = {}
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Keep requests for the next wave."""
+        """Keep requests until the next ``poll``."""
         self._waiting.update(requests)
 
     def abort(self, numbers: Iterable[int]) -> None:
-        """Forget requests."""
+        """Drop waiting requests."""
         for number in numbers:
             self._waiting.pop(number, None)
 
     def interrupt(self, numbers: Iterable[int]) -> dict[int, Completion]:
-        """Forget requests and return no partial completions: a wave is completed as a whole."""
+        """Drop waiting requests, and return nothing: between polls, no request is partially completed."""
         self.abort(numbers)
         return {}
 
     def poll(self, timeout_s: float | None = None) -> dict[int, Completion]:
-        """Complete the waiting requests, in the order of their numbers.
+        """Complete all waiting requests, in the order of their numbers.
 
         Raises:
-            BatchError: the generated rows do not continue the prompts row by row.
+            BatchError: an output row does not start with its prompt.
         """
         if not self._waiting:
             return {}
-        # Sort by number, so that a batch does not depend on the order in which requests came.
+        # Sort by number, so that the batch does not depend on the order in which requests were submitted.
         numbers = sorted(self._waiting)
         requests = [self._waiting[number] for number in numbers]
         found = self._completed(requests)
@@ -162,7 +161,7 @@ class Waves:
     def _completions(self, output: Mapping[str, Any], requests: Sequence[Request]) -> list[Completion]:
         ids, logprobs = output["output_ids"].numpy(), output["logprobs"].numpy()
         ends = output["unpadded_sequence_lengths"].tolist()
-        # Prefer the engine's own answer, because an engine that also stops at texts knows more.
+        # Prefer the engine's own ``truncated``, because stop strings are not visible here.
         cut = output["truncated"].tolist() if "truncated" in output else None
         found = []
         for row, (request, end) in enumerate(zip(requests, ends, strict=True)):
@@ -173,8 +172,8 @@ class Waves:
             )
             most = request.max_new_tokens
             if most is not None and len(tokens) > most:
-                # The engine ignored the bound. Shorten the response, whose beginning does not depend on what
-                # follows.
+                # The engine ignored the limit. Truncating the response gives the same tokens as the limit
+                # would.
                 tokens, values, truncated = tokens[:most], values[:most], True
             found.append(Completion(tokens, values, truncated))
         return found
@@ -200,7 +199,7 @@ def batch_of_requests(requests: Sequence[Request], pad_token_id: int) -> Batched
 
 
 def _check_continues(output: Mapping[str, Any], prompts: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Raise a BatchError if the rows of an output do not continue the prompts in their order."""
+    """Raise BatchError unless each output row starts with the prompt of the same row."""
     ids, ends, new = output["output_ids"], output["unpadded_sequence_lengths"], output["generation_lengths"]
     width = prompts.shape[1]
     fits = (

@@ -1,5 +1,5 @@
-"""The policy. Its configuration is defined in ``megarl.config.policy``, and is also available here under
-NeMo-RL's names."""
+"""The driver's policy and its workers. The configuration types are defined in ``megarl.config.policy`` and
+re-exported here under NeMo-RL's names."""
 
 from megarl.config.policy import (
     DTensorConfig,

@@ -1,8 +1,8 @@
-"""Batch plan: the assignment of rows to data-parallel replicas and micro-batches, and its reversal. The
-driver plans from lengths only.
+"""Plan which data-parallel replica and micro-batch gets each row of a batch. The driver plans from sequence
+lengths alone.
 
-Every replica gets the same number of micro-batches, so that collectives inside a forward pass (FSDP, expert
-parallelism) match.
+Every replica gets the same number of micro-batches, because collectives inside a forward pass (FSDP, expert
+parallelism) must match across ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ DEFAULT_HIDDEN_SIZE = 2048
 
 
 STAGE_KEYS = frozenset(("input_ids", "input_lengths", "token_mask", "sample_mask", "response_tokens"))
-"""Columns of a training batch that every pipeline stage reads: tokens, their lengths, and what normalisers
-count. Other columns are for the loss, which the last stage computes."""
+"""Batch columns that every pipeline stage needs in training: the tokens, their lengths, and the masks that
+the loss normalizers count. Only the last stage computes the loss, so only it gets the other columns."""
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A batch distributed over replicas.
+    """A batch distributed over data-parallel replicas.
 
     Attributes:
-        dealt: rows of each replica, in order, with their micro-batch plans, as sent to the replica.
-        rows: number of rows of the batch; row numbers from this on are copies that only fill up.
+        dealt: for each replica, its row numbers in order and its micro-batch plan.
+        rows: number of rows in the original batch. Row numbers from ``rows`` up are padding: copies of the
+            last row.
     """
 
     dealt: list[DealtRows]
@@ -46,27 +47,31 @@ class ShardedBatch:
 
     @cached_property
     def shards(self) -> list[SlicedDataDict]:
-        """Rows of each replica as the replica receives them."""
+        """The shard of each replica, as the worker receives it."""
         return [deal.shard() for deal in self.dealt]
 
     @cached_property
     def order(self) -> list[int]:
-        """Row number in the batch of each row of the concatenated shards."""
+        """The row numbers in the batch, in the order of the concatenated shards."""
         return [row for deal in self.dealt for row in deal.rows]
 
     def rows_of(self, replica: int, first: int, last: int) -> list[int]:
-        """Return the row numbers in the batch of a replica's rows ``first`` to ``last`` (exclusive)."""
+        """Return the batch's row numbers for rows ``first`` (inclusive) to ``last`` (exclusive) of one
+        replica."""
         return list(self.dealt[replica].rows[first:last])
 
     def by_stage(self, stages: int) -> list[list[DealtRows]]:
-        """Return each replica's rows for each pipeline stage, with the columns that the stage reads."""
+        """Return the data for each pipeline stage: all replicas' rows, with only ``STAGE_KEYS`` for every
+        stage but the last."""
+        # Repeat one list for all earlier stages, so that the columns are selected and packed only once.
         return [*[with_columns(self.dealt, STAGE_KEYS)] * (stages - 1), self.dealt]
 
     def restore(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the replicas' results for their rows, in the order of the batch."""
+        """Merge the replicas' results into one tensor in the row order of the batch, without the padding
+        rows."""
         restored = parts[0].new_empty(len(self.order), *parts[0].shape[1:])
         for deal, part in zip(self.dealt, parts, strict=True):
-            # Restore by row numbers, because packing and dynamic batching distribute rows in another order.
+            # Scatter by row number, because packing and dynamic batching do not keep the order of the rows.
             restored[torch.as_tensor(deal.rows, dtype=torch.int64)] = part
         return restored[: self.rows]
 
@@ -81,25 +86,29 @@ def shard_batch(
     rows_together: int = 1,
     hidden_size: int = DEFAULT_HIDDEN_SIZE,
 ) -> ShardedBatch:
-    """Distribute a batch over data-parallel replicas, by ``policy.sequence_packing`` or
-    ``policy.dynamic_batching`` if enabled, otherwise evenly.
+    """Distribute the rows of a batch over data-parallel replicas.
+
+    Uses ``policy.sequence_packing`` or ``policy.dynamic_batching`` if enabled; otherwise every replica gets
+    the same number of consecutive rows.
 
     Args:
         data: ``input_ids`` [B, S], ``input_lengths`` [B] and any other columns.
         policy: the policy configuration.
         replicas: number of data-parallel replicas.
-        phase: selects the token budget. For log-probabilities any number of rows is allowed; copies of the
-            last row fill up.
-        global_batch: rows per optimizer step; None for all rows in one.
-        rows_together: consecutive rows that stay in one micro-batch (2 for preference pairs).
-        hidden_size: hidden size of the model; balances attention against matrix multiplications.
+        phase: selects the token budget (``train_mb_tokens`` or ``logprob_mb_tokens``). In ``logprob`` any
+            number of rows is allowed: the batch is padded with copies of its last row.
+        global_batch: rows per optimizer step; None for all rows in one step.
+        rows_together: number of consecutive rows that must stay in one micro-batch (2 for preference pairs).
+        hidden_size: the model's hidden size, which determines the cost of attention relative to matmuls.
 
     Raises:
-        BatchError: sizes do not divide, or a sequence does not fit the token budget.
-        PackingError: a sequence does not fit the token budget, or there are fewer rows than replicas.
+        BatchError: the number of rows is not divisible as required, or a sequence exceeds the token budget.
+        PackingError: with packing, a sequence exceeds the token budget, or there are fewer rows than
+            replicas.
     """
     rows = data.size
-    # Add copies only for log-probabilities: in training, a copied row would count twice.
+    # Pad only for log-probabilities, whose extra rows are discarded. In training, a copy would add to the
+    # loss.
     if phase == "logprob":
         data = _filled(data, replicas * rows_together)
     packing, dynamic = policy.get("sequence_packing"), policy.get("dynamic_batching")
@@ -121,8 +130,8 @@ def _filled(data: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:
 
 
 def sequence_multiple(policy: PolicyConfig) -> int:
-    """Return the number that must divide sequence lengths, so that the ranks of ``policy``'s layout get equal
-    parts."""
+    """Return the number that must divide a padded sequence length so that context- and sequence-parallel
+    ranks get equal shards."""
     backend = enabled_backend(policy)
     if backend == "megatron":
         megatron = policy["megatron_cfg"]
@@ -150,6 +159,7 @@ def _packing_args(
         "input_lengths_key": "input_lengths",
         "algorithm": packing.get("algorithm") or DEFAULT_PACKING_ALGORITHM.value,
         "sequence_length_pad_multiple": sequence_multiple(policy),
+        # At this sequence length, causal attention costs as many FLOPs as the matmuls; see ``sequence_cost``.
         "attention_crossover_length": 12 * hidden_size,
         "rows_together": rows_together,
     }
@@ -158,6 +168,8 @@ def _packing_args(
 def _dynamic_args(
     dynamic: DynamicBatchingConfig, policy: PolicyConfig, phase: Phase, rows_together: int
 ) -> DynamicBatchingArgs:
+    # Rounded lengths must be multiples of this too, or a rounded micro-batch could not be split over the
+    # ranks.
     multiple = math.lcm(sequence_multiple(policy), policy.get("make_sequence_length_divisible_by") or 1)
     return {
         "max_tokens_per_microbatch": dynamic["train_mb_tokens"]

@@ -1,5 +1,5 @@
-"""FSDP1PolicyWorker: one rank of a policy on torch's FullyShardedDataParallel. It is a plain class; Ray wraps
-it in an actor, and torchrun uses it directly."""
+"""``FSDP1PolicyWorker``, one rank of a policy on torch's FullyShardedDataParallel. It is a plain class: Ray
+wraps it in an actor, and torchrun uses it directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.models.generation.interfaces import Sampling
 
 
 class FSDP1PolicyWorker(EngineWorker):
-    """One rank of a policy on FullyShardedDataParallel, with data parallelism only: each rank keeps a part of
+    """One rank of a policy on FullyShardedDataParallel. Data parallelism only: each rank stores a shard of
     every layer."""
 
     backend: FSDP1Backend
@@ -26,30 +26,35 @@ class FSDP1PolicyWorker(EngineWorker):
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> FSDP1Backend:
-        """Build the FSDP1 backend; see ``EngineWorker``."""
+        """Build the FSDP1 backend; see ``EngineWorker.make_backend``."""
         return FSDP1Backend(config, open_weights(config), runtime, seed=seed, with_optimizer=with_optimizer)
 
     def generate(
         self, data: BatchedDataDict[Any], greedy: bool = False, *, sampling: Sampling | None = None
     ) -> BatchedDataDict[Any]:
-        """Continue prompts with the transformers model itself; see ``decode``."""
+        """Generate a response to each prompt with the transformers model itself; see
+        ``megarl.models.engine.decoding.decode``."""
         self._require("generate", remedy="prepare_for_generation")
         return self.backend.generate(data, self._generation(sampling), self.tokenizer, greedy=greedy)
 
-    # Manual offloading.
+    # NeMo-RL's methods for manual offloading.
 
     def manual_offload_to_cpu(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to host memory and return it. Gradients of the worker's own model are freed. With
-        ``fsdp_offload_enabled``, and on a CPU, the worker's model is already there."""
+        """Move a model to host memory and return it.
+
+        If it is the worker's own model, its gradients are freed too. With ``fsdp_offload_enabled``, and on a
+        CPU, the worker's own model is already in host memory.
+        """
         if model is not self.model:
             return model.to("cpu")
+        # Not ``Module.to``, which would miss FSDP's own reference to its shard of the flat parameters.
         self.backend.move("gradients", "host")
         self.backend.move("parameters", "host")
         return model
 
     def manual_load_to_gpu(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move a model to this worker's device and return it. With ``fsdp_offload_enabled``, the worker's own
-        model is not moved."""
+        model stays in host memory."""
         if model is not self.model:
             return model.to(self.runtime.device)
         self.backend.move("parameters", "device")
@@ -57,6 +62,6 @@ class FSDP1PolicyWorker(EngineWorker):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model: wrapped in FullyShardedDataParallel, or the transformers model itself on a
-        single rank."""
+        """The module that the worker trains: FullyShardedDataParallel around the transformers model, or the
+        transformers model itself if there is one rank."""
         return self.backend.model.module

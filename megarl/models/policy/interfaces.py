@@ -1,4 +1,4 @@
-"""Interfaces of policies: the abstract classes that algorithms use, and the types of their results."""
+"""Abstract classes through which algorithms use a policy, and the types of its results."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ if TYPE_CHECKING:
 
 
 class LogprobOutputSpec(TypedDict):
-    """Log-probabilities. ``logprobs``: float32 [B, S]; position i holds log p(token_i | tokens < i), and is 0
-    in column 0 and in padding."""
+    """Log-probabilities of the tokens of a batch.
+
+    ``logprobs`` is float32 [B, S]. Position i contains log p(token_i | tokens < i); column 0 and padding are
+    0.
+    """
 
     logprobs: torch.Tensor
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Log-probabilities under the reference policy. ``reference_logprobs``: float32 [B, S], as in
-    ``LogprobOutputSpec``."""
+    """Log-probabilities under the reference policy: ``reference_logprobs``, float32 [B, S], laid out like
+    ``LogprobOutputSpec.logprobs``."""
 
     reference_logprobs: torch.Tensor
 
 
 class TopkLogitsOutputSpec(TypedDict):
-    """The k largest logits of each position. ``topk_logits``: float32 [B, S, k], the largest first. Position
-    i holds those of the distribution of token i+1, as log-probabilities: logits normalised over the whole
-    vocabulary. ``topk_indices``: int64 [B, S, k], their tokens; among equally likely ones the lower first.
-    Both are 0 if no token follows. ``logprobs``: as in ``LogprobOutputSpec``.
+    """The k most likely next tokens at each position.
 
-    The log-softmax over the k is the same as with NeMo-RL's ``get_topk_logits``, which returns unnormalised
-    logits.
+    ``topk_logits`` is float32 [B, S, k], in descending order. Position i describes the distribution of token
+    i+1. The values are log-probabilities, normalized over the whole vocabulary. NeMo-RL's ``get_topk_logits``
+    returns unnormalized logits instead; a log-softmax over the k values gives the same result for both.
+    ``topk_indices`` is int64 [B, S, k], the token ids; of equally likely tokens, the lower id comes first.
+    Both are 0 at positions without a next token. ``logprobs`` is that of ``LogprobOutputSpec``.
     """
 
     topk_logits: torch.Tensor
@@ -46,14 +49,18 @@ class TopkLogitsOutputSpec(TypedDict):
 
 
 class ValueOutputSpec(TypedDict):
-    """Values from a scoring model. ``values``: float32 [B, S]; position i holds the output at token i,
-    computed from all tokens up to it; padding is 0."""
+    """Per-token outputs of a reward or value model.
+
+    ``values`` is float32 [B, S]. Position i contains the scalar output at token i, which depends on tokens up
+    to and including i; padding is 0.
+    """
 
     values: torch.Tensor
 
 
 class ScoreOutputSpec(TypedDict):
-    """Scores from a scoring model. ``scores``: float32 [B], the output at the last token of each sequence."""
+    """One score per sequence from a reward or value model: ``scores``, float32 [B], is the output at the last
+    token."""
 
     scores: torch.Tensor
 
@@ -61,26 +68,27 @@ class ScoreOutputSpec(TypedDict):
 class PolicyInterface(ABC):
     """A language model that can be trained and that computes log-probabilities.
 
-    ``data`` holds ``input_ids`` int64 [B, S] (right-padded) and ``input_lengths`` int64 [B]; ``train`` also
-    needs ``sample_mask`` float [B].
+    Every batch ``data`` contains ``input_ids`` int64 [B, S] (right-padded) and ``input_lengths`` int64 [B];
+    ``train`` also needs ``sample_mask`` float [B].
     """
 
     @abstractmethod
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Compute log-probabilities of the tokens of ``data`` under the current weights, in the order of
-        ``data``.
+        """Compute log-probabilities of the tokens of ``data`` under the current weights. Rows keep their
+        order.
 
-        With ``skip_masked``, tokens whose ``token_mask`` [B, S] or ``sample_mask`` [B] (if present) is 0 are
-        not computed, and their result is 0.
+        With ``skip_masked``, a token whose ``token_mask`` [B, S] or ``sample_mask`` [B] (if present) is 0 is
+        skipped, and its result is 0.
         """
 
     @abstractmethod
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec], *, skip_masked: bool = False
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Compute ``get_logprobs`` under the policy's initial weights."""
+        """Compute log-probabilities under the reference policy (the initial weights); see
+        ``get_logprobs``."""
 
     @abstractmethod
     def train(
@@ -94,15 +102,15 @@ class PolicyInterface(ABC):
         """Take one optimizer step for each global batch in ``data``.
 
         Args:
-            data: [B, ...]; B is a multiple of the global batch size.
-            loss_fn: the loss; divides by the global normaliser that is passed to it.
-            eval_mode: compute the loss without changing anything.
-            gbs: global batch size in samples; None for the configuration's.
-            mbs: micro-batch size in samples per rank; None for the configuration's.
+            data: columns [B, ...]; B is a multiple of the global batch size.
+            loss_fn: the loss. It divides by the global normalizer that it receives as an argument.
+            eval_mode: compute the loss without gradients or an optimizer step.
+            gbs: global batch size in samples; None for the configured size.
+            mbs: micro-batch size in samples per rank; None for the configured size.
 
         Returns:
             ``loss``: float tensor [number of global batches]; ``grad_norm``: None in ``eval_mode``;
-            ``all_mb_metrics``: {name: list of numbers}.
+            ``all_mb_metrics``: {metric name: list of numbers}.
         """
 
     @abstractmethod
@@ -111,53 +119,54 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Mark the end of a training phase, after which an implementation may release what only training
-        needs."""
+        """End a training phase. An implementation may release the memory that only training needs."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write weights and, if requested, optimizer state and tokenizer."""
+        """Write the weights and, if requested, the optimizer state and the tokenizer."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Shut down the workers. Return True if all ended cleanly."""
+        """Shut down the workers. Return True if all of them exited cleanly."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that can share its devices with a generation engine and send it its weights."""
+    """A policy that can share its devices with a generation engine and can send its weights to one."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join a process group of ``world_size`` ranks at ``ip``:``port``.
+        """Join the process group of ``world_size`` ranks at ``ip``:``port`` over which weights are broadcast.
 
-        Returns futures. The other side must join before they are awaited.
+        Returns futures. Start the engines' ``init_collective`` before awaiting these, because the call
+        completes only when all ranks have joined.
         """
 
     @abstractmethod
     def offload_before_refit(self) -> None:
-        """Offload optimizer state and gradients, to make room for the generation engine's weights."""
+        """Offload optimizer state and gradients, to free device memory for the generation engine's
+        weights."""
 
     @abstractmethod
     def offload_after_refit(self) -> None:
-        """Offload the weights too."""
+        """Offload the weights too, which are no longer needed on the device once the engine has its copy."""
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Return, by name, the information about each weight that the generation engine needs before the
-        first transfer."""
+        """Return, for each weight name, the metadata that the generation engine needs before the first
+        refit."""
 
     def prepare_info_for_collective(self) -> dict[str, Any] | None:
-        """Call ``prepare_refit_info``; this is its older name."""
+        """Call ``prepare_refit_info``, for callers that use this older name."""
         return self.prepare_refit_info()
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Return the names of the weights in groups, each small enough for one transfer."""
+        """Begin a refit. Return the names of the weights in groups, each small enough for one transfer."""
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return handles of the weights ``keys``, by device id."""
+        """Return the IPC handles of the weights named ``keys``, by device id."""
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Send all weights over the group of ``init_collective``. Return futures."""
+        """Broadcast all weights over the process group of ``init_collective``. Return futures."""

@@ -1,5 +1,5 @@
-"""Policy: the driver's view of a policy that is distributed over Ray actors. It validates and shards data,
-calls workers and collects results; it computes nothing itself."""
+"""The driver's handle of a policy whose model is distributed over Ray actors. It validates and shards
+batches, calls the workers and collects their results; it runs no model computation itself."""
 
 from __future__ import annotations
 
@@ -73,40 +73,43 @@ WORKERS = {
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 REPLICATED = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
 DRIVER_FIRST_S = 60.0
-"""Seconds by which a collective outlasts the longest call. The driver, which sees all ranks, is thus the
-first to report a late one."""
+"""Seconds added to the longest call's time limit to get the timeout of the workers' collectives. The driver
+sees all ranks and gives the better error, so its time limit must expire first."""
+# Columns that NeMo-RL's ``GenerationOutputSpec`` requires.
 GENERATION_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
-    """A policy on the workers of a cluster.
+    """A policy whose workers run on the bundles of a cluster.
 
     Args:
         cluster: provides the bundles, one per worker.
         config: the policy configuration.
         tokenizer: tokenizer of the model.
         name_prefix: prefix of the workers' names.
-        workers_per_node: as in ``RayWorkerGroup``.
+        workers_per_node: see ``RayWorkerGroup``.
         init_optimizer: False for a policy that is not trained.
-        weights_path: checkpoint to start from instead of ``model_name``'s weights.
-        optimizer_path: optimizer checkpoint to continue from.
+        weights_path: checkpoint to load after ``model_name``'s weights.
+        optimizer_path: optimizer checkpoint to load with ``weights_path``.
         init_reference_model: keep the weights of ``model_name`` as the reference policy.
-        seed: seed of the workers' random-number generators, and of sampling seeds if a batch has none.
-        init_timeout_s, call_timeout_s: time limits in seconds for starting the workers, and for each call.
-        deadlines: time limits of the calls by phase, in place of ``call_timeout_s``. No collective of the
-            workers times out before them.
-        check_collectives: compare every collective of a group of ranks before it begins, and name the ranks
-            that differ; slow.
+        seed: seed of the workers' random generators. Also gives the sampling seeds of batches without
+            ``sampling_seeds``.
+        init_timeout_s: time limit in seconds for starting the workers.
+        call_timeout_s: time limit in seconds of each call.
+        deadlines: time limits per phase, used instead of ``call_timeout_s``. The timeout of the workers'
+            collectives is longer than any of these limits.
+        check_collectives: compare every collective across its ranks before it starts, and name the ranks that
+            differ; slow.
 
     Attributes:
         generate_calls: number of successful calls of ``generate``.
 
     Raises:
-        ConfigError: the configuration is wrong, or its layout does not fit the cluster.
-        MegarlError: a worker could not be created; none is left behind.
+        ConfigError: the configuration is invalid, or its parallel layout does not match the cluster's size.
+        MegarlError: a worker could not be created; the workers that were already running are stopped.
     """
 
-    # Engines take full weights unless they request slices.
+    # Until ``send_slices`` is called, engines receive full weights.
     _wanted_slices: WantedSlices | None = None
     _sliced_names: Sequence[str] = ()
 
@@ -128,11 +131,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         deadlines: PhaseDeadlines | None = None,
         check_collectives: bool = False,
     ) -> None:
+        # Validate before any actor is started: an error of the configuration should not cost a start of
+        # workers.
         config = validate_policy_config(config, cluster.world_size())
         if config["generation"] is not None and tokenizer is not None:
             config["generation"] = configure_generation_config(
                 config["generation"], tokenizer, model_name=config["model_name"]
             )
+        # Keep the configuration with its defaults: other methods index optional keys without a check.
         backend = enabled_backend(config)
         self.cfg = config
         self.tokenizer = tokenizer
@@ -141,7 +147,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.generate_calls = 0
         self._memory_after_train: tuple[int, list[dict[str, Any]]] = (-1, [])
         facts = open_source(config["model_name"]).read_json("config.json") or {}
-        # A multimodal model stores the sizes of its text model one level below.
+        # The config of a multimodal model has the text model's sizes in a section of its own.
         facts = facts.get("text_config") or facts
         self._vocab_size, self._hidden_size = int(facts["vocab_size"]), int(facts["hidden_size"])
         builder = RayWorkerBuilder(
@@ -153,6 +159,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             optimizer_path=_absolute(optimizer_path),
             init_reference_model=init_reference_model,
             worker_sharding_annotations=self.sharding_annotations,
+            # An argument of NeMo-RL's workers, which megarl's workers ignore.
             pre_init_communication_queue=None,
             seed=seed,
             collective_timeout_s=(call_timeout_s if deadlines is None else deadlines.longest_s)
@@ -181,7 +188,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model has an output for."""
+        """Number of tokens for which the model has a logit."""
         return self._vocab_size
 
     # Log-probabilities.
@@ -198,7 +205,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         *,
         skip_masked: bool = False,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Compute ``get_logprobs`` under the reference policy; ``micro_batch_size`` replaces
+        """Compute log-probabilities under the reference policy. ``micro_batch_size`` overrides
         ``logprob_batch_size``."""
         rows = chosen_size(micro_batch_size, self.cfg["logprob_batch_size"], "micro-batch size")
         options = {"micro_batch_size": rows, "skip_masked": skip_masked}
@@ -213,22 +220,24 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         skip_masked: bool = False,
         vocabulary_size: int | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Compute the ``k`` most likely next tokens after each token of ``data``, in its order, and the
-        result of ``get_logprobs``, in one pass.
+        """Compute the ``k`` most likely next tokens at each position and the result of ``get_logprobs``, in
+        one forward pass. Rows keep their order.
 
         Args:
-            data: as for ``get_logprobs``.
-            k: number of tokens, at most the vocabulary; ``policy.generation`` must not exclude any token.
-            micro_batch_size: replaces ``logprob_batch_size``.
-            skip_masked: as for ``get_logprobs``; results are 0 if the mask of the next token is 0.
-            vocabulary_size: vocabulary of the model that learns from the result. Later rows of the output
-                layer count as padding; with the same tokenizer, some models have more of them than others.
-                None for all rows.
+            data: batch as in ``get_logprobs``.
+            k: number of tokens, at most the vocabulary size. The sampling settings in ``policy.generation``
+                must not exclude any token.
+            micro_batch_size: overrides ``logprob_batch_size``.
+            skip_masked: as in ``get_logprobs``. Positions whose next token is masked are 0.
+            vocabulary_size: vocabulary size of the student model. Models with the same tokenizer may pad the
+                output layer to different sizes; rows beyond this size are ignored. None uses all rows.
 
         Raises:
-            BatchError: the batch is invalid, or ``k`` is not between 1 and the vocabulary.
-            ConfigError: the model is a scoring model, or sampling excludes tokens.
+            BatchError: the batch is invalid, or ``k`` is not between 1 and the vocabulary size.
+            ConfigError: sampling excludes tokens.
+            StateError: the model is a reward or value model.
         """
+        # A teacher may have more rows than the student, or fewer.
         size = min(self.vocab_size, vocabulary_size or self.vocab_size)
         if not 1 <= k <= size:
             raise BatchError(
@@ -251,8 +260,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._token_columns("get_values", ["values"], data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
-        """Return the scores of the sequences of ``data``, in its order: the output of a scoring model at the
-        last token of each."""
+        """Return the score of each sequence of ``data``: the output of a reward or value model at the last
+        token."""
         values = self.get_values(data)["values"]
         return BatchedDataDict(
             {"scores": values.gather(1, data["input_lengths"].long()[:, None] - 1).squeeze(1)}
@@ -265,7 +274,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._check(data, required=["token_mask"] if skips else [])
         masks = [name for name in ("token_mask", "sample_mask") if skips and name in data]
         needed: BatchedDataDict[Any] = BatchedDataDict(
-            # Do not send columns that workers do not read.
+            # Send only the columns that the workers read: the batch travels over the network.
             {name: data[name] for name in ("input_ids", "input_lengths", *masks)}
         )
         sharded = shard_batch(
@@ -286,22 +295,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> dict[str, Any]:
         """Take one optimizer step for each global batch in ``data``; see ``PolicyInterface.train``.
 
-        ``grad_norm`` is the 0-d tensor of the last global batch. ``all_mb_metrics`` holds, for each metric,
-        the values of all micro-batches of all data-parallel replicas. ``skipped`` lists the global batches
-        without a step, each with the reason and the rows of ``data`` in which it was first seen.
-        ``positions`` is the number of positions in the forward passes, padding included.
+        Returns:
+            The result of ``PolicyInterface.train``, where ``grad_norm`` is the 0-d tensor of the last global
+            batch and ``all_mb_metrics`` contains the values of all micro-batches of all data-parallel
+            replicas. Also ``skipped``, which lists the global batches whose optimizer step was skipped, each
+            with the reason and the rows of ``data`` where the fault was first seen, and ``positions``, the
+            number of positions in the forward passes, including padding.
 
         Raises:
-            ConfigError: ``loss_fn`` does not have a loss's signature, for example because it was written for
+            ConfigError: ``loss_fn`` does not have the signature of a loss, for example because it expects
                 logits.
             BatchError: the batch is invalid for training.
-            NonFiniteError: a loss or a gradient is not finite, and ``policy.on_nonfinite`` or
-                ``policy.max_consecutive_skips`` does not allow training to continue; its ``skipped`` is as
-                above.
+            NonFiniteError: a loss or gradient is not finite, and ``policy.on_nonfinite`` or
+                ``policy.max_consecutive_skips`` does not allow training to continue. The error's ``skipped``
+                has the form of the result's.
         """
-        # Check here, before anything is sent. The workers check again for callers without a driver.
+        # Check before anything is sent. The workers repeat the check for callers that run them without a
+        # driver.
         check_loss(loss_fn, scores=scores(self.cfg))
         token_level = getattr(getattr(loss_fn, "loss_type", None), "value", None) == "token_level"
+        # Name of the column with additional tokens per position whose log-probabilities this loss needs.
         scored = getattr(loss_fn, "scored_tokens", None)
         self._check(
             data,
@@ -315,6 +328,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             check_scored_tokens(data, scored, self._vocab_size)
         global_batch = chosen_size(gbs, self.cfg["train_global_batch_size"], "global batch size")
         micro_batch = chosen_size(mbs, self.cfg["train_micro_batch_size"], "micro-batch size")
+        # A preference loss compares the rows of a pair, so both must be in one micro-batch.
         together = getattr(loss_fn, "rows_together", 1)
         self._check_batch_arithmetic(data.size, global_batch, micro_batch, together)
         sharded = shard_batch(
@@ -331,18 +345,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             future = self._start_sharded("train", sharded.by_stage(self._stages), options)
             answers = self.worker_group.get_all_worker_results(future.futures)
         except NonFiniteError as error:
-            # Translate the row numbers: workers count the rows of their replica, and the caller those of its
-            # batch.
+            # Workers number the rows of their replica. Convert to row numbers of the caller's batch.
             error.skipped = _with_rows_of_batch(error.skipped, sharded, global_batch)
             raise
         if not eval_mode:
-            # Store the number of calls, which shows later whether these figures are still current.
+            # Store the call count with the figures: they are current until the next call.
             self._memory_after_train = self.worker_group.calls, [answer["gpu_info"] for answer in answers]
         results = future.selected(answers)
         metrics: dict[str, list[float]] = defaultdict(list)
         for result in results:
             for name, values in result["all_mb_metrics"].items():
                 metrics[name].extend(values)
+        # Losses and norms are reduced over all ranks, so any replica's result will do. Metrics are not.
         return {
             "loss": results[0]["global_loss"],
             "grad_norm": results[0]["grad_norm"],
@@ -364,7 +378,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 f"Batch size ({global_batch}) is not a multiple of shards ({replicas} data-parallel "
                 f"replicas{kept}): choose a multiple"
             )
-        # A plan by tokens forms its own micro-batches, for any number of rows.
+        # Packing and dynamic batching choose micro-batches by tokens, so the micro-batch size does not apply.
         if self.cfg["sequence_packing"]["enabled"] or self.cfg["dynamic_batching"]["enabled"]:
             return
         if (global_batch // replicas) % micro_batch:
@@ -389,14 +403,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         *,
         sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``.
+        """Generate a response to every prompt. Rows keep their order.
 
-        Besides the keys of that API, the result has ``truncated`` [B] bool: True if a length limit ended the
-        response, and not a stop. Rows without ``sampling_seeds`` get one from this policy's seed and the
-        number of earlier generate calls.
+        In addition to NeMo-RL's columns, the result contains ``truncated`` [B] bool: True if the response
+        ended at a length limit rather than at a stop token or string. If ``data`` has no ``sampling_seeds``,
+        they are derived from this policy's seed and the number of earlier ``generate`` calls.
 
         Raises:
             BatchError: the prompts are invalid.
+            ConfigError: ``policy.generation`` is missing, or separate engines generate.
         """
         if not isinstance(data, BatchedDataDict):
             raise BatchError(
@@ -414,6 +429,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 "policy; call their generate()"
             )
         self._check(data)
+        # Called for its errors only: the workers combine the strings themselves.
         stop_strings_of_rows(generation["stop_strings"], data.get("stop_strings"), data.size)
         needed = data.select_columns(GENERATION_INPUTS)
         if "sampling_seeds" not in needed:
@@ -422,7 +438,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         results = self._call_sharded(
             "generate", needed.deal(self.data_parallel_size, allow_uneven_shards=True), options
         )
-        # Count only successful calls, so that a retry samples the same as the call that failed.
+        # Count only successful calls: a retry then uses the seeds of the failed call and samples the same.
         self.generate_calls += 1
         for result in results:
             missing = [key for key in GENERATION_KEYS if key not in result]
@@ -433,25 +449,27 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Move parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the other parts."""
+        """Move the parameters to the device. ``policy.offload_optimizer_for_logprob`` decides whether
+        gradients and optimizer state stay there."""
         self._prepare("prepare_for_generation")
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Do nothing: the policy itself generates."""
+        """Do nothing: the policy generates with its own weights, so there is nothing to release."""
         return True
 
-    # Location of parameters, gradients and optimizer state.
+    # Placement of parameters, gradients and optimizer state.
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         self._prepare("prepare_for_training")
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Move parameters to the device; see ``policy.offload_optimizer_for_logprob`` for the other parts."""
+        """Move the parameters to the device. ``policy.offload_optimizer_for_logprob`` decides whether
+        gradients and optimizer state stay there."""
         self._prepare("prepare_for_lp_inference")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Do nothing: ``offload_before_refit`` frees the memory of the training state."""
 
     def offload_before_refit(self) -> None:
         self._call_all("offload_before_refit")
@@ -467,12 +485,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         optimizer_path: PathLike | list[PathLike] | None = None,
         tokenizer_path: PathLike | list[PathLike] | None = None,
     ) -> None:
-        """Write a checkpoint that any layout can read; see ``EngineWorker.save_checkpoint``.
+        """Write a checkpoint that a policy with any parallel layout can load; see
+        ``EngineWorker.save_checkpoint``.
 
         Args:
-            weights_path, optimizer_path, tokenizer_path: each is one path, or a list with one path per rank.
-                Ranks of different nodes may write to different directories, whose files together are the
-                checkpoint.
+            weights_path, optimizer_path, tokenizer_path: one path, or a list with one path per rank. Ranks of
+                different nodes may write to different directories; the checkpoint is then all their files
+                together.
         """
         paths = {
             "weights_path": weights_path,
@@ -498,79 +517,85 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def export_hf(self, path: PathLike) -> None:
-        """Write the present weights as a Hugging Face checkpoint."""
+        """Write the current weights as a Hugging Face checkpoint."""
         self._call_all("export_hf", path=_absolute(path))
 
-    # Refit: sending the weights to an engine that generates.
+    # Refits, by three paths: NeMo-RL's IPC handles and megarl's mailboxes for engines on the same devices,
+    # and a broadcast for engines on other devices.
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Create the process group that broadcasts weights to engines on other devices. The engines'
-        ``init_collective`` must be called too.
+        """Create the process group over which weights are broadcast to engines on other devices. The engines
+        must call ``init_collective`` too.
 
         Args:
-            ip, port: rendezvous address, on the host of the policy's first worker. The first worker of each
-                later pipeline stage joins at the same address, once the stage before it has sent its weights.
+            ip, port: rendezvous address on the host of the policy's first worker. With several pipeline
+                stages, the first worker of each stage sends in turn, and joins at the same address.
             world_size: number of ranks of all engines, plus one for the policy, for any number of stages.
 
         Returns:
-            Futures, to be awaited together with those of the engines.
+            Futures; await them together with the engines' futures.
         """
         return self.worker_group.run_all_workers_single_data(
             "init_collective", ip=ip, port=port, world_size=world_size
         )
 
-    # In NeMo-RL's policy API, two interfaces use this name, one for the sending and one for the receiving
-    # side; the policy is both.
+    # NeMo-RL's policy API has this name twice: a policy returns the description, an engine receives it. This
+    # class implements both interfaces, so the signatures conflict.
     def prepare_refit_info(  # type: ignore[override]
         self, state_dict_info: Any = None
     ) -> dict[str, Any] | None:
-        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in order, for the engine's
-        ``prepare_refit_info``."""
+        """Return ``{name: (shape, dtype)}`` of the weights that a refit sends, in sending order. Pass it to
+        the engine's ``prepare_refit_info``."""
         return self._results("prepare_refit_info", first_rank_only=True)[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
         """Begin a refit of an engine on the same devices.
 
         Args:
-            _refit_buffer_size_gb: maximum GiB of a group, limited to what the workers allow.
+            _refit_buffer_size_gb: maximum size of a group in GiB. A smaller limit of the workers takes
+                precedence.
 
         Returns:
-            The names of all weights in groups, to be passed to ``get_weights_ipc_handles`` in this order.
+            The names of all weights in groups. Pass each group to ``get_weights_ipc_handles``, in this order.
 
         Raises:
-            RefitError: a weight is larger than a group may be.
+            RefitError: a single weight is larger than the maximum size of a group.
         """
-        # All ranks have the same layout of a group, so that the smallest room decides.
+        # All ranks pack a group in the same way, so it must fit into the smallest buffer.
         budget = min(self._results("begin_refit"))
         if _refit_buffer_size_gb is not None:
             budget = min(budget, self._bytes_of_group(_refit_buffer_size_gb))
         return [group.names for group in self._manifest.groups(budget)]
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return handles of the weights ``keys`` by device. They stay valid until the group after the next
-        one is requested."""
+        """Return the IPC handles of the weights named ``keys``, by device. They become invalid when the
+        second group after this one is requested, because the workers alternate between two buffers."""
+        # The manifest is cached at the start of the first refit. Test the cache, not the property, which
+        # would call the workers.
         if "_manifest" not in self.__dict__:
             raise StateError("no refit is under way: call prepare_weights_for_ipc() first")
-        # Send tens or hundreds of workers two numbers instead of tens of thousands of names.
+        # Send two numbers instead of the names: a mixture-of-experts model has tens of thousands of weights,
+        # and this message goes to every worker.
         group = self._manifest.group_named(keys)
         return functools.reduce(
             operator.or_, self._results("get_part_ipc_handles", first=group.first, count=group.count)
         )
 
     def send_slices(self, wanted: WantedSlices | None) -> Sequence[str]:
-        """Choose the weights that are sent as slices to engines on the same devices from now on: those for
-        which no rank needs another rank's shard.
+        """Let later refits send slices instead of full weights to engines on the same devices, wherever no
+        rank needs another rank's shard for its slice.
 
         Args:
-            wanted: ``slices_wanted`` of the engines. If it has not changed, the workers are not called.
+            wanted: the engines' ``slices_wanted``. If it equals that of the previous call, the workers are
+                not called.
 
         Returns:
-            The names of these weights, for the engines' ``take_slices``.
+            The names of the weights that are sent as slices, for the engines' ``take_slices``.
         """
         if wanted != self._wanted_slices:
-            # Drop the cached property, because the workers make new mailboxes for slices.
+            # Invalidate the cached property, because the workers create new mailboxes for slices.
             self.__dict__.pop("mailboxes", None)
-            # Receive one number instead of hundreds of names from each of thousands of ranks.
+            # All but the first rank return a digest: with thousands of ranks, the names would be megabytes.
             first, *others = self._results("send_slices", wanted=wanted, first_rank_only=True)
             if any(other != names_digest(first) for other in others):
                 raise RefitError(
@@ -592,19 +617,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def hand_over_weights(
         self, session: int, ticket: int, _refit_buffer_size_gb: float | None = None
     ) -> list[ray.ObjectRef[Any]]:
-        """Send the present weights to engines on the same devices: each worker passes its groups to the
-        engine's rank on its device.
+        """Send the current weights to engines on the same devices. Each worker passes them, group by group,
+        to the engine rank on its device.
 
         Args:
             session: result of the engines' ``meet``.
-            ticket: number of this refit, also for the engines' ``update_weights_from_policy``.
-            _refit_buffer_size_gb: maximum GiB of a group, limited to what the workers allow.
+            ticket: id of this refit; pass the same to the engines' ``update_weights_from_policy``.
+            _refit_buffer_size_gb: maximum size of a group in GiB. A smaller limit of the workers takes
+                precedence.
 
         Returns:
-            Futures, to be awaited together with those of the engines.
+            Futures; await them together with the engines' futures.
 
         Raises:
-            RefitError: a weight is larger than a group may be.
+            RefitError: a single weight is larger than the maximum size of a group.
         """
         most = None if _refit_buffer_size_gb is None else self._bytes_of_group(_refit_buffer_size_gb)
         return self.worker_group.run_all_workers_single_data(
@@ -622,47 +648,51 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def _manifest(self) -> Manifest:
-        """Description of the weights that a refit sends; the workers are asked once."""
+        """Names, shapes and dtypes of the weights that a refit sends. Fetched from the workers once."""
         return Manifest.from_description(self.prepare_refit_info() or {})
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Send the present weights over the group. The engines' ``update_weights_from_collective`` must be
-        called too.
+        """Broadcast the current weights over the process group of ``init_collective``. The engines must call
+        ``update_weights_from_collective`` too.
 
         Returns:
-            Futures, to be awaited together with those of the engines.
+            Futures; await them together with the engines' futures.
         """
         return self.worker_group.run_all_workers_single_data("broadcast_weights_for_collective")
 
     def weight_digests(self) -> dict[str, int]:
-        """Return a digest of the bits of each weight, by its Hugging Face name. Equal weights have equal
-        digests in any layout."""
+        """Return a digest of each weight's bits, by Hugging Face name. It does not depend on the parallel
+        layout."""
         return self._results("weight_digests", first_rank_only=True)[0]
 
     def share_base(self) -> list[dict[str, Any]]:
-        """Move the weights that adapters leave untouched into memory that other models' workers can read, and
-        return the argument of ``take_base`` of another policy on the same ranks."""
+        """Move the weights that adapters do not change into shared memory. Return the argument for
+        ``take_base`` of another policy on the same ranks."""
         return self._results("share_base")
 
     def take_base(self, shared: Sequence[Mapping[str, Any]]) -> int:
-        """Read those weights that are equal bit for bit from the other policy's memory, and free their
-        own.
+        """Replace weights by the other policy's copies in shared memory where both are bitwise equal, and
+        free this policy's copies.
 
         Args:
             shared: result of the other policy's ``share_base``.
 
         Returns:
-            Bytes that are read from there, over all ranks.
+            Number of bytes that are now shared, summed over all ranks.
         """
         return sum(self._results("take_base", shared=shared))
 
     # Profiling and shutdown.
 
     def memory_figures(self) -> dict[str, float]:
-        """Return ``memory_gib`` and ``peak_memory_gib``, each of the worker that has most: the allocator's
-        reserved GPU memory (on a CPU, the resident set), now and at its peak so far. On GPUs, return also
-        NVML's present ``free_memory_gib`` of the fullest GPU, the total ``power_w``, and the mean
-        ``utilization_percent``. Right after ``train``, all figures are those that came with its result."""
+        """Return memory and GPU metrics over all workers.
+
+        ``memory_gib`` and ``peak_memory_gib`` are maxima over the workers: the allocator's reserved memory on
+        a GPU, or the resident set size on a CPU, now and at its peak. On GPUs, the result also has NVML's
+        ``free_memory_gib`` (the minimum over the GPUs), ``power_w`` (the sum) and ``utilization_percent``
+        (the mean). Directly after ``train``, all values are those recorded at its end, so no worker is
+        called.
+        """
         calls, infos = self._memory_after_train
         if calls != self.worker_group.calls:
             infos = self._results("get_gpu_info")
@@ -671,13 +701,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return memory | gpu_metrics(infos)
 
     def peak_flops(self) -> list[float]:
-        """Return each worker's peak FLOP/s at the policy's precision: the published figures if all devices
-        are known, otherwise those of a large matrix product, measured on all workers at once."""
+        """Return each worker's peak FLOP/s at the policy's precision. Uses published peaks if all devices are
+        known; otherwise all workers measure a large matmul at the same time."""
         known = [
             known_peak(info["device_name"], self.cfg["precision"]) for info in self._results("get_gpu_info")
         ]
-        # Use known peaks only if all are known, because a sum of measured and published peaks would be
-        # meaningless.
+        # Use published peaks only if every device has one: their sum with measured rates would mean nothing.
         if all(known):
             return list(filter(None, known))
         return self._results("measure_peak_flops")
@@ -691,7 +720,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._call_all("stop_gpu_profiling")
 
     def start_torch_profiling(self, ranks: Sequence[int]) -> None:
-        """Record with torch's profiler on these ranks until ``stop_torch_profiling``."""
+        """Record with torch's profiler on the given ranks until ``stop_torch_profiling``."""
         self._call_all("start_torch_profiling", ranks=list(ranks))
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:
@@ -699,21 +728,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return list(filter(None, self._results("stop_torch_profiling", stem=stem)))
 
     def shutdown(self) -> bool:
-        """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
+        """Shut down the workers. Return True if all of them exited cleanly. Further calls are allowed."""
         try:
             return self.worker_group.shutdown(cleanup_method="shutdown")
         except Exception:
+            # Do not raise: callers shut down while they handle another error, which this one would hide.
             logger.exception("shutting the policy's workers down failed")
             return False
 
     def __del__(self) -> None:
-        # Do nothing if the interpreter is shutting down and modules may be gone: Ray then ends the workers
-        # with their driver.
+        # During interpreter shutdown, modules may already be gone. Ray then ends the workers with their
+        # driver.
         group = getattr(self, "worker_group", None)
         if group is not None and sys is not None and not sys.is_finalizing():
             group.shutdown()
-
-    # Internal methods.
 
     def _check(self, data: BatchedDataDict[Any], required: Sequence[str] = ()) -> None:
         check_batch(
@@ -724,7 +752,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _call_sharded(self, method: str, shards: list[DealtRows], options: dict[str, Any]) -> list[Any]:
-        """Return the result of one worker per data-parallel replica, in order."""
+        """Run a method on all workers and return one result per data-parallel replica, in order."""
         return self.worker_group.get_all_worker_results(
             self._start_sharded(method, [shards] * self._stages, options)
         )
@@ -736,7 +764,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _start_sharded(
         self, method: str, by_stage: list[list[DealtRows]], options: dict[str, Any]
     ) -> MultiWorkerFuture:
-        """Start a call of all workers, each with its pipeline stage's columns of its replica's rows."""
+        """Start a method on all workers. Each gets the rows of its replica with the columns of its pipeline
+        stage."""
         return self.worker_group.run_all_workers_sharded_data(
             method,
             data=by_stage,
@@ -747,8 +776,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def _prepare(self, method: str) -> None:
-        """Move the workers' parts between device and host. If other worker groups share the devices, the move
-        is complete on return; otherwise it is sent with the next call."""
+        """Run one of the workers' ``prepare_for_...`` methods.
+
+        If other worker groups share the devices, wait until the tensors have moved. Otherwise the method is
+        run before the workers' next call, which saves a round trip.
+        """
         if self.worker_group.cluster.max_colocated_worker_groups > 1:
             self._call_all(method)
         else:
@@ -758,14 +790,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._results(method, **options)
 
     def _results(self, method: str, **options: Any) -> list[Any]:
-        """Call all workers and return their results by rank."""
+        """Run a method on all workers and return their results, ordered by rank."""
         return self.worker_group.get_all_worker_results(
             self.worker_group.run_all_workers_single_data(method, **options)
         )
 
 
 def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the logged metrics of the workers' GPU figures. A figure that some workers lack is left out."""
+    """Combine the workers' GPU readings into metrics. A metric is omitted if any worker lacks the reading."""
     ways: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
         "free_memory_gib": ("free_memory_mb", lambda values: min(values) / 1024),
         "power_w": ("power_w", sum),
@@ -795,8 +827,8 @@ def _with_rows_of_batch(
 
 
 def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
-    """Return the coordinates of each rank, with tensor parallelism fastest, then context, data and pipeline
-    parallelism."""
+    """Return the parallel layout of the ranks. From the fastest to the slowest varying axis: tensor, context,
+    data and pipeline parallelism."""
     backend = enabled_backend(config)
     pipeline = context = tensor = 1
     if backend == "megatron":
@@ -812,14 +844,14 @@ def _sharding(config: PolicyConfig, world_size: int) -> NamedSharding:
 
 
 def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
-    """Return the environment variables that a backend's workers get besides the driver's: those of its
-    section, and those that its layout needs.
+    """Return the environment variables that the workers get in addition to the driver's: the backend
+    section's ``env_vars``, and variables that the parallel layout needs.
 
-    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the kernels of a GPU run in launch order. A
-    collective of Megatron-Core's tensor or context parallelism thus begins before the matrix product that it
-    overlaps with. ``NVIDIA_TF32_OVERRIDE=0`` keeps float32 products in float32, since Transformer Engine
-    would round their operands to ten bits. For the other variables of GPU workers see
-    ``allocator.fast_pinning``. A value in the driver's environment is kept.
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1`` gives a GPU one hardware queue, so kernels run in launch order, and a
+    tensor- or context-parallel collective of Megatron-Core starts before the matmul that it overlaps with.
+    ``NVIDIA_TF32_OVERRIDE=0`` keeps Transformer Engine from rounding the operands of float32 matmuls to TF32.
+    For the other variables of GPU workers, see ``allocator.fast_pinning``. Neither is set if the driver's
+    environment already has it.
     """
     backend = enabled_backend(config)
     found = fast_pinning() if gpus else {}
@@ -829,12 +861,15 @@ def worker_environment(config: PolicyConfig, gpus: bool) -> dict[str, str]:
     variables = megatron.get("env_vars") if backend == "megatron" else config["dtensor_cfg"].get("env_vars")
     if gpus and backend == "megatron":
         overlaps = max(megatron["tensor_model_parallel_size"], megatron["context_parallel_size"]) > 1
+        # Without such collectives, one queue would only prevent kernels from running concurrently.
         wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if overlaps else {}
         if config["precision"] == "float32":
             wanted |= FULL_FLOAT32
         found |= {name: value for name, value in wanted.items() if env.text(name) is None}
+    # The configuration's values come last, so they override the defaults above.
     return {**found, **{name: str(value) for name, value in (variables or {}).items()}}
 
 
 def _absolute(path: PathLike | None) -> str | None:
+    # A worker's working directory need not be the driver's.
     return None if path is None else str(Path(path).absolute())

@@ -1,5 +1,5 @@
-"""MegatronPolicyWorker: one rank of a policy on Megatron-Core. It is a plain class; Ray wraps it in an actor,
-and torchrun uses it directly."""
+"""``MegatronPolicyWorker``, one rank of a policy on Megatron-Core. It is a plain class: Ray wraps it in an
+actor, and torchrun uses it directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MegatronPolicyWorker(EngineWorker):
     def make_backend(
         config: PolicyConfig, runtime: DeviceRuntime, seed: int, with_optimizer: bool
     ) -> MegatronBackend:
-        """Build the Megatron backend; see ``EngineWorker``."""
+        """Build the Megatron-Core backend; see ``EngineWorker.make_backend``."""
         family_file = config["megatron_cfg"]["family_file"]
         if family_file is not None:
             load_family_file(Path(family_file))
@@ -37,6 +37,7 @@ class MegatronPolicyWorker(EngineWorker):
     def generate(
         self, *, data: BatchedDataDict[Any], greedy: bool = False, sampling: Sampling | None = None
     ) -> BatchedDataDict[Any]:
-        """Continue prompts with Megatron itself; see ``generate``."""
+        """Generate a response to each prompt with the Megatron-Core model itself; see
+        ``megarl.models.megatron.generation.generate``."""
         self._require("generate", remedy="prepare_for_generation")
         return generate(self.backend, data, self._generation(sampling), self.tokenizer, greedy=greedy)

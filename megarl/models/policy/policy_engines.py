@@ -1,7 +1,7 @@
-"""Engines of the policy's own backend: workers on separate ranks that only generate, and that get the
-policy's weights by refits.
+"""Rollout engines on the policy's own backend: workers on separate ranks that only generate, with weights
+from refits.
 
-With them, separate generation and thus asynchronous training run on any machine. Their tokens and
+They make separate generation, and so asynchronous training, possible on any machine. Tokens and
 log-probabilities come from the same code as the policy's own.
 """
 
@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS = "generation"
-"""Name of the worker group."""
+"""Name of the engines' worker group."""
 
 LIFE_SECONDS = 60.0
-"""Seconds that a worker has to answer ``is_alive``, after the call that it is executing."""
+"""Time limit in seconds for a worker's reply to ``is_alive``, counted from the end of the call it is
+running."""
 
 
 class PolicyEnginesConfig(TypedDict):
-    """Layout of engines of the policy's own backend."""
+    """Parallel layout of engines on the policy's own backend."""
 
     tensor_parallel_size: NotRequired[
         Annotated[
@@ -62,10 +63,10 @@ class PolicyEnginesConfig(TypedDict):
 
 
 class PolicyEngines(RolloutEngine):
-    """A rollout engine that is a policy which is never trained.
+    """A rollout engine implemented by a second ``Policy`` that is never trained.
 
     Args:
-        make: builds the policy.
+        make: builds that policy.
     """
 
     def __init__(self, make: Callable[[], Policy]) -> None:
@@ -77,55 +78,58 @@ class PolicyEngines(RolloutEngine):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that all ranks have; None if the versions differ, or if some rank has no
-        weights."""
+        """Version of the weights on all ranks. None if some rank has no weights, or if versions differ."""
         return self._version
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all replicas of the model."""
+        """Number of engine ranks, over all replicas of the model."""
         return len(self._policy.worker_group.workers)
 
     @property
     def connected(self) -> bool:
-        """True if ``init_collective`` was called for the present workers."""
+        """True if ``init_collective`` was called since the workers were started."""
         return self._connected
 
     def disconnect(self) -> None:
-        """Mark the policy's group as not connected."""
+        """Mark the engine as not connected to the policy's process group."""
         self._connected = False
 
     def results(self, futures: list[ray.ObjectRef[Any]]) -> list[Any]:
-        """Wait for futures of this object's methods, and return their results."""
+        """Wait for the futures of this object's methods, and return their results."""
         return self._policy.worker_group.get_all_worker_results(futures)
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Store the description of the weights that will arrive."""
+        """Store names, shapes and dtypes of the weights that refits will send."""
         self._weights = state_dict_info
+        # The engine may hold other weights than those described, so require a refit before it generates.
         self._version = None
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the policy's group; see ``GenerationInterface.init_collective``.
+        """Join the process group of the training policy; see ``GenerationInterface.init_collective``.
 
         Raises:
-            RefitError: ``world_size`` is not the number of these ranks plus one.
+            RefitError: ``world_size`` is not the number of engine ranks plus one.
         """
         if world_size != self.ranks + 1:
             raise RefitError(
                 f"world_size = {world_size}: {self.ranks} ranks that generate and the policy make "
                 f"{self.ranks + 1}"
             )
+        # All ranks join, also those of further replicas: each receives the broadcast and keeps its own shard.
         self._version, self._connected = None, True
         return self._call("connect", weights=self._weights, address=[ip, port, world_size, 1])
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Receive all weights from the policy's group; await the futures together with the policy's."""
+        """Receive all weights from the training policy. Await the futures together with the policy's
+        futures."""
+        # From here until ``loaded``, the weights are a mixture of two versions.
         self._version = None
         return self._call("update_from_broadcast")
 
     def loaded(self, versions: list[Any]) -> None:
-        """Store the weights' version from the results of ``update_weights_from_collective``."""
-        # Accept a version only if all ranks have it, because a copy with other weights must not generate.
+        """Set ``version`` from the results of ``update_weights_from_collective``."""
+        # All ranks must have the same version, because replicas with different weights must not generate.
         found = set(versions)
         self._version = found.pop() if len(found) == 1 else None
 
@@ -136,32 +140,32 @@ class PolicyEngines(RolloutEngine):
         *,
         sampling: Sampling | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, in the order of ``data``; see ``Policy.generate``.
+        """Generate a response to every prompt; see ``Policy.generate``.
 
         Raises:
-            RefitError: the workers do not have the weights that were sent last.
+            RefitError: the workers have no complete weights, for example after a failed refit.
             BatchError: the prompts are invalid.
         """
         self._require_weights()
         return self._policy.generate(data, greedy, sampling=sampling)
 
     def score(self, data: BatchedDataDict[Any]) -> list[torch.Tensor]:
-        """Return the log-probabilities of given tokens; all replicas of the model count as one engine. See
-        ``RolloutEngine.score``.
+        """Return the log-probabilities of given tokens, in a list of one element because all replicas of the
+        model count as one engine. See ``RolloutEngine.score``.
 
         Raises:
-            RefitError: the workers do not have the weights that were sent last.
+            RefitError: the workers have no complete weights, for example after a failed refit.
         """
         self._require_weights()
         self._policy.prepare_for_lp_inference()
         return [self._policy.get_logprobs(data)["logprobs"]]
 
     def weight_digests(self) -> list[dict[str, int]]:
-        """Return the weight digests of each rank."""
+        """Return the weight digests of every rank, ordered by rank."""
         return self.results(self._call("weight_digests"))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Move parameters to the device, where they stay."""
+        """Move the parameters to the device. They stay there, because the devices are not shared."""
         return self._policy.prepare_for_generation()
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -169,7 +173,7 @@ class PolicyEngines(RolloutEngine):
         return True
 
     def is_alive(self) -> bool:
-        """Return whether all processes respond, and none hangs in a call that timed out."""
+        """Return whether all workers reply, and none hangs in a call that timed out."""
         try:
             self._policy.worker_group.get_all_worker_results(self._call("is_alive"), timeout_s=LIFE_SECONDS)
         except MegarlError:
@@ -177,19 +181,18 @@ class PolicyEngines(RolloutEngine):
         return True
 
     def restart(self, policy: SharesDevices | None = None) -> None:
-        """Replace all workers by new ones, which cannot generate until they get a full refit over a new
-        group."""
+        """Replace all workers by new ones. They can generate only after ``init_collective`` and a full
+        refit."""
         self._version = None
         self.disconnect()
         calls = self._policy.generate_calls
         self.shutdown()
         self._policy = self._make()
-        # Restore the count of calls, because the new workers would otherwise sample with the seeds of the
-        # first calls again.
+        # Restore the call count: starting at 0, the new workers would reuse the seeds of the first calls.
         self._policy.generate_calls = calls
 
     def shutdown(self) -> bool:
-        """Shut down the workers. Return True if all ended cleanly. May be called more than once."""
+        """Shut down the workers. Return True if all of them exited cleanly. Further calls are allowed."""
         return self._policy.shutdown()
 
     def _require_weights(self) -> None:
@@ -205,13 +208,13 @@ class PolicyEngines(RolloutEngine):
 def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     """Return the policy section for workers that only generate.
 
-    Layers are sharded over the engines' own ``tensor_parallel_size`` only. There are no gradients whose
-    memory other axes would divide, and no backward pass to hide their communication. The section has no
-    adapters, because weights arrive merged.
+    It shards layers over the engines' own ``tensor_parallel_size`` only: without gradients and a backward
+    pass, pipeline, context and expert parallelism have no benefit. It has no adapters, because refits send
+    merged weights.
 
     Args:
-        policy: policy section of the run, with its defaults.
-        ranks: number of ranks that generate.
+        policy: the run's policy section, with defaults filled in.
+        ranks: number of engine ranks.
     """
     generation = policy["generation"]
     assert generation is not None
@@ -220,13 +223,14 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
         **policy,
         "generation": {
             **generation,
+            # This policy's own workers generate, so that its validation must not expect further engines.
             "colocated": {"enabled": True},
             "engine_cfg": {},
             "engine_check": {"sequences": 0},
         },
         "peft": None,
         "merged_adapter": None,
-        # These sizes are for batches that are never trained on, but must fit the ranks.
+        # No batch is trained on, but validation requires sizes that the number of ranks divides.
         "train_global_batch_size": ranks,
         "train_micro_batch_size": 1,
         "sequence_packing": {"enabled": False},
@@ -235,8 +239,8 @@ def engine_policy(policy: PolicyConfig, ranks: int) -> PolicyConfig:
     if enabled_backend(policy) == "megatron":
         own["megatron_cfg"] = {**policy["megatron_cfg"], **_ONE_STAGE, "tensor_model_parallel_size": tensor}
     else:
-        # Use DTensor for the engines of any policy of transformers, because FSDP1 can only gather a model as
-        # a whole.
+        # Use DTensor for FSDP1 policies too: FSDP1 has no tensor parallelism, and can only gather a full
+        # model.
         own["dtensor_cfg"] = {"enabled": True, "tensor_parallel_size": tensor}
         own["dynamic_batching"] = {"enabled": False}
     return own  # type: ignore[return-value]
@@ -256,10 +260,10 @@ _ONE_STAGE = {
 
 
 def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
-    """Start the workers of a run that only generate.
+    """Start a run's engine workers.
 
     Raises:
-        ConfigError: the layout does not fit the bundles.
+        ConfigError: the parallel layout does not match the number of bundles.
     """
     from megarl.data.tokenization import get_tokenizer
     from megarl.distributed.deadlines import PhaseDeadlines
@@ -286,8 +290,8 @@ def start(cluster: RayVirtualCluster, config: RunConfig) -> PolicyEngines:
 
 
 def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
-    """Return the memory of a rank that generates: a model that is not trained, and keys and values of
-    ``generation_batch_size`` sequences. A refit brings the full model into its host memory."""
+    """Estimate the memory of one engine rank: the model without training state, and a KV cache for
+    ``generation_batch_size`` sequences. ``host`` is the full model, which a refit stages in host memory."""
     from megarl.config import validate_policy_config
     from megarl.config.layout import Layout
     from megarl.config.memory import BYTES
@@ -300,6 +304,7 @@ def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
     shape = generation_shape(View(config))
     assert shape is not None, "these engines have ranks of their own"
     nodes, per_node = shape
+    # Validation fills in the defaults that the memory estimate reads.
     policy = validate_policy_config(engine_policy(config["policy"], nodes * per_node), nodes * per_node)
     tensor = generation_of(config["policy"])["engine_cfg"]["tensor_parallel_size"]
     layout = Layout(1, nodes * per_node // tensor, 1, tensor, per_node)

@@ -1,4 +1,5 @@
-"""Functions that code for NeMo-RL's policy layer imports from here; megarl itself needs none of them."""
+"""Functions that code written for NeMo-RL's policy layer imports from this module. megarl does not use
+them."""
 
 from __future__ import annotations
 
@@ -27,16 +28,17 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Major compute capability of Hopper GPUs.
 _HOPPER = 9
 
 
 def is_vllm_v1_engine_enabled() -> bool:
-    """Return whether vLLM runs its V1 engine: always True, since the supported versions have no other."""
+    """Return True: the supported vLLM versions have only the V1 engine."""
     return True
 
 
 def import_class_from_path(name: str) -> Any:
-    """Return the class or other object at an import path ``package.module.Name``.
+    """Import and return the object at ``package.module.Name``.
 
     Raises:
         ConfigError: (a ValueError) nothing can be imported under this name.
@@ -50,21 +52,21 @@ def import_class_from_path(name: str) -> Any:
 
 
 def get_gpu_info(model: torch.nn.Module) -> dict[str, Any]:
-    """Return rank, device and memory figures (MiB) of this process, and one parameter of ``model`` as a
-    sample. Needs torch.distributed."""
+    """Return rank, device and memory statistics (MiB) of this process, and one parameter of ``model`` as a
+    sample. torch.distributed must be initialized."""
     return runtime().facts(model.named_parameters())
 
 
 def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
-    """Return the changes of a model's config that keep an engine from using a sliding window that the config
-    disables.
+    """Return overrides of a model's config that stop an engine from using a disabled sliding window.
+
+    Some configs set ``sliding_window`` although ``use_sliding_window`` is false.
 
     Args:
         model_name: directory or Hugging Face id of the model.
 
     Returns:
-        ``{"sliding_window": None}`` if ``use_sliding_window`` is false and a window is set, otherwise an
-        empty dictionary.
+        ``{"sliding_window": None}`` for such a config, otherwise an empty dictionary.
     """
     from converters.families.hf_config import read_hf_config
 
@@ -78,20 +80,22 @@ def sliding_window_overwrite(model_name: str) -> dict[str, Any]:
 
 
 def configure_expandable_segments() -> None:
-    """Let torch's CUDA allocator expand its segments (``PYTORCH_CUDA_ALLOC_CONF``) on Hopper or newer
-    devices.
+    """Enable expandable segments of torch's CUDA allocator (``PYTORCH_CUDA_ALLOC_CONF``) on Hopper or newer
+    GPUs.
 
-    Call this before any allocation. A setting in the environment is kept, and nothing happens without a CUDA
-    device.
+    Call this before the first CUDA allocation. A value that the environment already sets is kept. Without a
+    CUDA device this does nothing.
 
     Raises:
-        RuntimeError: the variable enables it on an older device, where weights could not be passed to an
-            engine.
+        RuntimeError: the environment enables expandable segments on an older GPU, where weights could then
+            not be passed to an engine.
     """
     if not runtime().is_cuda:
         return
     options = AllocatorOptions.of_environment()
     if torch.cuda.get_device_capability(runtime().device)[0] >= _HOPPER:
+        # torch reads the variable at the first CUDA allocation, so setting it in this process is early
+        # enough.
         if options.expandable is None:
             env.set_variables(options.with_expandable(True).as_environment())
     elif options.expandable:
@@ -102,7 +106,7 @@ def configure_expandable_segments() -> None:
 
 
 def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]:
-    """Return Ray's runtime environment of a policy worker, with the profiler if
+    """Return Ray's runtime environment for a policy worker. It starts Nsight Systems if
     ``MEGARL_NSYS_WORKER_PATTERNS`` matches the worker's name.
 
     Args:
@@ -112,9 +116,12 @@ def get_runtime_env_for_policy_worker(policy_worker_name: str) -> dict[str, Any]
 
 
 def get_megatron_checkpoint_dir() -> str:
-    """Return the directory for converted checkpoints: ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in
-    ``HF_HOME``, else ``~/.cache/huggingface/megarl``; a blank variable counts as unset. The choice is logged.
-    megarl's own workers read Hugging Face models directly and store nothing there."""
+    """Return and log the directory for converted checkpoints.
+
+    It is ``MEGARL_MEGATRON_CHECKPOINT_DIR``, else ``megarl`` in ``HF_HOME``, else
+    ``~/.cache/huggingface/megarl``; a blank variable counts as unset. megarl's workers read Hugging Face
+    models directly and write nothing there.
+    """
     chosen = env.text("MEGARL_MEGATRON_CHECKPOINT_DIR")
     if chosen is None:
         home = env.text("HF_HOME")

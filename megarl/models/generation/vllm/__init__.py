@@ -1,5 +1,5 @@
-"""Generation by vLLM, with weights that arrive from the policy through vLLM's own weight-transfer interface.
+"""Generation by vLLM. Weights arrive from the policy through vLLM's own weight-transfer interface.
 
-``.weight_engines`` receives weights inside the workers of vLLM, ``.plugin`` registers these weight engines
-there, ``.worker`` holds one engine, ``.requests`` converts batches, and a driver uses ``VllmGeneration``.
+A driver uses ``VllmGeneration``; ``.worker`` runs one engine, and ``.requests`` converts batches. Inside
+vLLM's workers, ``.weight_engines`` receives weights, and ``.plugin`` registers these weight engines.
 """

@@ -1,8 +1,7 @@
-"""The policy's adapter in vLLM's model: the factors of a refit replace those of the previous one.
+"""The policy's adapter in vLLM's model: the factors of a refit replace those of the previous refit.
 
-vLLM loads adapters from directories, by name, and ignores factors for which it has no layer. Here factors
-arrive by a refit, and vLLM has to compute with every one of them, times the policy's scale; otherwise the
-refit has failed.
+vLLM loads adapters from directories by name, and ignores factors for which it has no layer. Here the factors
+arrive by a refit, and vLLM must use every one of them, with the policy's scale; otherwise the refit fails.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from megarl.errors import RefitError
 
 ADAPTER = 1
-"""Number of the policy's adapter, the only adapter of an engine."""
+"""vLLM's id of the policy's adapter, the only one of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterScale:
-    """Rank and scale of an adapter, which its factors do not contain.
+    """Rank and scale of an adapter. Its factors do not contain them.
 
     Attributes:
-        rank: rank of every module.
+        rank: rank of every adapted module.
         alpha: ``policy.peft.alpha``.
         rank_stabilized: ``policy.peft.use_rslora``.
     """
@@ -38,10 +37,10 @@ class AdapterScale:
 
 
 class AdapterBinding:
-    """The policy's adapter in vLLM's model.
+    """The connection between received factors and the LoRA layers of vLLM's model.
 
     Args:
-        model: the model, with layers that vLLM has wrapped.
+        model: the model, whose layers vLLM has wrapped for LoRA.
         scale: rank and scale of the policy's adapter.
     """
 
@@ -51,22 +50,23 @@ class AdapterBinding:
         self._factors: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Forget the factors that were received."""
+        """Discard the factors received so far."""
         self._factors = {}
 
     def take(self, factors: list[tuple[str, torch.Tensor]]) -> None:
-        """Store copies of factors, by PEFT's names."""
-        # Copy the factors, because the next group overwrites the memory of this one.
+        """Store copies of received factors, by PEFT's names."""
+        # Copy the factors, because the next group overwrites the receive buffer.
         self._factors |= {name: tensor.to("cpu", copy=True) for name, tensor in factors}
 
     def bind(self) -> tuple[int, int]:
-        """Make vLLM compute with the factors that were received.
+        """Load the received factors into vLLM's model.
 
         Returns:
-            The number of vLLM's layers that have an adapter now, and the number that could have one.
+            The number of vLLM's layers that have an adapter now, and the number of layers that could have
+            one.
 
         Raises:
-            RefitError: vLLM did not load a module's factors, or its factors differ from those received.
+            RefitError: vLLM did not load the factors of a module, or uses other values than those received.
         """
         manager, scale = self._manager, self._scale
         peft = PEFTHelper(
@@ -80,10 +80,10 @@ class AdapterBinding:
             parse_fine_tuned_lora_name(name, mapper): tensor.to(dtype)
             for name, tensor in self._factors.items()
         }
-        # Clone the factors, because vLLM scales B in place, and the comparison below needs them as received.
+        # Give vLLM clones: it scales B in place, but the comparison below needs the factors as received.
         copies = {name: tensor.clone() for name, tensor in self._factors.items()}
         self.clear()
-        # Remove the old adapter: vLLM keeps one that it knows by its number, whatever the new factors.
+        # Remove the old adapter first: vLLM ignores a new adapter whose id it already knows.
         manager.remove_adapter(ADAPTER)
         lora = LoRAModel.from_lora_tensors(
             ADAPTER, copies, peft, device="cpu", dtype=dtype, weights_mapper=mapper
@@ -109,8 +109,8 @@ class AdapterBinding:
         return len(layers), len(manager.modules)
 
     def _bound(self, lora: LoRAModel) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the modules that vLLM computes with, and their factors; for a layer that vLLM fuses, each
-        part of it."""
+        """Yield module name, A and B of each module that vLLM computes with. A fused layer yields one entry
+        per part."""
         for layer in self._manager.modules:
             factors = self._manager._get_lora_layer_weights(lora, layer)
             if factors is None:
@@ -126,5 +126,5 @@ class AdapterBinding:
 
 
 def scale_of(plain: Mapping[str, Any] | None) -> AdapterScale | None:
-    """Return the scale of the adapter; None for an engine that gets merged weights."""
+    """Return the scale of the adapter from its fields; None for an engine that receives merged weights."""
     return None if plain is None else AdapterScale(**plain)

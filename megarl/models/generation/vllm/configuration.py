@@ -1,5 +1,4 @@
-"""vLLM's part of the configuration: defaults, rules, and the memory of a device. Imports neither torch nor
-vLLM."""
+"""vLLM's part of the configuration: defaults, rules and memory estimates. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ ONLY_ON_GPUS = {
     ),
     "expert_parallel_size": "vLLM 0.32 for CPUs crashes in its expert kernel when experts are divided",
 }
-"""Sizes that must be 1 on a CPU, each with the reason: larger engines start there and load their weights, but
-fail later."""
+"""Keys that must be 1 on a CPU, each with the reason. With larger values, engines start and load their
+weights, but fail later."""
 KEYS_OF_ARGUMENTS = {
     "model": "model_name",
     "max_model_len": "vllm_cfg.max_model_len",
@@ -61,32 +60,34 @@ KEYS_OF_ARGUMENTS = {
     "kv_cache_memory_bytes": "vllm_cfg.kv_cache_gb",
     "enable_sleep_mode": "colocated.enabled",
 }
-"""Arguments of vLLM that are set by other keys of the section."""
+"""Arguments of vLLM that other keys of the section set, with these keys."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM 0.32 allocates memory; an adapter of a lower rank is padded with zeros."""
+"""LoRA ranks for which vLLM 0.32 allocates memory. Adapters of other ranks are padded with zeros to the next
+larger one."""
 MAX_NUM_SEQS = 1024
-"""Maximum number of responses that an engine samples at a time: vLLM 0.32's own default on GPUs with at least
-70 GiB. For each response its sampler counts the tokens of the vocabulary in 4 bytes."""
+"""Maximum number of responses that an engine samples at a time: the default of vLLM 0.32 on GPUs with at
+least 70 GiB. vLLM's sampler allocates 4 bytes per response and vocabulary token, to count tokens."""
 
 
 def complete_vllm(generation: Mapping[str, Any], engines: Mapping[str, Any] | None = None) -> Config:
-    """Return a copy of a ``generation`` section for vLLM with every absent optional key filled in.
+    """Return a copy of a ``generation`` section for vLLM with all defaults filled in.
 
     Args:
         generation: the section.
-        engines: the policy's values that the engines use unless ``vllm_cfg`` sets others.
+        engines: defaults for ``vllm_cfg`` that come from the policy.
     """
     filled = fill(
         generation, {"backend": "vllm", **defaults_of(GenerationConfig), "vllm_cfg": {}, "vllm_kwargs": {}}
     )
     if isinstance(filled["vllm_cfg"], dict):
-        # Anything but a mapping stays unchanged, so that the type check reports it.
+        # Leave anything but a mapping unchanged, so that the type check reports it.
         filled["vllm_cfg"] = fill(filled["vllm_cfg"], {**(engines or {}), **defaults_of(VllmConfig)})
     return filled
 
 
 def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config:
-    """Return the result of ``complete_vllm`` for the engines of a policy."""
+    """Return ``complete_vllm`` of the section, with precision and maximum length of the policy as
+    defaults."""
     of_policy = {
         "precision": policy.get("precision"),
         "max_model_len": policy.get("max_total_sequence_length"),
@@ -95,9 +96,9 @@ def complete(generation: Mapping[str, Any], policy: Mapping[str, Any]) -> Config
 
 
 def sized(view: View) -> GenerationConfig:
-    """Return the ``policy.generation`` section of a run, with ``max_num_seqs`` in its ``vllm_kwargs``: the
-    number of rows that an engine gets in a training step, unless the section sets it. Additional rows, as in
-    a large validation, wait in the engine's queue."""
+    """Return the ``policy.generation`` section of a run, with a default for ``vllm_kwargs.max_num_seqs``: the
+    number of rows that one engine gets in a training step. More rows, as in a large validation, wait in the
+    engine's queue."""
     generation: GenerationConfig = view[GENERATION]
     given, settings = generation.get("vllm_kwargs") or {}, generation["vllm_cfg"]
     if "max_num_seqs" in given:
@@ -107,12 +108,12 @@ def sized(view: View) -> GenerationConfig:
         algorithm = view.algorithm
         rows = view[algorithm.PROMPTS or "policy.train_global_batch_size"]
         rows *= 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
-        # Dynamic sampling requests more prompts at a time than a step trains on.
+        # Dynamic sampling generates more prompts at a time than a step trains on.
         rows = math.ceil(rows * view.get(f"{algorithm.section()}.batch_multiplier", 1.0))
     except NotApplicableError:
-        # A batch size is missing or has the wrong type, which another check reports.
+        # A batch size is missing or has the wrong type. Another check reports that.
         return generation
-    # Take at least 1, because engines_are_whole reports wrong sizes.
+    # At least 1, even for impossible sizes, which engines_are_whole reports.
     engines = max(1, nodes * ranks // (settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]))
     return put(
         generation, "vllm_kwargs", {**given, "max_num_seqs": max(1, min(-(-rows // engines), MAX_NUM_SEQS))}
@@ -120,16 +121,16 @@ def sized(view: View) -> GenerationConfig:
 
 
 def memory_of_engine(config: RunConfig, facts: ModelFacts) -> EngineMemory:
-    """Return ``engine_memory`` of a checked run."""
+    """Return ``engine_memory`` for a validated configuration."""
     return engine_memory(sized(View(config)), config["cluster"], facts)
 
 
 def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: ModelFacts) -> EngineMemory:
-    """Return the memory use of a device of an engine.
+    """Estimate the memory of one device of an engine.
 
     Args:
-        generation: a filled-in ``policy.generation`` section on vLLM.
-        cluster: a filled-in ``cluster`` section.
+        generation: the ``policy.generation`` section for vLLM, with defaults filled in.
+        cluster: the ``cluster`` section, with defaults filled in.
         facts: sizes of the model.
     """
     settings = generation["vllm_cfg"]
@@ -145,14 +146,14 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     )
     parameters = model_parameters(facts, tensor)
     if stages > 1:
-        # Assume the most layers of any stage, and one matrix of the vocabulary: the first and the last stage
-        # each have one, even if it is tied.
+        # Assume the stage with the most layers, and one vocabulary matrix: the first and the last stage have
+        # one each, even if they are tied.
         vocabulary = facts.vocab_size * facts.hidden_size // tensor
         of_layers = parameters - (1 if facts.tied_embeddings else 2) * vocabulary
         parameters = -(-of_layers * layers // facts.num_layers) + vocabulary
     counters = 4 * (generation.get("vllm_kwargs") or {}).get("max_num_seqs", MAX_NUM_SEQS) * facts.vocab_size
     rest = counters + GRAPHS * (not settings.get("enforce_eager"))
-    # Experts take the same memory whether they are divided over the ranks or sharded over them.
+    # Expert and tensor parallelism of experts take the same memory per rank.
     experts = expert_layer_parameters(facts, 1, tensor) * element
     token, net = _cached_width(facts, tensor) * element, facts.gated_delta
     if net is None:
@@ -160,25 +161,28 @@ def engine_memory(generation: GenerationConfig, cluster: ClusterConfig, facts: M
     else:
         nets = sum(net.layers)
         states = nets * net.state_bytes(element) // (tensor * settings["max_model_len"])
-        # The layers of the model are divided evenly over the stages.
+        # Assume that the layers with and without a KV cache are distributed evenly over the stages.
         token = (token * (facts.num_layers - nets) + states) // stages
     weights = parameters * element
     return EngineMemory(weights, budget, token, share, rest, experts, ranks=tensor * stages)
 
 
 def _cached_width(facts: ModelFacts, tensor: int) -> int:
-    """Return how many numbers per token and layer a rank of an engine caches: keys and values of its heads
-    or, for latent attention, the latent that these are projected from, which each rank caches in full."""
+    """Return how many numbers one rank of an engine caches per token and layer.
+
+    They are the keys and values of the rank's heads. For latent attention they are the latent vector from
+    which keys and values are projected; it is replicated on all ranks.
+    """
     if facts.latent_attention is not None:
         return facts.latent_attention.kv_lora_rank + facts.latent_attention.qk_rope_head_dim
     return 2 * -(-facts.num_key_value_heads // tensor) * facts.head_dim
 
 
 def engine_weights_fit(view: View) -> Iterator[Violation]:
-    """Yield violations if the engine's weights, or the cache of its longest sequence, do not fit into its
-    share of a device; otherwise engines would fail after minutes of starting."""
+    """Yield a violation if the engine's share of a device is too small for its weights, or for the KV cache
+    of its longest sequence. Otherwise the engine would fail only after minutes of starting."""
     view.require(view["cluster.device"] != "cpu" and view.has("cluster.device_memory_gib"))
-    # Use the sizes with which the run starts the engine: vLLM's sampler takes memory for each possible row.
+    # Use the max_num_seqs with which the run starts the engine: vLLM's sampler allocates memory for each row.
     facts, generation, cluster = view.facts, sized(view), view["cluster"]
     tensor, share = view[f"{VLLM}.tensor_parallel_size"], view[f"{VLLM}.gpu_memory_utilization"]
     needed = engine_memory(generation, cluster, facts)
@@ -215,8 +219,8 @@ def engine_weights_fit(view: View) -> Iterator[Violation]:
 
 
 def engines_are_whole(view: View) -> Iterator[Violation]:
-    """Yield a violation unless the ranks of a node divide into whole engines, or an engine fills whole nodes
-    whose number divides the number of generating nodes."""
+    """Yield a violation unless a node's ranks can be divided into engines, or an engine fills complete nodes
+    whose number divides the number of generation nodes."""
     key, (nodes, ranks) = f"{VLLM}.tensor_parallel_size", engines_shape(view)
     stages = view[f"{VLLM}.pipeline_parallel_size"]
     if view[key] >= 1 and stages >= 1 and not fills_places(view[key] * stages, nodes, ranks):
@@ -231,14 +235,14 @@ def engines_are_whole(view: View) -> Iterator[Violation]:
 
 
 def fills_places(size: int, nodes: int, ranks: int) -> bool:
-    """Return whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each: several engines
-    per node, or several nodes per engine."""
+    """Return whether engines of ``size`` ranks fill ``nodes`` nodes of ``ranks`` ranks each, with several
+    engines per node or several nodes per engine."""
     return ranks % size == 0 or (size % ranks == 0 and nodes % (size // ranks) == 0)
 
 
 def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield sizes of engines that fill the nodes, and numbers of ranks per node that engines of the present
-    size divide."""
+    """Yield candidates for a fix: sizes of engines that fill the nodes, and numbers of ranks per node that
+    are multiples of the current size."""
     key, stages_key = f"{VLLM}.tensor_parallel_size", f"{VLLM}.pipeline_parallel_size"
     tensor, stages = view[key], view[stages_key]
     if ranks % stages == 0:
@@ -258,7 +262,7 @@ def _whole_engines(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, 
 
 
 def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
-    """Yield violations if an engine on a CPU is divided otherwise than over tensor-parallel ranks; see
+    """Yield a violation if an engine on a CPU uses a form of parallelism other than tensor parallelism; see
     ``ONLY_ON_GPUS``."""
     view.require(view["cluster.device"] == "cpu")
     for key, reason in ONLY_ON_GPUS.items():
@@ -270,8 +274,8 @@ def engines_on_a_cpu_are_divided_by_tensors(view: View) -> Iterator[Violation]:
 
 
 def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
-    """Yield violations for dtypes, widths and caches of gated delta nets that vLLM's kernels on a CPU do not
-    support."""
+    """Yield violations for dtypes, head widths and prefix caching that vLLM's CPU kernels for gated delta
+    nets do not support."""
     net = view.facts.gated_delta
     view.require(net is not None and view["cluster.device"] == "cpu")
     assert net is not None
@@ -296,8 +300,8 @@ def gated_delta_nets_run_in_an_engine(view: View) -> Iterator[Violation]:
 
 
 def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Yield a violation unless experts are divided over all tensor-parallel ranks of an engine or over none:
-    vLLM only has a switch for this."""
+    """Yield a violation unless the expert-parallel size is 1 or the tensor-parallel size: vLLM only has a
+    switch for expert parallelism."""
     key, size = f"{VLLM}.expert_parallel_size", view[f"{VLLM}.expert_parallel_size"]
     view.require(size > 1)
     tensor = view[f"{VLLM}.tensor_parallel_size"]
@@ -309,7 +313,7 @@ def experts_divide_over_an_engine(view: View) -> Iterator[Violation]:
 
 
 def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
-    """Yield a violation unless each rank of an engine has the same number of attention heads."""
+    """Yield a violation unless the tensor-parallel size divides the number of attention heads."""
     key, heads = f"{VLLM}.tensor_parallel_size", view.facts.num_attention_heads
     if view[key] >= 1 and heads % view[key]:
         bound = f"it must divide the {heads} attention heads"
@@ -319,7 +323,7 @@ def heads_divide_over_an_engine(view: View) -> Iterator[Violation]:
 
 
 def engine_reaches_length(view: View) -> Iterator[Violation]:
-    """Yield a violation if the engine's maximum length is below the policy's, because responses would be
+    """Yield a violation if the engine's maximum length is less than the policy's, because responses would be
     truncated."""
     key, longest = f"{VLLM}.max_model_len", view[LONGEST]
     if view[key] < longest:
@@ -333,8 +337,8 @@ def engine_reaches_length(view: View) -> Iterator[Violation]:
 
 
 def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
-    """Yield a violation for ``fast_sampling`` with vLLM's second model runner, the default on GPUs: seeds per
-    response cost nothing there, and sampling without them is not faster."""
+    """Yield a violation for ``fast_sampling`` with vLLM's V2 model runner, the default on GPUs. There, seeds
+    per response cost nothing, so ``fast_sampling`` would not be faster."""
     key, variable = f"{VLLM}.fast_sampling", "VLLM_USE_V2_MODEL_RUNNER"
     view.require(view["cluster.device"] != "cpu" and view[key])
     if str((view[f"{VLLM}.env_vars"] or {}).get(variable)) != "0":
@@ -344,8 +348,8 @@ def fast_sampling_is_of_the_first_runner(view: View) -> Iterator[Violation]:
 
 
 def adapters_go_alone(view: View) -> Iterator[Violation]:
-    """Yield violations if engines that receive only adapters would lack the base model, or cannot use such
-    adapters."""
+    """Yield violations for ``enable_lora`` if engines would lack the base weights, or cannot serve the
+    policy's adapters."""
     key = f"{VLLM}.enable_lora"
     view.require(view[key])
     without = "write false, and engines get full weights"
@@ -395,8 +399,8 @@ def adapters_go_alone(view: View) -> Iterator[Violation]:
 
 
 def engine_arguments_are_free(view: View) -> Iterator[Violation]:
-    """Yield a violation for each argument in ``vllm_kwargs`` that megarl sets itself, and for a number of
-    responses that is none."""
+    """Yield a violation for each argument in ``vllm_kwargs`` that megarl itself sets, and for an invalid
+    ``max_num_seqs``."""
     key, given = f"{GENERATION}.vllm_kwargs", view[f"{GENERATION}.vllm_kwargs"] or {}
     rows = given.get("max_num_seqs", 1)
     if type(rows) is not int or rows < 1:

@@ -1,5 +1,5 @@
-"""Executor of an engine's ranks: it runs them in vLLM's processes, which leave nothing in /dev/shm however
-they end."""
+"""vLLM's executor for an engine whose ranks are separate processes, changed so that it leaves nothing in
+/dev/shm, even if the processes are killed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Executor(MultiprocExecutor):
-    """vLLM's executor of several processes (``distributed_executor_backend``); once all of them run, it
-    removes the files of their shared memory."""
+    """vLLM's multiprocessing executor (``distributed_executor_backend``). It unlinks the files of the shared
+    memory as soon as all processes run."""
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        # Call this after super(), when every rank has opened the memory and no longer needs its name.
+        # Only now has every rank opened the memory, so that its name is no longer needed.
         self.collective_rpc("megarl_remove_names")
         remove_names()

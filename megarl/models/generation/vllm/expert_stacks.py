@@ -1,10 +1,10 @@
-"""Experts of a mixture in the form that vLLM loads with the least work: three stacks per layer instead of
-three weights per expert.
+"""Experts of a mixture-of-experts model in the form that vLLM loads fastest: three stacks per layer instead
+of three weights per expert.
 
-vLLM's layer-wise reload processes every weight three times: it binds the loader's arguments, counts what
-would be copied, and copies once the layer is complete. For thousands of experts that takes seconds of host
-time. Its loader of experts also accepts a stack of all experts of this rank, so the weights are copied into a
-stack as they arrive, and experts of other ranks are left out.
+vLLM's layer-wise reload handles every weight three times: it binds the loader's arguments, counts the
+elements that would be copied, and copies them once the layer is complete. For thousands of experts this takes
+seconds of host time. vLLM's expert loader also accepts a stack of all experts on this rank. So weights are
+copied into a stack as they arrive, and experts of other ranks are skipped.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from megarl.weight_sync.plan import TensorInfo
 from megarl.weight_sync.slices import PartialWeight, Slice, Slices
 
-# vLLM's runner of experts, or the base of a LoRA layer, adds this to a module's name but not to weight names.
+# vLLM's expert runner, or the base of a LoRA layer, adds this to a module's name, but not to weight names.
 _INNER = ".routed_experts"
 
 
 @dataclass(slots=True, eq=False)
 class _Stack:
-    """One of the three weights of all experts that a layer has on this rank.
+    """One of the three weights (gate, down or up) of all experts of a layer on this rank.
 
     Attributes:
         layer: the layer of the experts.
         name: name of the layer's parameter in the model.
         shard: name of the weight in vLLM's loader: ``w1`` (gate), ``w2`` (down) or ``w3`` (up).
-        expert: one of the experts; the loader checks that this expert is on this rank.
+        expert: id of any expert on this rank; vLLM's loader checks that it is on this rank.
         count: number of experts on this rank.
         whole: shape of one expert's full weight.
-        where: slice of each weight that this rank reads; None for all of it.
-        values: [count, *part], the values that have arrived; None before any arrive.
-        pieces: the experts' views of ``values``.
+        where: the slice of each weight that this rank reads; None for the full weight.
+        values: [count, *shape of the slice], the values that have arrived; None before the first.
+        pieces: views of ``values``, one per expert.
         missing: number of experts that have not arrived yet.
     """
 
@@ -53,22 +53,22 @@ class _Stack:
     missing: int = field(default=0)
 
     def add(self, places: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        """Copy the parts that are read of some experts into the stack."""
+        """Copy the slices of some experts into the stack, at the indices ``places``."""
         if self.values is None:
             self.values = torch.empty(
                 (self.count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device
             )
             self.pieces, self.missing = self.values.unbind(), self.count
-        # Launch one kernel for all experts of a group, where a loop would launch one for each.
+        # One kernel launch for all experts of a group, instead of one per expert.
         torch._foreach_copy_([self.pieces[place] for place in places], list(parts))
         self.missing -= len(parts)
 
     def load(self) -> None:
-        """Pass all experts to vLLM's loader, and release the stack."""
+        """Pass the complete stack to vLLM's loader, and release it."""
         assert self.values is not None
         weight = self.values
         if self.where is not None:
-            # Shift the dimension by one, because a stack has the experts in front.
+            # The first dimension of a stack is the expert, so shift the sliced dimension by one.
             where = Slice(self.where.dim + 1, self.where.start, self.where.length)
             weight = PartialWeight.of(weight, (self.count, *self.whole), where)
         self.forget()
@@ -82,19 +82,19 @@ class _Stack:
 
 
 class ExpertStacks:
-    """The stacks of all layers of a model; empty for a model that stores its experts differently.
+    """The stacks of all layers of a model. Empty if the model stores its experts in a way that stacks do not
+    support.
 
     Args:
         model: vLLM's model.
         tensors: the tensors that the policy sends.
-        reads: the slices of the tensors that this rank reads; empty if it reads them in full, or if the
-            slices are not known.
+        reads: the slice that this rank reads of each tensor; empty if it reads full tensors, or if the slices
+            are unknown.
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[TensorInfo], reads: Slices) -> None:
         infos = {info.name: info for info in tensors}
-        # The stack of each expert's weight and the index in it; the index is -1 for an expert of another
-        # rank.
+        # By weight name: the weight's stack and its index there, or -1 if the expert is on another rank.
         self._places: dict[str, tuple[_Stack, int]] = {}
         for name, layer in model.named_modules():
             if isinstance(layer, RoutedExperts) and _takes_stacks(layer):
@@ -104,12 +104,12 @@ class ExpertStacks:
 
     @property
     def names(self) -> KeysView[str]:
-        """Names of the weights that are loaded in stacks."""
+        """Names of the weights that are loaded through stacks."""
         return self._places.keys()
 
     def take(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Copy the parts that are read of experts' weights. Each stack that is complete is passed to its
-        loader, and its parameter's name is yielded."""
+        """Copy slices of experts' weights into their stacks. Load each stack that is now complete, and yield
+        the name of its parameter."""
         coming: dict[_Stack, tuple[list[int], list[torch.Tensor]]] = {}
         for name, part in weights.items():
             stack, place = self._places[name]
@@ -124,13 +124,13 @@ class ExpertStacks:
                 yield stack.name
 
     def forget(self) -> None:
-        """Release what has arrived of a reload that was abandoned."""
+        """Release the stacks of a reload that was aborted."""
         for stack, _ in self._places.values():
             stack.forget()
 
 
 def _takes_stacks(layer: RoutedExperts) -> bool:
-    """Return whether vLLM's loader accepts all of this rank's experts as one stack, which needs unquantised
+    """Return whether vLLM's loader accepts all of this rank's experts as one stack. This requires unquantized
     experts without adapters and without duplicates."""
     config = layer.moe_config
     plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod) and not layer.lora_base_layer_prefix
@@ -144,8 +144,8 @@ def _takes_stacks(layer: RoutedExperts) -> bool:
 def _stacks_of(
     name: str, layer: RoutedExperts, infos: Mapping[str, TensorInfo], reads: Slices
 ) -> Iterator[tuple[_Stack, dict[str, int]]]:
-    """Yield the stacks of a layer, each with the names of its weights and their indices in the stack. A stack
-    whose experts are read differently is left out."""
+    """Yield the stacks of a layer, each with the names of its weights and their indices in the stack. A
+    weight whose experts differ in shape, dtype or slice gets no stack."""
     shards = (("w1", "w13_weight", layer.ckpt_gate_proj_name), ("w3", "w13_weight", layer.ckpt_up_proj_name))
     for shard, parameter, module in (*shards, ("w2", "w2_weight", layer.ckpt_down_proj_name)):
         experts = range(layer.moe_config.num_experts)
@@ -162,8 +162,8 @@ def _stacks_of(
             else:
                 elsewhere.add(where.length if where else None)
         if (
-            # Require one shape, dtype and slice for all experts, and no reads of other ranks' experts;
-            # otherwise build no stack.
+            # A stack needs one shape, dtype and slice for all its experts, and the loader must not read
+            # experts of other ranks.
             len(alike) > 1
             or not elsewhere <= ({0} if reads else {None})
             or len(here) != layer.local_num_experts

@@ -1,4 +1,4 @@
-"""VllmGeneration: vLLM engines on the bundles of a cluster."""
+"""``VllmGeneration``: vLLM engines on the bundles of a cluster."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ LONGEST = f"{_SETTINGS}.max_model_len"
 
 
 class VllmGeneration(EngineGroup):
-    """vLLM engines on the bundles of a cluster.
+    """A group of vLLM engines on the bundles of a cluster.
 
     Args:
-        cluster: provides the bundles; an engine takes one adjacent bundle for each of its ranks.
-        config: the generation configuration, completed by ``configure_generation_config``; optional keys may
-            be absent.
+        cluster: provides the bundles. An engine takes adjacent bundles, one per rank.
+        config: the generation configuration, after ``configure_generation_config``; optional keys may be
+            absent.
         name_prefix: prefix of the workers' names.
-        workers_per_node: not used; the NeMo-RL policy API has it.
+        workers_per_node: ignored; part of NeMo-RL's policy API.
         model: directory or hub id of the model; defaults to ``config["model_name"]``.
-        longest: maximum tokens of prompt and response together; defaults to ``vllm_cfg.max_model_len``.
-        dtype: dtype of the weights: ``float32``, ``bfloat16`` or ``float16``; defaults to
+        longest: maximum number of tokens of prompt and response together; defaults to
+            ``vllm_cfg.max_model_len``.
+        dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; defaults to
             ``vllm_cfg.precision``.
-        tokenizer: directory or hub id, for stop strings; defaults to the model's.
-        adapter: section ``policy.peft`` of a policy that sends only its adapter.
-        seed: used if a batch has no sampling seeds.
-        init_timeout_s, call_timeout_s: timeouts of the engines' start and of each call, in seconds.
-        deadlines: timeouts of the calls by phase, which replace ``call_timeout_s``.
+        tokenizer: directory or hub id of the tokenizer that decodes responses for stop strings; defaults to
+            the model's.
+        adapter: the ``policy.peft`` section of a policy whose refits send only its adapter.
+        seed: gives the sampling seeds of batches without ``sampling_seeds``, and vLLM's own seed.
+        init_timeout_s: time limit in seconds for starting the engines.
+        call_timeout_s: time limit in seconds of each call.
+        deadlines: time limits per phase, used instead of ``call_timeout_s``.
 
     Raises:
-        ConfigError: the configuration lacks a value, or the bundles do not divide into whole engines.
+        ConfigError: the configuration lacks a value, or the bundles cannot be divided into engines.
         MegarlError: an engine could not be started; those already started are shut down.
     """
 
@@ -88,13 +91,13 @@ class VllmGeneration(EngineGroup):
             ),
             env_vars={
                 "MEGARL_DEVICE": "cpu" if on_cpu else "cuda",
-                # At a lower level, each refit would warn of every module without weights.
+                # vLLM would log a warning for every module without weights in each refit.
                 "VLLM_LOGGING_LEVEL": env.text("VLLM_LOGGING_LEVEL") or "ERROR",
-                # Run an engine of one rank in the worker itself, which saves a process, and no engine can
+                # An engine of one rank runs in the worker itself. This saves a process, and the engine cannot
                 # outlive the worker.
                 **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if on_cpu and ranks == 1 else {}),
-                # With threads bound to memory, an engine could not have more ranks than the machine has NUMA
-                # nodes.
+                # If vLLM bound threads to NUMA nodes, an engine could not have more ranks than the machine
+                # has NUMA nodes.
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if on_cpu and ranks > 1 else {}),
                 **{str(key): str(value) for key, value in (settings["env_vars"] or {}).items()},
             },
@@ -114,11 +117,11 @@ class VllmGeneration(EngineGroup):
 
     @property
     def scores(self) -> bool:
-        """True, because all of vLLM's workers have ``score``."""
+        """True: vLLM's workers have the method ``score``."""
         return True
 
     @property
     def takes_requests(self) -> bool:
-        """True without ``fast_sampling``, with which the random numbers of a request depend on the other
+        """True unless ``fast_sampling`` is set: the random numbers of a request would depend on the other
         waiting requests."""
         return not self.cfg["vllm_cfg"]["fast_sampling"]

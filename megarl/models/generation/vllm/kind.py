@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def start(cluster: RayVirtualCluster, config: RunConfig) -> VllmGeneration:
-    """Start vLLM's engines for a run.
+    """Start the vLLM engines of a run.
 
     Raises:
         ConfigError: vLLM cannot run the model on these devices.

@@ -1,8 +1,8 @@
-"""Engines over several nodes: each node's part of an engine, and the processes on the nodes after the first.
+"""Engines that span several nodes: a node's part of an engine, and the processes on all nodes but the first.
 
-The first node runs vLLM itself, with the scheduler; the other nodes run only ranks, which receive the first
-node's calls. This is vLLM's own start over nodes by its multiprocessing executor (``--nnodes``,
-``--node-rank``, ``--master-addr``), with Ray actors instead of shell commands.
+The first node runs vLLM itself, with the scheduler. The other nodes run only ranks, which execute the first
+node's calls. It is the same as vLLM's own multi-node start with its multiprocessing executor (``--nnodes``,
+``--node-rank``, ``--master-addr``), but with Ray actors instead of shell commands.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The share of one node in an engine.
+    """One node's part of an engine.
 
     Attributes:
-        node: number of the node in the engine, 0 for the one that returns the results.
-        nodes: number of nodes of the engine; each has the same number of ranks.
-        address, port: those of the first node, to which the ranks of all nodes connect.
+        node: index of the node in the engine; 0 for the node that returns results.
+        nodes: number of nodes of the engine; all have the same number of ranks.
+        address, port: address and port on the first node, to which the ranks of all nodes connect.
     """
 
     node: int
@@ -27,7 +27,7 @@ class Part:
     port: int
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``LLM`` that are added to those of every engine. Over nodes vLLM accepts
+        """Return arguments of ``LLM`` in addition to those of every engine. For several nodes, vLLM accepts
         its executor only by name."""
         return {
             "nnodes": self.nodes,
@@ -39,8 +39,7 @@ class Part:
 
 
 class Follower:
-    """The ranks of an engine on a node that is not its first: they run the calls of the first node's
-    executor.
+    """An engine's ranks on a node other than the first. They execute the calls of the first node's executor.
 
     Args:
         options: arguments of ``LLM``, including those of the node's ``Part``.
@@ -55,9 +54,9 @@ class Follower:
 
     @property
     def is_alive(self) -> bool:
-        """True while all of its processes are running."""
+        """True while all processes of this node are running."""
         return all(process.is_alive() for process in self._processes)
 
     def shutdown(self) -> None:
-        """End the processes."""
+        """End the processes of this node."""
         self._executor.shutdown()

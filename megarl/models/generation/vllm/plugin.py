@@ -1,4 +1,4 @@
-"""Entry point ``vllm.general_plugins``, whose ``register`` vLLM calls in each of its processes."""
+"""Entry point ``vllm.general_plugins``. vLLM calls its ``register`` in each of its processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ COLOCATED, APART = "megarl_shared_memory", "megarl_broadcast"
 
 
 def register() -> None:
-    """Register the two weight-transfer engines with vLLM, which imports an engine when it is used."""
+    """Register the two weight-transfer engines with vLLM. Their module is imported only when one is used."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, kind in ((COLOCATED, "SharedMemoryEngine"), (APART, "BroadcastEngine")):
-        # vLLM and the worker itself both call this, and vLLM refuses a second registration.
+        # Both vLLM and megarl's worker call this function, but vLLM rejects a second registration.
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, MODULE, kind)
 
 
 def require_entry_point() -> None:
-    """Raise an error if megarl is importable but not installed: vLLM's other processes would not find its
+    """Check that megarl is installed and not only importable. Otherwise vLLM's processes would not find its
     weight-transfer engines.
 
     Raises:

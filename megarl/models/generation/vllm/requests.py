@@ -1,5 +1,5 @@
-"""Conversion of a batch of prompts into vLLM's requests, and of its responses into the output of the NeMo-RL
-policy API."""
+"""Conversion of a batch of prompts to vLLM's requests, and of its responses to the output columns of
+NeMo-RL's policy API."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.models.generation.stopping import stop_strings_of_rows
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt.
+    """A request for vLLM.
 
     Attributes:
         row: index of the prompt in the batch.
-        prompt: tokens of the prompt.
+        prompt: token ids.
         options: arguments of vLLM's ``SamplingParams``.
     """
 
@@ -33,8 +33,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """vLLM's response to one prompt: tokens, their log-probabilities (NaN if they were not requested), and
-    whether a length limit ended the response."""
+    """vLLM's response to one prompt.
+
+    Attributes:
+        tokens: token ids of the response.
+        logprobs: log-probability of each token; NaN if not requested.
+        truncated: the response ended at a length limit.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -47,16 +52,16 @@ NO_ROOM = Answer((), (), truncated=True)
 def requests_of(
     data: Mapping[str, Any], config: GenerationConfig, longest: int, *, greedy: bool
 ) -> list[Request]:
-    """Return a request for each prompt that leaves room for a response.
+    """Return a request for each prompt that leaves room for at least one token.
 
-    Without ``sampling_seeds``, and with ``vllm_cfg.fast_sampling``, the prompts have no seeds of their own;
-    see ``seed_of_call``.
+    Without ``sampling_seeds``, or with ``vllm_cfg.fast_sampling``, requests have no seed; see
+    ``seed_of_call``.
 
     Args:
         data: ``input_ids`` [B, S] right-padded, ``input_lengths`` [B], optionally ``stop_strings``,
             ``sampling_seeds`` and ``max_new_tokens`` [B].
         config: the generation configuration.
-        longest: maximum tokens of prompt and response together.
+        longest: maximum number of tokens of prompt and response together.
         greedy: take the most likely token instead of sampling.
 
     Raises:
@@ -80,15 +85,15 @@ def requests_of(
         options = {
             **_drawing(settings),
             "max_tokens": room,
-            # Request the log-probability of the sampled token only; a greedy token's would ignore the
-            # temperature.
+            # 0 requests only the sampled token's log-probability. For greedy tokens vLLM ignores the
+            # temperature, so the value would be wrong unless the temperature is 1.
             "logprobs": None if greedy and settings.temperature != 1.0 else 0,
             "seed": None if seed is None else seed % 2**63,
             "stop": list(stop) or None,
             "stop_token_ids": list(config.get("stop_token_ids") or []),
-            # Only the configured stop tokens end a response.
+            # Only the configured stop tokens end a response, not every token that the model's files declare.
             "ignore_eos": True,
-            # Detokenise only for stop strings, because it costs time in vLLM's scheduler.
+            # Detokenize only if there are stop strings, because it takes time in vLLM's scheduler.
             "detokenize": bool(stop),
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
@@ -98,11 +103,10 @@ def requests_of(
 
 
 def seed_of_call(data: Mapping[str, Any], config: GenerationConfig) -> int | None:
-    """Return the seed of one engine's random numbers for a call with ``vllm_cfg.fast_sampling``: that of its
-    first row.
+    """Return the seed for one engine's call with ``vllm_cfg.fast_sampling``: the seed of its first row. None
+    if each row has its own seed, or if there are no rows.
 
-    So engines and steps have different seeds, and a resumed run samples the same tokens. Returns None if each
-    row has its own seed, or if there are no rows.
+    So different engines and steps have different seeds, and a resumed run samples the same tokens.
     """
     if not _is_fast(config) or not len(data.get("sampling_seeds", ())):
         return None
@@ -115,15 +119,16 @@ def _is_fast(config: GenerationConfig) -> bool:
 
 
 def _drawing(settings: SamplingSettings) -> dict[str, Any]:
-    """Return the settings in vLLM's form, in which a temperature of 0 takes the most likely token."""
+    """Return the sampling settings as arguments of ``SamplingParams``. For vLLM, temperature 0 means
+    greedy."""
     if settings.greedy:
         return {"temperature": 0.0}
-    # vLLM takes 0 for all tokens.
+    # For vLLM, top_k = 0 keeps all tokens.
     return {"temperature": settings.temperature, "top_k": settings.top_k or 0, "top_p": settings.top_p}
 
 
 def answer_of(completion: Any) -> Answer:
-    """Return the response in one of vLLM's ``CompletionOutput``."""
+    """Convert vLLM's ``CompletionOutput`` to an ``Answer``."""
     tokens = list(completion.token_ids)
     if completion.logprobs is None:
         return Answer(tokens, [math.nan] * len(tokens), completion.finish_reason == "length")
@@ -134,8 +139,8 @@ def answer_of(completion: Any) -> Answer:
 def assembled(
     data: Mapping[str, Any], answers: Mapping[int, Answer], pad_token_id: int
 ) -> BatchedDataDict[Any]:
-    """Return the NeMo-RL policy API's output for all rows. A row that is not in ``answers`` had no room for a
-    response, and gets an empty one."""
+    """Assemble responses to the output columns of ``generate``. A row without an entry in ``answers`` had no
+    room for a response, and gets an empty one."""
     lengths = data["input_lengths"].tolist()
     given = [answers.get(row, NO_ROOM) for row in range(len(lengths))]
     new = torch.tensor([len(answer.tokens) for answer in given], dtype=torch.int64)

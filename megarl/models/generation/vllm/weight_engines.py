@@ -1,9 +1,8 @@
-"""Weight transfer inside vLLM's workers: each rank of an engine receives weights from the policy and keeps
-its own part of them. It receives full weights, or slices if the policy's rank on its device sends just what
-it reads.
+"""Weight transfer inside vLLM's workers: each engine rank receives weights from the policy and keeps its own
+shard. It receives full weights, or slices if the policy rank on its device sends exactly what it reads.
 
-Both engines run vLLM's layer-wise reload, which repacks a layer as soon as all of its weights have arrived
-and keeps the weights that arrived earlier until then. So the part that is read of a weight is copied once out
+Both weight engines use vLLM's layer-wise reload. It repacks a layer once all its weights have arrived, and
+keeps weights that arrived earlier until then. So the part of a weight that this rank reads is copied once out
 of the transfer buffer. Experts of a layer are loaded together (``expert_stacks``).
 """
 
@@ -42,14 +41,14 @@ _ENDED_EARLY = "the refit ended before all weights had arrived: refit again"
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """Data that is sent to an engine once, when it connects.
+    """Arguments with which the driver connects an engine to the policy.
 
     Attributes:
-        weights: ``[name, shape, dtype]`` of every weight, in the order of sending.
-        address: ``[ip, port, world_size, rank of this engine's first rank]`` of a transfer group; None for
-            shared memory.
+        weights: ``[name, shape, dtype]`` of every weight, in sending order.
+        address: ``[ip, port, world_size, first rank of this engine]`` of a transfer group; None for shared
+            memory.
         adapter: fields of an ``AdapterScale`` if the weights are factors of an adapter; None if they are the
-            model's own.
+            model's weights.
     """
 
     weights: list[list[Any]]
@@ -59,9 +58,13 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Transfer(WeightTransferUpdateInfo):
-    """One message of a refit. With shared memory it has the number of a refit in which the ranks exchange all
-    weights themselves, or handles by device of one group of weights; for a broadcast it is empty.
-    ``given_up`` announces that no more weights will arrive."""
+    """One message of a refit. For a broadcast it is empty.
+
+    Attributes:
+        handles: with shared memory, IPC handles of one group of weights, by device.
+        ticket: with shared memory, id of a refit in which the ranks exchange all weights among themselves.
+        given_up: the refit was aborted, and no more weights will arrive.
+    """
 
     handles: dict[str, Any] | None = None
     ticket: int | None = None
@@ -69,7 +72,8 @@ class Transfer(WeightTransferUpdateInfo):
 
 
 class _Reloading(WeightTransferEngine[Connection, Transfer]):
-    """Base class of both weight engines: a reload that is completed or abandoned."""
+    """Base class of both weight engines: a reload of the model's weights that is either completed or
+    aborted."""
 
     init_info_cls = Connection
     update_info_cls = Transfer
@@ -82,14 +86,14 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     _has_said_bound = False
 
     def learn(self, manifest: Manifest, connection: Connection) -> None:
-        """Store the description of the weights that the policy sends; the parts of them that are read are
-        determined once, before the first reload."""
+        """Store the description of the weights that the policy sends. The slices that this rank reads are
+        determined later, before the first reload."""
         self._tensors, self._reads, self._stacks = manifest.tensors, None, None
         scale = scale_of(connection.adapter)
         self._adapter = None if scale is None else AdapterBinding(self.model, scale)
 
     def start_weight_update(self) -> None:
-        """Begin a reload; nothing remains of a reload that was abandoned."""
+        """Begin a reload, after undoing a previous one that was aborted."""
         if self._adapter is not None:
             self._adapter.clear()
             return
@@ -97,7 +101,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._abandon()
         if self._stacks is None:
             self._stacks = ExpertStacks(self.model, self._tensors, self._reads_of_weights())
-        # A tied head shares the embedding's tensor here, but has its own tensor during a reload.
+        # Collect the names now: a tied output layer shares the embedding's tensor, but gets its own during a
+        # reload.
         present = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         if self.device.type == "cpu":
@@ -107,13 +112,13 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         except BaseException as error:
             self._abandon_after(error)
             raise
-        # List names as loaders see the model: what a layer derives from its weights, as latent attention
-        # does, becomes a parameter only later.
+        # Keep only parameters that exist during the reload. Those that a layer derives from its weights, as
+        # in latent attention, get no weight from the policy.
         self._expected = present & {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Update as vLLM's own engine does. An abandoned refit is reported to vLLM as an error, because
-        nothing else ends a refit before its finish."""
+        """Receive and load weights, as vLLM's own weight engine does. An aborted refit is raised as an error,
+        because vLLM has no other way to end a refit early."""
         try:
             if update_info.get("given_up"):
                 raise RefitError("the refit was aborted")
@@ -123,8 +128,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             raise
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load weights into vLLM's model, one after another, and experts in stacks. The model keeps only
-        copies of the parts that this rank reads, until their layer is complete."""
+        """Load weights into vLLM's model, one after another, and experts in stacks. Until a layer is
+        complete, only copies of the parts that this rank reads are kept."""
         if self._adapter is not None:
             self._adapter.take(weights)
             return
@@ -137,24 +142,26 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._loaded |= set(self.model.load_weights(others) or ())
 
     def _kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the part of a weight that is read, as a substitute for the full weight; the copy
-        remains valid after its group is released."""
+        """Return a copy of the part of a weight that this rank reads, in a form that vLLM's loaders accept
+        instead of the full weight. It remains valid after the group of weights is released."""
         part, where, whole = self._part_of(name, tensor)
         return part.clone() if where is None else PartialWeight.of(part.clone(), whole, where)
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None, Sequence[int]]:
-        """Return the part of a received weight that is read, its slice of the full weight (None for all of
-        it), and the shape of the full weight."""
+        """Return the part of a received weight that this rank reads, its slice of the full weight (None for
+        all of it), and the shape of the full weight."""
         where = (self._reads or {}).get(name)
         return (tensor if where is None else where.of(tensor)), where, tensor.shape
 
     def _reads_of_weights(self) -> Slices:
-        """Return the slices that this rank reads of the weights, without weights that it reads in full. They
-        are determined once, by loading weights without values, which leaves the model unchanged. This never
-        raises, because vLLM would get the error from one rank only."""
+        """Return the slice that this rank reads of each weight. Weights that it reads in full are omitted.
+
+        The slices are determined once, by loading weights without values, which does not change the model.
+        This never raises, because vLLM would see the error of one rank only.
+        """
         if self._reads is None:
             try:
-                # A single rank reads all weights, and every rank reads all factors.
+                # A single rank reads full weights, and every rank reads full factors of adapters.
                 whole = self.parallel_config.world_size == 1 or self._adapter is not None
                 self._reads = {} if whole else self._look_on(self._tensors)
             except Exception as error:
@@ -168,7 +175,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         return self._reads
 
     def _look_on(self, tensors: Sequence[TensorInfo]) -> dict[str, Slice]:
-        """Return the slices that the model's loaders read."""
+        """Determine the slices that the model's weight loaders read."""
         self._abandon()
         notes = {info.name: Reads() for info in tensors}
         left = list(tensors)
@@ -181,8 +188,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 except Exception as error:
                     if not given:
                         raise
-                    # This loader needs values. Send the weight in full, and also the previous one, for which
-                    # the loader may have looked ahead.
+                    # The loader needs values, so this weight must be sent in full. So must the previous one,
+                    # because the loader may have requested this weight while it handled that one.
                     logger.info(
                         "%s is not read by slices: %s: %s", given[-1].name, type(error).__name__, error
                     )
@@ -201,7 +208,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
     def _noting(
         self, tensors: Sequence[TensorInfo], given: list[TensorInfo], notes: Mapping[str, Reads]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights without values, and append each yielded one to ``given``."""
+        """Yield weights without values, which record the slices that are read of them. Append each to
+        ``given``."""
         for info in tensors:
             given.append(info)
             yield info.name, PartialWeight.noting(info.shape, info.dtype, self.device, notes[info.name])
@@ -210,7 +218,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         """End a reload.
 
         Raises:
-            RefitError: not all weights arrived, or no weight filled some of the model's parameters.
+            RefitError: not all weights have arrived, or some parameters of the model got no weight.
         """
         version = self.version()
         if self._adapter is not None:
@@ -218,7 +226,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
                 self._adapter.clear()
                 raise RefitError(_ENDED_EARLY)
             return
-        # Raise only after the end of the reload, so that the next refit finds a model to load into.
+        # Raise only after the reload has ended, so that the model is ready for the next refit.
         missing = sorted(self._expected - self._loaded)
         try:
             with _taking_memory(self.model):
@@ -236,8 +244,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def bind_adapter(self) -> None:
-        """Compute with the received factors from now on. Call this after the refit's end, at which vLLM
-        discards all adapters."""
+        """Use the received factors from now on. Call this after the end of the refit, at which vLLM removes
+        all adapters."""
         assert self._adapter is not None, "weights are factors of an adapter"
         with _taking_memory(self.model):
             bound, layers = self._adapter.bind()
@@ -251,12 +259,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def _abandon(self) -> None:
-        """Restore the tensors that the model had before the reload, some with new values, and release the
-        waiting weights.
+        """Restore the tensors that the model had before the reload (some may have new values), and release
+        the weights that have arrived.
 
-        The reload's own end would treat a layer as complete if an error interrupted it there, such as a lack
-        of memory. It would leave the unpacked weights in that layer, which the next reload cannot fill, and
-        which a CUDA graph does not read. A layer into which nothing was loaded gets its tensors back.
+        vLLM's own end of a reload would treat a layer as complete if an error, such as a lack of memory,
+        interrupted it in that layer. The layer would keep unpacked weights, which the next reload cannot load
+        into and CUDA graphs do not read. Marked as not loaded, the layer gets its previous tensors back.
         """
         if self._adapter is not None:
             self._adapter.clear()
@@ -265,8 +273,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             self._stacks.forget()
         for layer in self.model.modules():
             reload = get_layerwise_info(layer)
-            # A reload first stores a layer's `kernel_tensors`, and sets last what makes the layer count as
-            # reloaded, which may therefore be missing.
+            # A reload first sets a layer's `kernel_tensors`. If it was interrupted after that, the other
+            # attributes may still be None; fill them in.
             if reload.kernel_tensors is not None:
                 reload.load_numel, reload.load_numel_total = 0, reload.load_numel_total or 0
                 reload.kernel_non_persistent_buffers = reload.kernel_non_persistent_buffers or set(
@@ -276,8 +284,8 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def _abandon_after(self, error: BaseException) -> None:
-        """Abandon a reload after ``error``, which remains the reported error; a failure to abandon is noted
-        on it and retried at the next start."""
+        """Abort a reload after ``error``. If that fails too, add a note to ``error``; the next start aborts
+        it again."""
         try:
             self._abandon()
         except Exception as another:
@@ -286,12 +294,12 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
             )
 
     def version(self) -> int | None:
-        """Return the version of the weights if they are complete, otherwise None."""
+        """Return the version of the weights; None unless they are complete."""
         raise NotImplementedError
 
     @staticmethod
     def manifest(connection: Connection) -> Manifest:
-        """Return the description of the weights that the policy sends."""
+        """Return the manifest of the weights that the policy sends."""
         return Manifest.from_description(
             {name: (tuple(shape), getattr(torch, dtype)) for name, shape, dtype in connection.weights}
         )
@@ -299,7 +307,7 @@ class _Reloading(WeightTransferEngine[Connection, Transfer]):
 
 @contextlib.contextmanager
 def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
-    """Convert an error caused by a lack of memory within the context into a clear one.
+    """Convert errors that are caused by a lack of memory to a RefitError with advice.
 
     Raises:
         RefitError: there was not enough memory.
@@ -307,8 +315,8 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # If vLLM could not pack weights for its kernel on a CPU, it continues with plain ones, and later
-        # fails over their sizes.
+        # If vLLM lacks the memory to pack weights for its CPU kernel, it continues with unpacked weights, and
+        # later fails because of their sizes.
         unpacked = _unpacked_layer(model) if "must match the size of tensor" in str(error) else None
         if unpacked is None and not is_out_of_memory(error):
             raise
@@ -325,8 +333,8 @@ def _taking_memory(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unpacked_layer(model: torch.nn.Module) -> str | None:
-    """Return the name of a layer in which a reload was interrupted with unpacked weights, although they were
-    packed before; None if there is none."""
+    """Return the name of a layer whose weights a reload left unpacked, although they were packed before; None
+    if there is none."""
     for name, layer in model.named_modules():
         reload = get_layerwise_info(layer)
         if reload.can_load() and reload.kernel_tensors is not None:
@@ -345,15 +353,15 @@ def _unpacked_layer(model: torch.nn.Module) -> str | None:
 def _repack_shared_weights(model: torch.nn.Module) -> None:
     """Repack layers that share another layer's weight, such as a tied output layer.
 
-    The reload repacks only the layers that weights are loaded into. A sharing layer may have its own form of
-    the weight, on a CPU a packed copy; that copy would stay stale, and vLLM would continue to generate with
-    it.
+    The reload repacks only layers into which weights are loaded. A layer that shares a weight may have its
+    own form of it (on a CPU, a packed copy). That copy would stay outdated, and vLLM would continue to
+    generate with it.
     """
     sharing: dict[int, list[torch.nn.Module]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel():
-            # Group by address, because it only matters that layers share memory, whatever tensors they have.
+            # Group by address: layers may have different tensor objects that share memory.
             sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():
@@ -363,10 +371,10 @@ def _repack_shared_weights(model: torch.nn.Module) -> None:
 
 
 def _set_experts_up_anew(model: torch.nn.Module) -> None:
-    """Make the reload pack the experts of a mixture as it did when they were built.
+    """Make the reload pack a layer's experts in the same way as at the start.
 
-    vLLM packs them for its CPU kernel when it creates the kernel. If the kernel exists already, it uses the
-    weights unpacked, with rows and columns in the wrong order.
+    vLLM packs experts for its CPU kernel when it creates the kernel. If the kernel already exists, it would
+    use unpacked weights, with rows and columns in the wrong order.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -375,31 +383,30 @@ def _set_experts_up_anew(model: torch.nn.Module) -> None:
 
 
 class SharedMemoryEngine(_Reloading):
-    """Weight engine on the policy's devices: weights are in the policy's buffer. In a refit that the ranks
-    run among themselves, weights may arrive as slices."""
+    """Weight engine for engines on the policy's devices, which reads weights from the policy's buffer. In a
+    refit that the ranks run among themselves, weights may arrive as slices."""
 
     _receiver: WeightReceiver | None = None
     _mailbox: MailboxReader | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        """Store the manifest and create the receiver."""
+        """Store the manifest, and create the receiver."""
         self.shutdown()
         self._receiver = WeightReceiver(self.manifest(init_info), self.device)
         self.learn(self._receiver.manifest, init_info)
 
     def slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Return the identity of this rank's device, and the slice that it reads of each weight that it does
-        not read in full."""
+        """Return the id of this rank's device, and the slice that this rank reads of each weight. Weights
+        that it reads in full are omitted."""
         return runtime_on(self.device).identity(), {
             name: where.plain() for name, where in self._reads_of_weights().items()
         }
 
     def take_slices(self, names: list[str]) -> None:
-        """Receive these weights as the slices that this rank reads, from now on, in refits that the ranks run
-        among themselves; by default no weights arrive as slices."""
+        """Expect the weights ``names`` as slices in later refits that the ranks run among themselves."""
         assert self._receiver is not None and self._reads is not None, "it was asked for them before"
         shapes = {info.name: info.shape for info in self._tensors}
-        # Of some weights only other ranks read a slice.
+        # A weight may be in ``names`` because of other ranks, although this rank reads it in full.
         self._receiver.take_slices(
             {name: self._reads.get(name) or Slice.all_of(shapes[name]) for name in names}
         )
@@ -409,13 +416,13 @@ class SharedMemoryEngine(_Reloading):
         return super()._part_of(name, tensor) if came is None else (tensor, *came)
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
-        """Find the mailbox of the policy's rank on this device; see ``RolloutEngine.meet``."""
+        """Open the mailbox of the policy rank on this device; see ``RolloutEngine.meet``."""
         self._leave()
         mailbox = mailbox_for(mailboxes, runtime_on(self.device).identity(), self.parallel_config.rank)
         self._mailbox = MailboxReader(mailbox, session)
 
     def refuse(self, ticket: int) -> None:
-        """Tell the policy's rank not to wait for this rank within a refit."""
+        """Tell the policy rank that this rank does not take part in a refit, so that it does not wait."""
         if self._mailbox is not None:
             self._mailbox.refuse(ticket)
 
@@ -447,7 +454,7 @@ class SharedMemoryEngine(_Reloading):
 
 
 class BroadcastEngine(_Reloading):
-    """Weight engine on devices of its own: weights arrive through a transfer group."""
+    """Weight engine for engines on their own devices, which receives weights over a transfer group."""
 
     _listener: WeightListener | None = None
 
@@ -462,7 +469,8 @@ class BroadcastEngine(_Reloading):
         self._listener = WeightListener(group, manifest)
 
     def start_weight_update(self) -> None:
-        """Begin a reload; if that fails, leave the group, because the policy would wait for this rank."""
+        """Begin a reload. If that fails, leave the transfer group, because the policy would otherwise wait
+        for this rank."""
         try:
             super().start_weight_update()
         except BaseException:
@@ -470,7 +478,7 @@ class BroadcastEngine(_Reloading):
             raise
 
     def receive_weights(self, update_info: Transfer) -> None:
-        """Load all weights."""
+        """Load all weights of a refit."""
         assert self._listener is not None, "vLLM initialises an engine before it uses it"
         self._listener.receive(self.load)
 

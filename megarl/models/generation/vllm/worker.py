@@ -1,8 +1,8 @@
-"""The actor of one vLLM engine: the engine itself, the GPUs of its bundles, and the version of its weights.
+"""The worker of one vLLM engine: a Ray actor with the engine, the GPUs of its bundles, and the version of its
+weights.
 
-No call of the engine waits for one of its processes that has died, and the engine leaves no file behind. Ray
-exposes to an actor only the GPU of its own bundle; an engine of several ranks also uses the bundles next to
-it.
+Calls do not hang if a process of the engine dies, and no files are left behind. Ray exposes to an actor only
+the GPU of its own bundle; an engine of several ranks also uses the GPUs of the adjacent bundles.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ from megarl.weight_sync.slices import Slice, Slices, slices_digest
 
 
 def devices_of_places(first: int, count: int, share: float, timeout_s: float = 300.0) -> list[str]:
-    """Return the ``CUDA_VISIBLE_DEVICES`` identifiers of the GPUs of adjacent bundles, in the order of the
-    bundles. Called by an actor on the first of them.
+    """Return the ``CUDA_VISIBLE_DEVICES`` entries of the GPUs of adjacent bundles, in the order of the
+    bundles. Call this in an actor on the first of them.
 
     Args:
         first: index of the actor's bundle in its placement group.
         count: number of bundles.
-        share: fraction of its GPU that the actor has; the same fraction of the other bundles' GPUs must be
-            free.
-        timeout_s: maximum wait for the other bundles.
+        share: fraction of its GPU that the actor has. The same fraction of the other GPUs must be free.
+        timeout_s: maximum seconds to wait for the other bundles.
 
     Raises:
-        ClusterError: one of the other bundles is in use, or Ray starts no process there.
+        ClusterError: another bundle is in use, or Ray starts no process there.
     """
     if count == 1:
         return _devices()
@@ -92,14 +91,15 @@ def _devices() -> list[str]:
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-# Seconds between two checks of vLLM's processes while one of its calls lasts.
+# Seconds between two checks of vLLM's processes during a call.
 LOOK_SECONDS = 1.0
-# Seconds that a call has after a process died to fail by itself, with the reason.
+# Seconds to wait, after a process has died, for the call to fail with vLLM's own error, which gives the
+# reason.
 LAST_WORDS_SECONDS = 5.0
 
 
 class Engine:
-    """``vllm.LLM``, in this process or with its own processes.
+    """``vllm.LLM``, which runs in this process or starts its own processes.
 
     Args:
         options: arguments of ``LLM``.
@@ -108,34 +108,33 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        # vLLM's processes meet in this directory, in which vLLM would leave the sockets behind.
+        # Directory for the sockets of vLLM's processes. vLLM does not remove them.
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-", dir=env.text(SOCKETS))
         with env.variables({SOCKETS: self._sockets.name}):
             self._llm = LLM(**options)
-        # vLLM does not expose its processes, but they are children of this one.
+        # vLLM does not expose its processes, but they are children of this process.
         self._processes = multiprocessing.active_children()
 
     @property
     def has_sleep_mode(self) -> bool:
-        """True if the engine can free its memory and allocate it again."""
+        """True if the engine can free its device memory and allocate it again."""
         return bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
 
     @property
     def is_alive(self) -> bool:
-        """True while all of its processes are running."""
+        """True while all of vLLM's processes are running."""
         return all(process.is_alive() for process in self._processes)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of ``LLM`` or of one of its attributes, such as ``llm_engine.step``.
 
         Raises:
-            RuntimeError: a process of vLLM died, so that the call cannot return. vLLM itself would wait for
-                it indefinitely.
+            RuntimeError: a process of vLLM died during the call. vLLM itself would wait for it indefinitely.
         """
         if not self._processes:
             return attrgetter(method)(self._llm)(*args, **kwargs)
         answer: Future[Any] = Future()
-        # Use a separate thread, because vLLM's call waits indefinitely for a process that has died.
+        # Call in a thread, because vLLM waits indefinitely for a process that has died.
         threading.Thread(
             target=self._answer, args=(answer, method, args, kwargs), name=f"vllm-{method}", daemon=True
         ).start()
@@ -155,20 +154,20 @@ class Engine:
         try:
             answer.set_result(attrgetter(method)(self._llm)(*args, **kwargs))
         except BaseException as error:
-            # Set the error instead of raising it, because nobody would see it in this thread.
+            # An error raised in this thread would be lost, so store it in the future.
             answer.set_exception(error)
 
     def _end_processes(self) -> None:
         try:
             self._llm.llm_engine.engine_core.shutdown()
         except psutil.NoSuchProcess:
-            # vLLM ends its processes one after another, and stops if one of them has just ended by itself.
+            # vLLM ends its processes one after another, and fails if one has just exited. Kill the others.
             for process in self._processes:
                 process.kill()
 
     def shutdown(self) -> None:
-        """End vLLM's processes, including those that remain of an engine that died."""
-        # Callbacks run in reverse order, whatever the others raise: transfer engine, processes, sockets.
+        """End vLLM's processes, including those that are left of an engine that died."""
+        # Each step runs even if an earlier one raises: weight-transfer engine, then processes, then sockets.
         with contextlib.ExitStack() as ending:
             ending.callback(self._sockets.cleanup)
             ending.callback(self._end_processes)
@@ -178,7 +177,7 @@ class Engine:
                 try:
                     self.call("shutdown_weight_transfer_engine")
                 except Exception:
-                    # The engine is dying, and the caller of its last request already knows.
+                    # Ignore the error if the engine is dying: its last call has already raised one.
                     if not connection.wait(
                         [process.sentinel for process in self._processes], LAST_WORDS_SECONDS
                     ):
@@ -186,17 +185,17 @@ class Engine:
 
 
 class VllmGenerationWorker:
-    """An engine, with as many ranks as its tensor and pipeline parallelism; or a node's part of one, which
-    runs after ``join``.
+    """An engine with tensor- and pipeline-parallel ranks; or one node's part of an engine, which ``join``
+    starts.
 
     Args:
-        config: the generation configuration, completed.
-        seed: seed of vLLM itself; responses depend on the seeds of their rows.
+        config: the generation configuration, with all values present.
+        seed: seed of vLLM itself. Responses depend on the rows' own seeds.
         tokenizer: directory or hub id; defaults to the model's.
-        nodes: number of nodes of the engine, each with the same number of ranks.
-        adapter: fields of an ``AdapterScale``, for a policy that sends only its adapter.
-        place: index of the engine's first bundle, and the fraction of its GPU that the engine has, 0 without
-            GPUs.
+        nodes: number of nodes of the engine; all have the same number of ranks.
+        adapter: fields of an ``AdapterScale``, if refits send only the policy's adapter.
+        place: index of the engine's first bundle, and the fraction of its GPU that the engine has (0 without
+            GPUs).
     """
 
     def __init__(
@@ -218,8 +217,8 @@ class VllmGenerationWorker:
         self._ticket: int | None = None
         ranks = ranks_of(config["vllm_cfg"]) // nodes
         if place is not None and place[1]:
-            # Set this before torch looks for devices, even for one rank: if the cluster tells Ray to leave
-            # the variable alone, each engine would take the first GPU.
+            # Set this before torch looks for devices. It is needed for one rank too: if Ray is configured not
+            # to set the variable, all engines would use the first GPU.
             env.set_variables(
                 {"CUDA_VISIBLE_DEVICES": ",".join(devices_of_places(place[0], ranks, place[1]))}
             )
@@ -236,7 +235,7 @@ class VllmGenerationWorker:
                     f"policy.generation.vllm_cfg.{key} = {size}: {reason}. Fix: write 1, or run on GPUs"
                 )
         plugin.require_entry_point()
-        # Register here for an engine that runs in this process; vLLM's own processes call the entry point.
+        # Register here for an engine in this process. vLLM's own processes call the entry point.
         plugin.register()
         if on_cpu:
             _check_model_on_a_cpu(config["model_name"])
@@ -245,8 +244,8 @@ class VllmGenerationWorker:
             options = engine_options(config, seed, tokenizer, on_cpu=on_cpu, adapter=adapter)
             module, _, name = plugin.EXECUTOR.rpartition(".")
             if options.get("distributed_executor_backend") == plugin.EXECUTOR:
-                # Pass the class, which states that its engines may have several pipeline stages. vLLM assumes
-                # of a name that they may not.
+                # Pass the class, not its name. The class declares support for pipeline parallelism; for a
+                # name, vLLM assumes that it is not supported.
                 options["distributed_executor_backend"] = getattr(importlib.import_module(module), name)
             self._engine = Engine(options)
 
@@ -254,22 +253,22 @@ class VllmGenerationWorker:
     def configure_worker(
         num_gpus: float, bundle_indices: tuple[int, list[int]] | None
     ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        """Return the arguments that pass the engine its bundle; see ``RayWorkerBuilder``."""
+        """Return the arguments that tell a worker its bundle; see ``RayWorkerBuilder``."""
         return {}, {}, {"place": (bundle_indices[1][0], num_gpus) if bundle_indices else None}
 
     def meeting_place(self) -> tuple[str, int]:
-        """Return the address of this node and a free port on it, to which the ranks of an engine over several
-        nodes can connect."""
+        """Return this node's address and a free port, for the ranks of an engine that spans several nodes to
+        connect to."""
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
     def join(self, node: int, address: list[Any]) -> None:
-        """Start this node's part of an engine. All parts are started together, and each returns when all
+        """Start this node's part of an engine. All parts must be started together; each returns when all
         ranks have connected.
 
         Args:
-            node: number of the part; the first one represents the engine.
-            address: result of ``meeting_place`` of the first part.
+            node: index of the part; the first part returns the engine's results.
+            address: result of the first part's ``meeting_place``.
         """
         # The other nodes reach this node at this address.
         env.set_variables({"VLLM_HOST_IP": ray.util.get_node_ip_address()})
@@ -281,14 +280,14 @@ class VllmGenerationWorker:
             self._follower = Follower(options)
             return
         self._engine = Engine(options)
-        # On one node, ``Executor`` does this.
+        # An engine on one node does this in its ``Executor``.
         self._engine.call("collective_rpc", "megarl_remove_names")
 
-    # The following methods serve a refit.
+    # Methods for a refit.
 
     def connect(self, weights: list[list[Any]], address: list[Any] | None) -> None:
-        """Send vLLM's ranks the descriptions of the weights that will arrive, and the address that they
-        arrive from."""
+        """Give vLLM's ranks the description of the weights and, for a broadcast, the address of the transfer
+        group."""
         self._names = [name for name, _, _ in weights]
         self._version = None
         self._call(
@@ -297,12 +296,12 @@ class VllmGenerationWorker:
         )
 
     def meet(self, mailboxes: dict[str, Any], session: int) -> None:
-        """Let each of vLLM's ranks find the mailbox of the policy's rank on its device."""
+        """Let each of vLLM's ranks open the mailbox of the policy rank on its device."""
         self._call("megarl_meet", mailboxes=mailboxes, session=session)
 
     def slices_read(self, as_digest: bool = False) -> list[tuple[str, Slices | str]]:
-        """Return, for each of vLLM's ranks, the identity of its device, and the slices of the weights that it
-        reads or their ``slices_digest``."""
+        """Return, for each of vLLM's ranks, the id of its device and the slices of the weights that it reads,
+        or their ``slices_digest``."""
         found: list[tuple[str, Slices | str]] = []
         for device, plain in self._engine.call("collective_rpc", "megarl_slices_read"):
             slices = {name: Slice(*where) for name, where in plain.items()}
@@ -310,16 +309,16 @@ class VllmGenerationWorker:
         return found
 
     def take_slices(self, names: list[str]) -> None:
-        """Make all of vLLM's ranks receive these weights as slices from now on."""
+        """Make all of vLLM's ranks expect slices of the weights ``names`` in later refits."""
         self._version = None
         self._call("megarl_take_slices", names=names)
 
     def update_from_policy(self, ticket: int) -> int | None:
-        """Load all weights of a refit, which the policy's ranks send to vLLM's ranks, and return their
-        version.
+        """Load all weights of a refit, which policy ranks send to vLLM's ranks directly. Return the version
+        of the weights.
 
         Raises:
-            RefitError: the weights did not arrive complete.
+            RefitError: not all weights have arrived.
         """
         self._begin(ticket)
         self._update({"ticket": ticket})
@@ -327,9 +326,9 @@ class VllmGenerationWorker:
         return self._version
 
     def update_from_handles(self, handles: dict[str, Any]) -> int | None:
-        """Load one group of weights; return the version if it was the last group, otherwise None."""
+        """Load one group of weights. Return their version after the last group, otherwise None."""
         payload = next(iter(handles.values()))
-        # The first group begins a reload, and abandons one that was interrupted.
+        # The first group begins a reload, and aborts one that was interrupted.
         if payload["first"] == 0:
             self._begin()
         self._update({"handles": handles})
@@ -338,13 +337,13 @@ class VllmGenerationWorker:
         return self._version
 
     def update_from_broadcast(self, version: int | None = None) -> int | None:
-        """Load all weights from the transfer group, and return their version, which the policy sends.
+        """Load all weights from the transfer group. Return their version, which the policy sends.
 
         Args:
-            version: required version; any by default.
+            version: required version; None accepts any.
 
         Raises:
-            RefitError: the weights did not arrive complete, or are of another version.
+            RefitError: not all weights have arrived, or they have another version.
         """
         self._begin()
         self._update({})
@@ -370,14 +369,14 @@ class VllmGenerationWorker:
         self._updating = False
         if self._adapter is not None:
             self._call("megarl_bind_adapter")
-        # Ask all ranks, because vLLM itself would continue with weights of several versions.
+        # Compare all ranks, because vLLM itself would accept ranks with different versions.
         versions = set(self._engine.call("collective_rpc", "megarl_weights_version"))
         if len(versions) != 1:
             raise RefitError(
                 f"the ranks of the engine hold versions {sorted(map(str, versions))} of the "
                 "weights: refit again"
             )
-        # Discard the keys and values that older weights computed.
+        # The KV cache of earlier prompts was computed with the old weights.
         if not self._engine.call("reset_prefix_cache"):
             raise RefitError(
                 "vLLM keeps keys and values of the older weights, for a prompt that it still completes: "
@@ -386,13 +385,14 @@ class VllmGenerationWorker:
         [self._version] = versions
 
     def _call(self, method: str, **arguments: Any) -> None:
-        """Make all ranks call a method of vLLM for new weights. After an error they wait for the next refit.
+        """Run a weight-transfer method of vLLM on all ranks. After an error the refit is aborted on all of
+        them.
 
         Raises:
-            RefitError: a rank failed with one of megarl's own errors.
-            RuntimeError: a rank failed with another error, so that it may be unusable.
+            RefitError: ranks failed with megarl's own errors only.
+            RuntimeError: a rank failed with another error, and may be unusable.
         """
-        # megarl_call returns errors as values, because vLLM reads raised errors of only one rank.
+        # megarl_call returns errors instead of raising them, because vLLM reads only one rank's error.
         answers = self._engine.call("collective_rpc", "megarl_call", args=(method, arguments))
         failures = {rank: Failure(*answer) for rank, answer in enumerate(answers) if answer is not None}
         if failures:
@@ -400,11 +400,11 @@ class VllmGenerationWorker:
             raise _error_of(failures, len(answers))
 
     def _give_up(self) -> None:
-        """Abandon a refit that is in progress on any rank, if there is one."""
+        """Abort the refit that is in progress on any rank, if there is one."""
         self._version = None
         if self._updating:
             self._updating = False
-            # A rank without a refit in progress raises an error, which does not matter.
+            # Ignore the errors of ranks that have no refit in progress.
             with contextlib.suppress(Exception):
                 self._engine.call(
                     "collective_rpc",
@@ -412,29 +412,29 @@ class VllmGenerationWorker:
                     args=("update_weights", {"update_info": {"given_up": True}}),
                 )
             if self._ticket is not None:
-                # Refuse for all ranks, because one that had not begun would not learn of the failure by its
-                # own error.
+                # Tell the policy ranks for all engine ranks: one that had not started the refit would not do
+                # so itself.
                 with contextlib.suppress(Exception):
                     self._engine.call(
                         "collective_rpc", "megarl_call", args=("megarl_refuse", {"ticket": self._ticket})
                     )
 
-    # The following methods generate.
+    # Methods that generate.
 
     def generate(
         self, data: BatchedDataDict[Any], greedy: bool, version: int | None, sampling: Sampling | None = None
     ) -> BatchedDataDict[Any]:
-        """Complete every prompt with the weights of ``version``.
+        """Generate a response to every prompt with the weights of ``version``.
 
         Raises:
-            RefitError: the engine has other weights, or none that are complete.
+            RefitError: the engine has another version of the weights, or no complete weights.
         """
         self._require(version)
         from vllm import SamplingParams
 
         config = cast(GenerationConfig, {**self._config, **(sampling or {})})
         requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-        # Pass token ids, because vLLM would tokenise text again, perhaps differently.
+        # Pass token ids: vLLM would tokenize text again, perhaps with another result.
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         params = [SamplingParams(**request.options) for request in requests]
         seed = None if greedy else seed_of_call(data, self._config)
@@ -457,7 +457,7 @@ class VllmGenerationWorker:
         scored.
 
         Raises:
-            RefitError: the engine has other weights, or none that are complete.
+            RefitError: the engine has another version of the weights, or no complete weights.
         """
         self._require(version)
         from vllm import SamplingParams
@@ -477,14 +477,15 @@ class VllmGenerationWorker:
         return BatchedDataDict({"logprobs": logprobs})
 
     def _beside(self) -> dict[str, Any]:
-        """Return the request argument that selects the policy's adapter; empty without an adapter."""
+        """Return the argument of vLLM's requests that selects the policy's adapter; empty without an
+        adapter."""
         if self._adapter is None:
             return {}
         from vllm.lora.request import LoRARequest
 
         from megarl.models.generation.vllm.adapter_binding import ADAPTER
 
-        # vLLM has had the adapter of this number since the refit, and reads nothing from a path.
+        # vLLM already has the adapter with this id from the refit, so it does not read the path.
         return {"lora_request": LoRARequest("policy", ADAPTER, "sent by refits")}
 
     def _require(self, version: int | None) -> None:
@@ -506,22 +507,21 @@ class VllmGenerationWorker:
         sampling: Sampling | None,
         gathers: bool = False,
     ) -> list[tuple[int, Sequence[int], Sequence[float], bool]]:
-        """Accept further requests, and work until one is completed.
+        """Add requests, and run the engine until a request is completed.
 
         Args:
-            numbers: the caller's numbers, one per row of ``data``.
+            numbers: the caller's number of each row of ``data``.
             data: prompts, as in ``generate``.
             given_up: numbers of requests to interrupt.
-            wait_s: maximum seconds to work.
+            wait_s: maximum seconds to run the engine.
             greedy, version, sampling: see ``generate``.
-            gathers: work for all of that time, even if requests are completed earlier.
+            gathers: run the engine for the full ``wait_s``, even if requests are completed earlier.
 
         Returns:
-            Number, tokens, log-probabilities and whether a limit ended it, of each request that was completed
-            or interrupted.
+            (number, tokens, log-probabilities, truncated) of each request that was completed or interrupted.
 
         Raises:
-            RefitError: the engine has other weights, or none that are complete.
+            RefitError: the engine has another version of the weights, or no complete weights.
         """
         self._require(version)
         from vllm import SamplingParams
@@ -531,7 +531,7 @@ class VllmGenerationWorker:
         if data is not None:
             config = cast(GenerationConfig, {**self._config, **(sampling or {})})
             requests = requests_of(data, config, self._config["vllm_cfg"]["max_model_len"], greedy=greedy)
-            # vLLM refuses prompts without room for a token, so that they are answered here.
+            # vLLM rejects prompts without room for a token, so return their empty responses here.
             found |= dict.fromkeys(set(numbers) - {numbers[request.row] for request in requests}, NO_ROOM)
             for request in requests:
                 params = SamplingParams(**request.options, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -553,13 +553,13 @@ class VllmGenerationWorker:
         ]
 
     def _given_up(self, names: set[str]) -> dict[int, Answer]:
-        """Interrupt requests, and return the partial response of each."""
+        """Interrupt requests, and return their partial responses."""
         if not names:
             return {}
         from vllm.v1.engine import FinishReason
 
-        # Collect the outputs here: vLLM reports an aborted request only to callers that wait in its own event
-        # loop.
+        # Build the outputs here: vLLM returns the output of an aborted request only to callers in its own
+        # event loop.
         states = list(self._engine.call("llm_engine.output_processor.request_states.values"))
         outputs = [
             state.make_request_output([], None, FinishReason.ABORT, None)
@@ -570,12 +570,12 @@ class VllmGenerationWorker:
         return {int(output.request_id): answer_of(output.outputs[0]) for output in outputs}
 
     def _drawn(self, prompts: list[Any], params: list[Any], seed: int) -> Any:
-        """Complete prompts with one seed for all of them.
+        """Generate with one seed for all prompts.
 
-        None is started before all of them wait: otherwise the random numbers of a prompt would depend on when
-        each of them arrived.
+        The scheduler is stopped until all prompts are queued. Otherwise a prompt's random numbers would
+        depend on the times at which the prompts arrive.
         """
-        # Level 0 stops only the scheduler; memory and weights stay.
+        # Level 0 only pauses the scheduler, and keeps weights and KV cache.
         self._engine.call("sleep", level=0)
         try:
             self._engine.call("collective_rpc", "megarl_seed", args=(seed,))
@@ -585,29 +585,29 @@ class VllmGenerationWorker:
         return self._engine.call("wait_for_completion", use_tqdm=False)
 
     def prepare_for_generation(self, tags: list[str] | None = None) -> None:
-        """Allocate memory again: ``weights``, ``kv_cache``, or both."""
+        """Allocate device memory again: ``weights``, ``kv_cache``, or both if ``tags`` is None."""
         if self._engine.has_sleep_mode:
             self._engine.call("wake_up", tags)
 
     def finish_generation(self) -> bool:
-        """Free the engine's memory if it shares the device. Weights are then discarded until the next refit;
-        return whether they were kept."""
+        """Free the engine's device memory if it shares the device. Return whether the weights were kept; if
+        not, a refit must follow."""
         self._engine.call("reset_prefix_cache")
         if self._engine.has_sleep_mode:
             self._version = None
-            # Use level 2: level 1 would keep a copy of the weights in host memory, and a refit sends newer
-            # ones anyway.
+            # Level 2 discards the weights. Level 1 would copy them to host memory, but the next refit sends
+            # new ones anyway.
             self._engine.call("sleep", level=2)
             return False
         return True
 
     def environment(self) -> dict[str, str]:
-        """Return vLLM's environment variables in this process."""
+        """Return this process's environment variables whose names start with ``VLLM_``."""
         return {name: value for name, value in env.snapshot().items() if name.startswith("VLLM_")}
 
     def is_alive(self) -> bool:
         """Return whether all of vLLM's processes are running. If this worker itself is dead, the call fails
-        instead of returning False."""
+        instead."""
         return (self._follower or self._engine).is_alive
 
     def shutdown(self) -> None:
@@ -634,10 +634,10 @@ def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
 
 
 def _check_model_on_a_cpu(model: str) -> None:
-    """Raise an error for a model on which vLLM would fail on a CPU, after a minute.
+    """Check that vLLM can run a model on a CPU. vLLM's own error would come only after a minute.
 
     Raises:
-        ConfigError: there is no kernel for the width of its heads, or vLLM's code of the model cannot be
+        ConfigError: there is no CPU kernel for the model's head width, or vLLM's code of the model cannot be
             imported.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -658,10 +658,10 @@ def _check_model_on_a_cpu(model: str) -> None:
 
 
 def _check_torchvision(model: str) -> None:
-    """Raise an error if vLLM's code of a model needs torchvision, and torchvision cannot be imported.
+    """Check that torchvision, which vLLM's code of this model imports, can be imported.
 
     Raises:
-        ConfigError: torchvision is absent, or is a build for CUDA with a torch for CPUs.
+        ConfigError: torchvision is absent, or was built for another torch.
     """
     try:
         importlib.import_module("torchvision")
@@ -674,12 +674,11 @@ def _check_torchvision(model: str) -> None:
 
 
 def _check_runner_on_a_cpu() -> None:
-    """Raise an error with a remedy if vLLM's newer model runner cannot work; vLLM's own error gives none
-    ("Model Runner V2 requires Triton.").
+    """Check that vLLM's V2 model runner, if selected, can run. vLLM's own error gives no advice ("Model
+    Runner V2 requires Triton.").
 
     Raises:
-        ConfigError: the runner is selected, but there is no Triton for CPUs, whose kernels it needs to
-            prepare batches.
+        ConfigError: the runner is selected, but Triton, whose kernels prepare its batches, is not available.
     """
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON

@@ -1,5 +1,4 @@
-"""Extension of vLLM's workers: additional methods in a base class of vLLM's worker class
-(``worker_extension_cls``)."""
+"""Extension of vLLM's worker class (``worker_extension_cls``): a base class with additional methods."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from megarl.models.generation.vllm.shared_memory_names import remove_names
 
 
 class Failure(NamedTuple):
-    """The error of a rank that could not complete a call.
+    """The error of a rank whose call failed.
 
     Attributes:
-        message: message of the error, with its type unless that is megarl's own.
-        on_purpose: True if the error is megarl's own: the rank is still usable, but without complete weights.
-        trace: the stack trace, as text.
+        message: message of the error, preceded by its type unless it is megarl's own error.
+        on_purpose: True if it is megarl's own error: the rank can still be used, but has no complete weights.
+        trace: the stack trace.
     """
 
     message: str
@@ -27,63 +26,64 @@ class Failure(NamedTuple):
 
 
 class WorkerCalls:
-    """Base class of a vLLM worker."""
+    """Additional methods of a vLLM worker."""
 
     weight_transfer_engine: Any
 
     def megarl_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool, str] | None:
-        """Call one of vLLM's methods for new weights. An error is returned, as the fields of a ``Failure``.
+        """Call a weight-transfer method of vLLM. Return None, or the fields of a ``Failure`` if it raises.
 
-        If ranks raised, vLLM would read only the first failed rank's response. The responses of the other
-        ranks would stay in their queues, and each later call would read the response to the call before it.
+        If several ranks raised, vLLM would read only the first failed rank's response. The other responses
+        would stay in their queues, and each later call would read the response to the call before it.
         """
         try:
             getattr(self, method)(**arguments)
             return None
         except Exception as error:
             on_purpose = isinstance(error, MegarlError)
-            # Return plain values, because an exception of vLLM need not be picklable.
+            # Return plain values, because exceptions of vLLM may not be picklable.
             failure = (
                 str(error) if on_purpose else f"{type(error).__name__}: {error}",
                 on_purpose,
                 traceback.format_exc(),
             )
-        # Collect garbage, because the error's frames refer to weights, and some of these frames to the error.
+        # The error's frames refer to weights, and some frames refer to the error. Only the garbage collector
+        # frees such cycles.
         gc.collect()
         return failure
 
     def megarl_meet(self, mailboxes: dict[str, Any], session: int) -> None:
-        """Find the mailbox of the policy's rank on this rank's device; see ``RolloutEngine.meet``."""
+        """Open the mailbox of the policy rank on this rank's device; see ``RolloutEngine.meet``."""
         self.weight_transfer_engine.meet(mailboxes, session)
 
     def megarl_slices_read(self) -> tuple[str, dict[str, list[int]]]:
-        """Return the identity of this rank's device, and the slices of the weights that the rank reads."""
+        """Return the id of this rank's device, and the slices of the weights that this rank reads."""
         found: tuple[str, dict[str, list[int]]] = self.weight_transfer_engine.slices_read()
         return found
 
     def megarl_take_slices(self, names: list[str]) -> None:
-        """Set the weights that arrive as slices from now on."""
+        """Expect the weights ``names`` as slices in later refits."""
         self.weight_transfer_engine.take_slices(names)
 
     def megarl_refuse(self, ticket: int) -> None:
-        """Refuse a refit, so that the policy's rank does not wait for this one."""
+        """Tell the policy rank that this rank does not take part in a refit, so that it does not wait."""
         self.weight_transfer_engine.refuse(ticket)
 
     def megarl_bind_adapter(self) -> None:
-        """Make this rank compute with the adapter that a refit has sent."""
+        """Use the adapter of the last refit from now on."""
         self.weight_transfer_engine.bind_adapter()
 
     def megarl_weights_version(self) -> int | None:
-        """Return the version of this rank's weights if they are complete, otherwise None."""
+        """Return the version of this rank's weights; None unless they are complete."""
         version: int | None = self.weight_transfer_engine.version()
         return version
 
     def megarl_seed(self, seed: int) -> None:
-        """Seed this rank's random numbers. All ranks of an engine get the same seed, so that each samples the
-        same tokens by itself."""
+        """Seed this rank's random generators. All ranks of an engine must get the same seed, because each
+        rank samples the tokens itself."""
         seed_everything(seed)
 
     def megarl_remove_names(self) -> None:
-        """Remove the files of the memory that this rank shares with other ranks, which have opened it
-        by now."""
+        """Unlink the files of the memory that this rank shares with other ranks. All of them must have opened
+        it."""
         remove_names()
