@@ -38,7 +38,7 @@ class DocumentIndex:
 
     def __init__(self, path: str, key: str) -> None:
         self._lock = threading.Lock()
-        # All threads share this connection; the lock serializes their queries.
+        # All threads share this connection; the lock serialises their queries.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
             "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
