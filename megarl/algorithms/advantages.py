@@ -188,6 +188,7 @@ def estimated_advantages(
         settings,
         _groups(samples["prompt_ids"], samples["reward"], samples["sample_mask"]),
         samples["reward"],
+        # The mask before any exclusion from training: excluded responses still count in their groups.
         samples["sample_mask"],
         samples["token_mask"] * sample_mask.unsqueeze(1),
         token_penalties,
@@ -218,6 +219,7 @@ def _parts_by_name(samples: Mapping[str, Any]) -> dict[str, Tensor]:
         if column in totals:
             continue
         name = column.rpartition("/")[2]
+        # A response has a part only from its own environment, so at most one of these columns is not NaN.
         parts[name] = torch.where(parts[name].isnan(), values, parts[name]) if name in parts else values
     return parts
 

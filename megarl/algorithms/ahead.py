@@ -79,6 +79,7 @@ class HeldEngines:
         """
         if not self.held:
             return self.refit.replace_lost_engines(error)
+        # All engines are alive, so the error has another cause.
         if self.refit.generation.is_alive():
             raise error
         raise WorkerLostError(

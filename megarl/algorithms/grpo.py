@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """The computation of advantages from rewards."""
+    """Advantage estimator and its options."""
 
     name: Annotated[
         str,
@@ -57,7 +57,7 @@ class AdvEstimatorConfig(TypedDict):
 
 
 class RewardedConfig(SampledConfig):
-    """Training on sampled responses by their rewards: the keys that GRPO and PPO share."""
+    """Keys shared by GRPO and PPO, which train on sampled responses and their rewards."""
 
     reward_model_weight: NotRequired[
         Annotated[
@@ -243,6 +243,8 @@ class GRPO(Sampled):
         self.loss_config = parts.config["loss_fn"]
         super().__init__(parts, policy_loss(self.loss_config))
         self.reward_model = parts.models.get(REWARD_MODEL)
+        # env_reward_weight weights the sum with the reward model's score; without one it must not scale
+        # rewards.
         shared = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         self.reward_weights = {
             **{name: shared * weight for name, weight in weights_of_rewards(parts.config["env"]).items()},

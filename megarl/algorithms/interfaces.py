@@ -92,6 +92,7 @@ class LossFunction(Protocol):
 
 def reads_values(loss_fn: object) -> bool:
     """Return whether a loss takes values (``LossInputType.VALUE``)."""
+    # By value, so that a loss with the enum of another package, such as NeMo-RL's, works too.
     return getattr(getattr(loss_fn, "input_type", None), "value", None) == LossInputType.VALUE.value
 
 
@@ -129,6 +130,7 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     except ValueError:  # a function that is not written in Python
         return
     try:
+        # By keyword, so that a loss written for logits, whose parameter has another name, is rejected.
         signature.bind(None, None, None, **{read: None})
         known = {kind.value for kind in LossInputType}
         takes_logits = (

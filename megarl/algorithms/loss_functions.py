@@ -116,9 +116,9 @@ class ClippedPGLossFn:
     gradient beyond. d = reference - current is clamped to +-``kl_input_clamp_value``, and k to
     +-``kl_output_clamp_value``; null means no clamp. These two bound the size of the penalty and of its
     gradient, but never remove the gradient: a token far from the reference is still pulled back. The
-    derivative with respect to a token's log-probability is v times -d for k1, k2 and k3 (the constant 1 of k1 has
-    expectation 0). For k3 with ``pathwise`` it is v (1 - exp(d)), at least -v (``kl_output_clamp_value`` +
-    d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp changed.
+    derivative with respect to a token's log-probability is v times -d for k1, k2 and k3 (the constant 1 of k1
+    has expectation 0). For k3 with ``pathwise`` it is v (1 - exp(d)), at least -v (``kl_output_clamp_value``
+    + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp changed.
 
     Bounds of w: ``truncated_importance_sampling_type`` bounds w to [0, ``_ratio``] or [``_ratio_min``,
     ``_ratio``]. ``tis`` takes min(w, bound) (truncated importance sampling). ``icepop`` sets a w out of
@@ -661,4 +661,5 @@ def _masked_extreme(
     """Return the smallest or largest unmasked value, or ``identity`` (an infinity) if there is none, so that
     later reductions ignore it."""
     filled = torch.where(mask != 0, values.detach(), identity)
+    # amin and amax raise on an empty tensor.
     return reduce(filled) if filled.numel() else filled.new_full((), identity)

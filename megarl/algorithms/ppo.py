@@ -223,6 +223,7 @@ class PPO(GRPO):
             )
         penalties, metrics = self.penalties_of(samples, batch)
         of_turns = self._rewards_of_turns(samples, counts)
+        # Whatever no turn has, such as a reward model's score, is given at the end of the conversation.
         at_end = samples["reward"].double() - of_turns.sum(dim=1)
         advantages, returns = generalized_advantages(
             of_turns + rewards_of_tokens(at_end, counts, penalties),
@@ -277,6 +278,7 @@ class PPO(GRPO):
                 self.timer.passed(
                     Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0)
                 )
+        # The actor's metrics have the same names.
         metrics = {f"critic_{name}": value for name, value in metrics.items()}
         self.turns.take(ACTOR)
         if self.is_warming_up(step):

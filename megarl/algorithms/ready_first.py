@@ -166,6 +166,7 @@ class ReadyFirst(ValidatesBeside):
                 "rollouts_dropped": float(dropped),
             }
         sampling = Sampling(rollouts, rollouts.samples, {}, self._sampler.epoch)
+        # Before training, so that the ledger has the batch of every step that has changed the weights.
         self._ledger.write(step, sampling)
         return sampling
 

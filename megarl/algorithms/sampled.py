@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Steps and validation of a training on sampled responses."""
+    """Keys of all algorithms that train on sampled responses: steps, sampling and validation."""
 
     num_prompts_per_step: Annotated[int, Key("number of prompts per step.", AT_LEAST_1)]
     max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
@@ -232,6 +232,8 @@ class Sampled(Algorithm):
             stops_at_texts=bool(generation["stop_strings"]),
             drains=not section["in_flight_weight_updates"],
         )
+        # A call of the environment gets one group only, which is too few responses to conclude that a reward
+        # function is broken.
         tell_of_groups(parts.environment, prompts * generations)
         collector = replace(self.collector, shared=shared)
 
