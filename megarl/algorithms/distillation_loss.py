@@ -107,7 +107,7 @@ class DistillationLossFn:
         def mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
 
-        # Mask first: the gradient of an infinity under the mask would be 0 times infinity.
+        # Mask first: the gradient of an infinity under a zero mask would be 0 times infinity.
         policy = torch.where(counts, scored, 0.0)
         teacher = torch.where(counts, data[TOPK_LOGITS][:, :-1].to(scored.dtype), 0.0).detach()
         of_policy, of_teacher = self._outcomes(policy), self._outcomes(teacher)

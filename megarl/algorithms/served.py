@@ -90,7 +90,8 @@ class ServedCheck:
         self.metrics: dict[str, float] = {}
 
     def remember(self, samples: BatchedDataDict[Any], step: int) -> None:
-        """Choose the sequences for the next check from a step's samples, determined by seed and step."""
+        """Choose the sequences for the next check from a step's samples. The choice depends only on seed and
+        step."""
         import torch
 
         from megarl.distributed.batched_data_dict import BatchedDataDict

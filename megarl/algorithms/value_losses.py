@@ -67,7 +67,7 @@ class PreferenceLoss:
             return masked_mean(of_pairs, pair_mask, global_normalization_factor=global_valid_seqs / 2)
 
         rewards = last_values(values, data["input_lengths"])
-        # Mask first: the gradient of a NaN under the mask would be 0 times NaN.
+        # Mask first: the gradient of a NaN under a zero mask would be 0 times NaN.
         rewards = torch.where(pair_mask.repeat_interleave(2) != 0, rewards, 0.0)
         chosen, rejected = rewards[::2], rewards[1::2]
         loss = pair_mean(-logsigmoid(chosen - rejected))

@@ -416,7 +416,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
             "directory"
         )
     if Path(place).is_dir() and any(each.suffix.lower() in _DELIMITERS for each in Path(place).rglob("*")):
-        # The library would guess types, and turn the answer 007 into 7.
+        # load_dataset would guess types, and turn the answer 007 into 7.
         fix = "give the path of each file, as a list of sources"
         raise DataError(
             f"data set {place} has CSV files, whose cells stay text only if each file is read by "
@@ -428,7 +428,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(place, subset, split=split)
     except Exception as error:
-        # The library and its transports raise errors of many unrelated classes.
+        # The datasets library and its transports raise errors of many unrelated classes.
         raise DataError(
             f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: "
             f"{error}. "

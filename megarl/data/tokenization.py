@@ -368,7 +368,7 @@ class PromptEncoder:
         )
 
     def split(self, record: Record, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Return the prompt tokens, which have no loss, and the answer tokens, which have one.
+        """Return the prompt tokens, which have no loss, and the answer tokens, which have a loss.
 
         If the record is a text without a prompt, its first token serves as the prompt. The text may already
         contain BOS and EOS.

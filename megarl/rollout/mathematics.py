@@ -133,7 +133,7 @@ def _reference(answer: str) -> str:
 
 
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return the library's parse of a reference: its values, then the text that they came from. Empty if it
+    """Return math-verify's parse of a reference: its values, then the text that they came from. Empty if it
     finds nothing."""
     return _parsed_before(answer) if len(answer) <= _LONGEST_KEPT else _parsed_now(answer)
 
@@ -150,12 +150,12 @@ def _parse(text: str) -> list[Any]:
     import math_verify as library
 
     silence_library()
-    # Disable the library's own timeout, whose signal would replace the caller's.
+    # Disable math-verify's own timeout, whose signal would replace the caller's.
     return or_none(lambda: library.parse(unify(text), parsing_timeout=None)) or []
 
 
 def _ending(text: str) -> str:
-    """Return the last lines of a long text, because the library's patterns are slow on long texts."""
+    """Return the last lines of a long text, because math-verify's patterns are slow on long texts."""
     return text if len(text) <= _LONGEST_ENDING else text[-_LONGEST_ENDING:].partition("\n")[2]
 
 

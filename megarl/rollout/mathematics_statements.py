@@ -594,7 +594,7 @@ def _values_agree(
     reference, response = _same_side(reference, response)
     exact = list(map(number, (reference, response)))
     if any(map(_SEVERAL_NUMBERS.search, (reference, response))):
-        # Compare as text, because the library would read 10 00 as 1000.
+        # Compare as text, because math-verify would read 10 00 as 1000.
         return _squeezed(reference) == _squeezed(response)
     if exact[0] is not None and exact[1] is not None:
         return fractions_agree(exact[0] * factor, exact[1] * other_factor)
@@ -610,7 +610,7 @@ def _values_agree(
         str(value) == "EmptySet" and "\\emptyset" not in text
         for value, text in zip(values, (reference, response), strict=True)
     ):
-        # The library parses impossible intervals such as [2,1) as the empty set; two of them must not be
+        # math-verify parses impossible intervals such as [2,1) as the empty set; two of them must not be
         # equal.
         return False
     if values[0] is None or values[1] is None:

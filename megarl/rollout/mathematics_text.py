@@ -213,7 +213,7 @@ _NAMED_SETS = (
 
 
 def spell(text: str) -> str:
-    """Normalise an answer: put words between marks, and write values in the form that the library parses
+    """Normalise an answer: put words between marks, and write values in the form that math-verify parses
     best."""
     text = unify(text)
     for pattern, replacement in _REPLACED:
@@ -224,7 +224,7 @@ def spell(text: str) -> str:
     text = _ORDINAL.sub(" ", text)
     text = _BARE.sub(lambda run: _bare_word(text, run), text)
     text = _UNIT_FRACTION.sub(rf"{OPEN}\1 / \2{CLOSE}", text)
-    # Convert degrees to radians, because the library parses arguments of functions as radians.
+    # Convert degrees to radians, because math-verify parses arguments of functions as radians.
     text = _ANGLE.sub(r"\1\2(\\frac{\3\\pi}{180})", text)
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_QUOTIENT.sub(lambda quotient: f" / {quotient[1]}{CLOSE}" if quotient[1] else " / ", text)

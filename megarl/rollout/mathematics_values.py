@@ -73,7 +73,7 @@ def value_of(text: str) -> Any:
 def _value_now(text: str) -> Any:
     from math_verify.parser import LatexExtractionConfig, NormalizationConfig, parse
 
-    # Units are already removed. With units=True the library would read 3m as 3.
+    # Units are already removed. With units=True math-verify would read 3m as 3.
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
@@ -95,7 +95,7 @@ _value_kept = lru_cache(maxsize=1024)(_value_now)
 
 
 def silence_library() -> None:
-    """Suppress a warning that the library logs at each call without a timeout of its own; this package sets a
+    """Suppress a warning that math-verify logs at each call without a timeout of its own; this package sets a
     time limit itself."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -111,7 +111,7 @@ def or_none(compute: Callable[[], Any]) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Replace floats by fractions, and the symbol i, which the library parses as a variable, by the imaginary
+    """Replace floats by fractions, and the symbol i, which math-verify parses as a variable, by the imaginary
     unit."""
     import sympy
 
@@ -150,7 +150,7 @@ def values_agree(reference: Any, response: Any) -> bool:
 
 
 def library_agrees(reference: list[Any], response: list[Any]) -> bool:
-    """Return whether the library, patched with exact comparisons, considers any parse of the response equal
+    """Return whether math-verify, patched with exact comparisons, considers any parse of the response equal
     to the reference."""
     silence_library()
     return bool(or_none(lambda: _library_verdict(reference, response)))
@@ -171,9 +171,9 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
         "sympy_deep_compare_set_and_tuple": _collections_equal,
     }
     for name in exact:
-        # Raise if a new version of the library lacks one of these functions: it would silently round again.
+        # Raise if a new version of math-verify lacks one of these functions: it would silently round again.
         getattr(grader, name)
-    # Patch the module, because the library accepts no comparison functions: its grader calls these by name.
+    # Patch the module, because math-verify accepts no comparison functions: its grader calls these by name.
     with patched(*((grader, name, function) for name, function in exact.items())):
         return library.verify(list(map(_exact, reference)), list(map(_exact, response)), timeout_seconds=None)
 
@@ -196,7 +196,7 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
     """Return whether two tuples are equal element by element, or two finite sets in any order."""
     import sympy
 
-    # The library's parser stores the original order of elements, which sympy's sets lose.
+    # math-verify's parser stores the original order of elements, which sympy's sets lose.
     first, second = list(one.args), list(getattr(other, "_unsorted_args", other.args))
     if len(first) != len(second):
         return False

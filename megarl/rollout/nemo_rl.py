@@ -43,11 +43,10 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     Attributes:
         observations: B messages, ``{"role": ..., "content": ...}``.
         metadata: B objects that are passed to the next step; None for a conversation that ends.
-        next_stop_strings: B lists of stop strings for the next response, or None for each conversation
-            without.
+        next_stop_strings: B lists of stop strings for the next response; None for a conversation without any.
         rewards: [B] or [B, parts] float; parts are summed.
         terminateds: [B] bool.
-        answers: B final answers, or None. Not read by this library.
+        answers: B final answers, or None. Not read by megarl.
     """
 
     observations: list[dict[str, str]]

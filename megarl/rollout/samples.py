@@ -17,8 +17,8 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
-    """Return the seeds of a step's responses, with those for the same prompt adjacent. ``prompt`` is the
-    prompt's position in the step."""
+    """Return the seeds of a step's responses, with those for the same prompt adjacent. A prompt is identified
+    by its position in the step."""
     return [
         sampling_seed(run_seed, step, prompt, sample)
         for prompt in range(num_prompts)

@@ -202,8 +202,8 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """Build a byte table and compare its texts with the library's for the whole vocabulary. Return None if
-    they differ, as they may with a future version of the library."""
+    """Build a byte table and compare its texts with those of the tokenizers library for the whole vocabulary.
+    Return None if they differ, as they may with a future version of that library."""
     special = {number for number, token in added.items() if token.special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     tokens |= {

@@ -28,8 +28,8 @@ _PIECE = 1 << 16
 # Maximum bytes of all replies together, because a statement may keep the values of many calls.
 _LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
 
-# Maximum total length of all ranges in a conversation: a range takes few bytes in a reply, but a statement
-# may turn each into a list.
+# Maximum total length of all ranges that a program returns: a range takes few bytes in a reply, but a
+# statement may turn each into a list.
 _LONGEST_RANGES = 1_000_000
 
 

@@ -20,7 +20,7 @@ _FIRST_X32_CALL = 0x40000000
 
 # System call numbers on x86-64 and on 64-bit ARM; None if the architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # Allocate memory that neither a process limit nor a file system accounts for.
+    # Calls that allocate memory which neither a process limit nor a file system accounts for.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -28,20 +28,20 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
-    # Pages in a pipe outlive their process, and a single byte may pin a huge page.
+    # Rejected, because pages in a pipe outlive their process, and a single byte may pin a huge page.
     "vmsplice": (278, 75),
-    # Create objects of which the machine or the user has only few.
+    # Calls that create objects of which the machine or the user has only few.
     "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
-    # Access other processes.
+    # Calls that access other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
     "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
-    # Change mounts and namespaces.
+    # Calls that change mounts and namespaces.
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -57,11 +57,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # Access keyrings, which belong to the user of the run.
+    # Calls that access keyrings, which belong to the user of the run.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Reach parts of the kernel with a history of vulnerabilities.
+    # Calls into parts of the kernel with a history of vulnerabilities.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "io_uring_setup": (425, 425),
@@ -78,7 +78,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "iopl": (172, None),
     "ioperm": (173, None),
-    # Change the machine.
+    # Calls that change the machine.
     "reboot": (169, 142),
     "swapon": (167, 224),
     "swapoff": (168, 225),
