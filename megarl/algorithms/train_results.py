@@ -60,7 +60,7 @@ def trained_sequences(
     if reads_values(loss_fn):
         scored = int(
             batch["input_lengths"].sum()
-        )  # A score layer, which is small, has an output for every token.
+        )  # A scalar head is cheap, but computes a value for each token.
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 

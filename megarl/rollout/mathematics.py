@@ -168,7 +168,7 @@ def _as_text(expression: str) -> str:
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise ``JudgementTimeoutError`` if the context takes longer than ``seconds``. A ``time_limit`` of the
     caller takes precedence. Works in the main thread only."""
-    from math_verify.errors import TimeoutException  # not an Exception either
+    from math_verify.errors import TimeoutException  # does not derive from Exception
 
     try:
         with nullcontext() if is_limited() else time_limit(seconds):

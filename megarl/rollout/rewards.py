@@ -59,8 +59,8 @@ _LONGEST_PAUSE = 0.5
 # others point to the scorer or the network.
 _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
 
-# Share of the reward's time limit that the tests may use when scores are partial; the rest covers starting
-# and stopping the sandbox.
+# Share of the reward's time limit that the tests may use when scores are partial; the rest is for the work
+# around them.
 _SHARE_OF_TESTS = 0.9
 
 
@@ -87,7 +87,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """Name and options of a reward, as plain values that can be pickled to a worker process.
+    """Name and options of a reward, as plain values that can be sent to a worker process as JSON.
 
     Attributes:
         name: name of a built-in reward, or an import path.

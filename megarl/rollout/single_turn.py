@@ -269,7 +269,7 @@ class SingleTurn:
         """Return the pool's tasks, each with a key that identifies it. Tasks are ordered by reward, so that a
         response which is slow for every reward does not occupy neighbouring slots."""
         full = self._tasks(turn)
-        # Pickling prompts and records through a pipe is slow, so omit them for rewards that do not read them.
+        # Sending prompts and records through a pipe is slow, so omit them for rewards that do not read them.
         short = (
             [task._replace(prompt="", record={}) for task in full]
             if any(part.reward.wants_record for part in self._parts)

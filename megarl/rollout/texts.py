@@ -208,7 +208,7 @@ def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     tokens |= {
         number: token.content for number, token in added.items()
-    }  # If both have a number, the library uses the added token.
+    }  # If an id is in both, the tokenizers library uses the added token.
     table = ByteTable.of(
         {number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()}
     )
