@@ -1,6 +1,5 @@
-"""Advantages: how much better a response, or a token of it, is than others. They are computed from all
-samples of
-a step at once, so on the driver."""
+"""Advantage estimators. An advantage tells how much better a response, or a token of it, is than others. It
+depends on all samples of a step, so the driver computes it."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from megarl.errors import BatchError
 from megarl.import_path import load_object
 
 PART = "reward/"
-"""Prefix of the names of columns and metrics of the parts of a reward."""
-# Bound below which rewards count as equal: relative to the mean, some twenty units in the last place of a
-# float32 reward; absolute, the rounding that is left when parts of size 1 cancel.
+"""Prefix of columns and metrics of a reward part."""
+# Rewards whose deviation is below this bound count as equal. Relative to the mean it is about twenty ulp of a
+# float32 reward; absolute, it covers the rounding error when parts of size 1 cancel.
 _ROUNDING = 1e-6
 
 
@@ -30,25 +29,24 @@ def calculate_baseline_and_std_per_prompt(
     valid_mask: Tensor,
     leave_one_out_baseline: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of the rewards of responses to the same prompt.
+    """Return the mean and standard deviation of the rewards of responses to the same prompt.
 
-    Rows with equal prompts form a group. Only valid rows count. With ``leave_one_out_baseline`` a row's own
-    reward is left out of its baseline and deviation, which makes the baseline independent of the row's action
-    (Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019). A row that no other
-    (leave-one-out) or no (plain mean) valid row can be compared with gets its own reward as the baseline, so
-    that its advantage is 0, and deviation 0.
+    Rows with equal prompts form a group, and only valid rows count. With ``leave_one_out_baseline``, baseline
+    and deviation of a row exclude the row itself, which makes the baseline independent of the row's action
+    (Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019). If no valid row is left for
+    comparison, the row's own reward is its baseline (so the advantage is 0), and its deviation is 0.
 
     Args:
-        prompts: [B, P] int, padded in the same way within a group.
+        prompts: [B, P] int, padded the same way within a group.
         rewards: [B] float.
-        valid_mask: [B], 1 for rows that count.
+        valid_mask: [B], 1 for valid rows.
         leave_one_out_baseline: see above.
 
     Returns:
-        (baseline, std), both [B] in the dtype of the rewards; std is the population deviation (divided by n).
+        (baseline, std), both [B] in the dtype of the rewards. std is the population deviation (divided by n).
 
     Raises:
-        BatchError: the shapes do not fit.
+        BatchError: the shapes do not match.
     """
     return _baseline_and_std(
         _groups(prompts, rewards, valid_mask), rewards, valid_mask, leave_one_out_baseline
@@ -58,21 +56,20 @@ def calculate_baseline_and_std_per_prompt(
 def _baseline_and_std(
     group: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ``calculate_baseline_and_std_per_prompt``, given the number of each row's group,
-    [B] int64."""
-    # Compute in float64 throughout, because the result is divided by differences of nearly equal rewards.
+    """Compute ``calculate_baseline_and_std_per_prompt`` from the group index of each row, [B] int64."""
+    # float64, because advantages divide by differences of nearly equal rewards.
     valid = (valid_mask != 0).double()
-    # Use where instead of a product: the reward of an invalid row may be NaN.
+    # where, not a product: the reward of an invalid row may be NaN.
     values = torch.where(valid != 0, rewards.double(), 0.0)
 
     count = _group_sums(valid, group)
-    # Sums of squares of centred values keep the digits that squares of large rewards would lose.
+    # Centre before squaring, because squares of large rewards would lose digits.
     centre = _group_sums(values, group) / count.clamp(min=1)
     centred = (values - centre) * valid
     own_count, own = (
         (valid, centred) if leave_one_out_baseline else (torch.zeros_like(valid), torch.zeros_like(centred))
     )
-    # Rows without others are divided by 1 here, and get their own reward as the baseline below.
+    # Rows without others are divided by 1 here; their own reward becomes the baseline below.
     others = count - own_count
     mean = (_group_sums(centred, group) - own) / others.clamp(min=1)
     mean_square = (_group_sums(centred.square(), group) - own.square()) / others.clamp(min=1)
@@ -91,21 +88,27 @@ def group_advantages(
     normalize_rewards: bool,
     std: Literal["population", "sample"] = "population",
 ) -> Tensor:
-    """Return each reward minus its group's baseline, [B], optionally divided by the group's standard
-    deviation (GRPO, arXiv 2402.03300).
+    """Return the rewards minus their group's baseline, [B], divided by the group's standard deviation if
+    ``normalize_rewards`` (GRPO, arXiv 2402.03300).
 
-    The deviation is that of the whole group even when the baseline leaves the row out: with n responses no
-    advantage then exceeds n / sqrt(n - 1), whereas the deviation of the others is 0 whenever they agree.
-    Groups whose rewards differ by rounding only, and invalid rows, get 0. ``std`` divides the squares by n
-    (``population``) or by n - 1 (``sample``).
+    The deviation is that of the whole group, even if the baseline leaves the row out. This bounds the
+    advantage by n / sqrt(n - 1) for n responses, whereas the deviation of the other responses is 0 whenever
+    they agree.
+
+    Advantages are 0 for invalid rows, and for groups whose rewards differ only by rounding.
+
+    Args:
+        prompts, rewards, valid_mask, leave_one_out_baseline: see ``calculate_baseline_and_std_per_prompt``.
+        normalize_rewards: divide by the standard deviation.
+        std: ``population`` divides the squares by n, ``sample`` by n - 1.
     """
     group = _groups(prompts, rewards, valid_mask)
     baseline, _ = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline)
     group_mean, deviation = _baseline_and_std(group, rewards, valid_mask, leave_one_out_baseline=False)
-    # The rewards of a group that agrees may differ from their mean by rounding only; dividing that by itself
-    # would turn noise into an advantage.
+    # Equal rewards may differ from their mean by rounding; dividing that by its own deviation would turn
+    # noise into advantages.
     agreed = _agreed(deviation, group_mean)
-    # Mask by torch.where instead of a product: the reward of an invalid row may be NaN, and NaN * 0 is NaN.
+    # where, not a product: the reward of an invalid row may be NaN, and NaN * 0 is NaN.
     advantages = torch.where(valid_mask == 0, 0.0, rewards - baseline)
     if not normalize_rewards:
         return advantages
@@ -117,21 +120,22 @@ def group_advantages(
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The input of an advantage estimator: all samples of a step, B responses of S positions with their
-    prompts.
+    """Input of an advantage estimator: all samples of a step, B responses with S positions each (prompts
+    included).
 
     Attributes:
-        settings: a ``GRPOConfig``; ``settings["adv_estimator"]["options"]`` has the keys of a custom
-            estimator.
-        groups: [B] int64, the same number for responses to the same prompt.
+        settings: a ``GRPOConfig``. ``settings["adv_estimator"]["options"]`` holds the options of a
+            user-defined estimator.
+        groups: [B] int64, equal for responses to the same prompt.
         rewards: [B] float.
-        compared: [B], 1 for responses whose reward counts in the statistics of their group, 0 if masked; a
-            response that counts may still be left out of training, and then has 0 in ``mask``.
-        mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in responses that count.
-        penalties: [B, S] float, subtracted from the rewards, 0 at tokens that do not count; None for none.
-        parts: [B] float of each of several rewards by name, without its weight; NaN for a response that has
-            no such reward.
-        weights: of the parts, by name.
+        compared: [B], 1 for responses whose reward counts in the statistics of their group, 0 for masked
+            ones. A response may count here and still be left out of training; its row of ``mask`` is then 0.
+        mask: [B, S], 1 for tokens that are trained on: sampled by the policy, in responses that are trained
+            on.
+        penalties: [B, S] float, subtracted from the rewards; 0 at tokens that do not count. None for no
+            penalties.
+        parts: [B] float for each reward part by name, unweighted; NaN for a response without that part.
+        weights: weights of the parts, by name.
     """
 
     settings: Mapping[str, Any]
@@ -145,13 +149,13 @@ class AdvantageInputs:
 
     @property
     def net_rewards(self) -> Tensor:
-        """Rewards [B] minus the penalties of all tokens."""
+        """Rewards minus the sum of all token penalties, [B]."""
         return self.rewards if self.penalties is None else self.rewards - self.penalties.sum(dim=1)
 
 
 Estimator: TypeAlias = Callable[[AdvantageInputs], Tensor]
-"""A function that returns advantages [B] of responses, or [B, S] of tokens. Those of samples that are not
-trained on are set to 0 afterwards."""
+"""Advantage estimator. It returns [B] advantages of responses, or [B, S] advantages of tokens. Those of
+samples that are not trained on are then set to 0."""
 
 
 def estimated_advantages(
@@ -162,28 +166,29 @@ def estimated_advantages(
     reward_weights: Mapping[str, float] | None = None,
     estimator: Estimator | None = None,
 ) -> Tensor:
-    """Return the advantages of a step's samples, [B, 1], or [B, S] if they differ within a response, in the
-    dtype of the rewards; 0 where nothing counts.
+    """Compute the advantages of a step's samples: [B, 1], or [B, S] if they differ within a response, in the
+    dtype of the rewards. They are 0 at rows and tokens that are not trained on.
 
     Args:
-        settings: a ``GRPOConfig``: ``adv_estimator`` and the keys that it reads.
+        settings: a ``GRPOConfig`` with ``adv_estimator``.
         samples: all samples of the step, see ``megarl.rollout.collector.Rollouts``.
-        sample_mask: [B], 1 for rows that are trained on. Other rows of ``samples`` count only in their
+        sample_mask: [B], 1 for rows that are trained on. Other rows count only in the statistics of their
             groups.
-        token_penalties: [B, S] float, subtracted from the rewards, 0 at tokens that do not count; None for
+        token_penalties: [B, S] float, subtracted from the rewards; 0 at tokens that do not count. None for
             none.
-        reward_weights: of the parts of the reward, ``reward/NAME``, by name; ``env_reward_weight`` for the
-            others, which environments of one's own return.
-        estimator: the estimator named in ``settings``, if it has been loaded already.
+        reward_weights: weights of the reward parts (columns ``reward/NAME``) by name. Parts without a weight,
+            which user-defined environments may return, get ``env_reward_weight``.
+        estimator: the loaded estimator; None loads the one named in ``settings``.
 
     Raises:
-        BatchError: a custom estimator returned a wrong result.
+        BatchError: a user-defined estimator returned an invalid result.
     """
     parts, weights = _parts_by_name(samples), reward_weights or {}
     inputs = AdvantageInputs(
         settings,
         _groups(samples["prompt_ids"], samples["reward"], samples["sample_mask"]),
         samples["reward"],
+        # The mask before any exclusion from training: excluded responses still count in their groups.
         samples["sample_mask"],
         samples["token_mask"] * sample_mask.unsqueeze(1),
         token_penalties,
@@ -203,10 +208,11 @@ def estimated_advantages(
 
 
 def _parts_by_name(samples: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the rewards of all environments by their own names.
+    """Collect the reward parts of all environments under the names that the environments give them.
 
-    A named environment adds columns ``reward/ENV``, its total, and ``reward/ENV/NAME``. The total of parts is
-    none of them, and rewards of one name are one reward, which each response gets from its environment.
+    A named environment ENV adds the columns ``reward/ENV`` (its total) and ``reward/ENV/NAME``. The total is
+    dropped if there are parts. Parts with the same NAME are merged, since each response has only the parts of
+    its own environment.
     """
     columns = {name.removeprefix(PART): values for name, values in samples.items() if name.startswith(PART)}
     totals = {name.partition("/")[0] for name in columns if "/" in name}
@@ -215,23 +221,28 @@ def _parts_by_name(samples: Mapping[str, Any]) -> dict[str, Tensor]:
         if column in totals:
             continue
         name = column.rpartition("/")[2]
+        # A response has a part only from its own environment, so at most one of these columns is not NaN.
         parts[name] = torch.where(parts[name].isnan(), values, parts[name]) if name in parts else values
     return parts
 
 
 def estimator_of(name: str, key: str = ESTIMATOR) -> Estimator:
-    """Return the estimator of a name or import path.
+    """Return the advantage estimator with this name or import path.
 
     Raises:
-        ConfigError: nothing can be imported under that name.
+        ConfigError: it cannot be imported.
     """
     found: Estimator = _ESTIMATORS[name] if name in _ESTIMATORS else load_object(name, key)
     return found
 
 
 def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
-    """Check the advantages that a custom estimator returned, and return them with 0 at tokens that are not
-    trained on."""
+    """Check the advantages that a user-defined estimator returned. Return them with 0 at tokens that are not
+    trained on.
+
+    Raises:
+        BatchError: they are no tensor of the right shape, or not finite.
+    """
     shapes = [inputs.mask.shape[:1], inputs.mask.shape]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         kind = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -243,7 +254,7 @@ def _checked(found: Any, inputs: AdvantageInputs, name: str) -> Tensor:
         raise BatchError(
             f"{name} returned a tensor of {found.dtype} and {found.layout}. Fix: return dense real numbers"
         )
-    # Convert to the dtype of training first, because the values may overflow in it.
+    # Check in the dtype of training, in which the values may overflow.
     found = found.detach().to(inputs.rewards.dtype)
     counts = inputs.mask.any(dim=1) if found.ndim == 1 else inputs.mask != 0
     wrong = int((counts & ~found.isfinite()).sum())
@@ -269,7 +280,7 @@ def _grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def _rloo(inputs: AdvantageInputs) -> Tensor:
-    # RLOO (arXiv 2402.14740) subtracts the mean of the others, and does not divide by a deviation.
+    # RLOO (arXiv 2402.14740) subtracts the mean of the other responses, and does not divide by a deviation.
     return group_advantages(
         inputs.groups.unsqueeze(1),
         inputs.net_rewards,
@@ -315,22 +326,22 @@ def gdpo_advantages(
     normalize_rewards: bool,
     std: Literal["population", "sample"] = "population",
 ) -> Tensor:
-    """Return advantages [B] of several rewards, each compared within the group by itself (GDPO, arXiv
+    """Return [B] advantages from several rewards, each normalised within the group by itself (GDPO, arXiv
     2601.05242).
 
-    The advantages of each reward (``group_advantages``) are summed with its weight, and the sum is whitened
-    over all valid rows. So a reward of another size, or one that is equal for all responses to a prompt,
-    hides none of the others.
+    The weighted advantages of all rewards (``group_advantages``) are summed, and the sum is whitened over all
+    valid rows. So a reward with a larger scale does not dominate the others, and a reward that is the same
+    for all responses to a prompt does not dilute them.
 
     Args:
-        prompts: [B, P] int, padded in the same way within a group.
-        parts: [B] float of each reward, without its weight; NaN for a row that has no such reward.
-        weights: of each reward; 1 for a reward without one.
-        valid_mask: [B], 1 for rows that count.
-        leave_one_out_baseline, normalize_rewards, std: as for ``group_advantages``.
+        prompts: [B, P] int, padded the same way within a group.
+        parts: [B] float for each reward, unweighted; NaN for a row without that reward.
+        weights: weight of each reward; 1 if missing.
+        valid_mask: [B], 1 for valid rows.
+        leave_one_out_baseline, normalize_rewards, std: see ``group_advantages``.
 
     Raises:
-        BatchError: there are fewer than two rewards, or shapes do not fit.
+        BatchError: there are fewer than two rewards, or the shapes do not match.
     """
     if len(parts) < 2:
         bound = "GDPO compares each of several rewards separately, but the samples have"
@@ -340,7 +351,7 @@ def gdpo_advantages(
         )
     total = torch.zeros_like(valid_mask, dtype=torch.float64)
     for name, rewards in parts.items():
-        # A row that lacks a reward is left out of its group for that reward alone.
+        # A row that lacks one reward is left out of its group for that reward only.
         has_part = (valid_mask != 0) & ~rewards.isnan()
         known = torch.where(has_part, rewards, 0.0).double()
         compared = group_advantages(
@@ -357,19 +368,19 @@ def reinforce_plus_plus_advantages(
     compared: Tensor | None = None,
     token_penalties: Tensor | None = None,
 ) -> Tensor:
-    """Return advantages of tokens, [B, S] float64 (REINFORCE++, arXiv 2501.03262).
+    """Return [B, S] float64 advantages of tokens (REINFORCE++, arXiv 2501.03262).
 
-    The return of a token is the reward of its response minus the penalties of this and all later tokens that
-    count. All returns are whitened together, over the valid tokens of all given rows.
+    The return of a token is the reward of its response minus the penalties of this and all later tokens. All
+    returns are whitened together, over the valid tokens of all rows.
 
     Args:
-        prompts: [B, P] int, padded in the same way within a group; read only with ``compared``.
+        prompts: [B, P] int, padded the same way within a group; only read with ``compared``.
         rewards: [B] float.
-        mask: [B, S], 1 for tokens that count: of valid rows, sampled by the policy.
-        compared: [B], 1 for rows whose rewards make up the mean of their prompt, which is subtracted first
-            (REINFORCE++-baseline); these may be more rows than are trained on. None for no baseline.
-        token_penalties: [B, S] float, for example of a divergence from the reference policy; None for none.
-            Read only under the mask.
+        mask: [B, S], 1 for valid tokens: sampled by the policy, in valid rows.
+        compared: [B], 1 for rows that enter the mean reward of their prompt, which is subtracted first
+            (REINFORCE++-baseline). These may be more rows than are trained on. None for no baseline.
+        token_penalties: [B, S] float, for example the KL to the reference policy; only read under the mask.
+            None for none.
     """
     counts = mask != 0
     values = rewards.double()
@@ -380,7 +391,7 @@ def reinforce_plus_plus_advantages(
                 _groups(prompts, values, compared), values, compared, leave_one_out_baseline=False
             )[0]
         )
-    # A row in which nothing counts may have a reward that is NaN.
+    # The reward of a row without valid tokens may be NaN.
     values = torch.where(counts.any(dim=1), values, 0.0)
     returns = values[:, None].expand(mask.shape)
     if token_penalties is not None:
@@ -401,22 +412,23 @@ def generalized_advantages(
     """Return advantages and returns of tokens, both [B, S] float64 (generalized advantage estimation, arXiv
     1506.02438, equation 16).
 
-    A row's counted tokens form one sequence, whatever is between them: an environment's observation is not an
-    action. For the k-th of them, with its reward r and the value v of the state before it::
+    The valid tokens of a row form one sequence. Tokens between them, such as an environment's observation,
+    are skipped, because they are not actions. For the k-th valid token, with reward r and the value v of the
+    state before it::
 
         d_k = r_k + discount v_{k+1} - v_k
         A_k = d_k + discount gae_lambda A_{k+1},  0 after the last one
         return_k = A_k + v_k
 
     Args:
-        rewards: [B, S] float, column t of token t; read only under the mask, as all other inputs.
-        values: [B, S] float, column t of the state before token t (``values_before``).
-        mask: [B, S], not 0 for tokens that the policy sampled, in valid rows.
+        rewards: [B, S] float, column t for token t. Like all inputs, only read under the mask.
+        values: [B, S] float, column t for the state before token t (``values_before``).
+        mask: [B, S], nonzero for tokens sampled by the policy in valid rows.
         discount, gae_lambda: in [0, 1].
-        after_end: [B] float, the value of the state after the last token, for truncated rows; None for 0.
+        after_end: [B] float, value of the state after the last token, for truncated rows; None for 0.
 
     Returns:
-        Advantages and returns; 0 where nothing counts.
+        Advantages and returns, 0 at other tokens.
     """
     counts = mask != 0
     rewards = torch.where(counts, rewards, 0.0).double()
@@ -424,8 +436,7 @@ def generalized_advantages(
     advantages = torch.zeros_like(values)
     advantage = values.new_zeros(len(values))
     value = advantage if after_end is None else after_end.double()
-    # Go backwards, because each token needs the values of the tokens after it; positions that do not count
-    # pass both numbers on.
+    # Backwards, because each token needs the values of later ones. Invalid positions pass both numbers on.
     for token in reversed(range(values.shape[1])):
         here = counts[:, token]
         change = rewards[:, token] + discount * value - values[:, token]
@@ -436,25 +447,25 @@ def generalized_advantages(
 
 
 def rewards_of_tokens(rewards: Tensor, mask: Tensor, token_penalties: Tensor | None = None) -> Tensor:
-    """Return [B, S] float64: the reward of a response at the last of its counted tokens, minus each token's
-    own penalty; 0 elsewhere.
+    """Return [B, S] float64 rewards of tokens: each response's reward at its last valid token, minus each
+    token's own penalty.
 
     Args:
-        rewards: [B] float, read in rows in which something counts.
-        mask: [B, S], not 0 for tokens that count.
-        token_penalties: [B, S] float, read under the mask; None for none.
+        rewards: [B] float, only read in rows with a valid token.
+        mask: [B, S], nonzero for valid tokens.
+        token_penalties: [B, S] float, only read under the mask; None for none.
     """
     counts = mask != 0
-    # Number of counted tokens from here to the end: 1 at the last one that counts.
+    # Number of valid tokens from here to the end: 1 at the last valid token.
     behind = _to_the_end(counts.long())
     found = torch.where(counts & (behind == 1), rewards.double()[:, None], 0.0)
     return found if token_penalties is None else found - torch.where(counts, token_penalties.double(), 0.0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over the entries under a mask: 1 for a critic that is
-    always correct, 0 for one that knows only the mean of the returns. Return 0 too if all returns are equal,
-    so that there is no variance to explain."""
+    """Return 1 - Var(returns - values) / Var(returns) over the masked entries. It is 1 for a perfect critic,
+    and 0 for one that predicts only the mean. It is also 0 if all returns are equal, because there is no
+    variance to explain."""
     counts = mask != 0
     found, said = returns[counts].double(), values[counts].double()
     if not len(found) or agree(found):
@@ -463,26 +474,26 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def values_before(values: Tensor) -> Tensor:
-    """Return [B, S] whose column t is the value of the state before token t, from a model's value at each
-    token, [B, S]; column 0 is 0."""
+    """Shift a model's values at tokens, [B, S], to values of the states before tokens, [B, S]. Column 0 is
+    0."""
     return torch.nn.functional.pad(values[:, :-1], (1, 0))
 
 
 def _to_the_end(penalties: Tensor) -> Tensor:
-    """Return the sum of each token's value and those of all later ones, [B, S]."""
+    """Return the sum of each token's value and all later ones, [B, S]."""
     return penalties.flip(1).cumsum(1).flip(1)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values under a mask minus their mean, divided by their population deviation, in float64; 0
-    elsewhere.
+    """Subtract the mean of the masked values and divide by their population deviation, in float64. Other
+    entries are 0.
 
-    Mean and deviation are those of all given values, so a share of a batch gives other results. Values that
-    differ by rounding only give 0.
+    Mean and deviation are over all given values, so whitening part of a batch gives other results. Values
+    that differ only by rounding give 0.
 
     Args:
-        values: any shape, float; read only under the mask.
-        mask: the same shape, not 0 for values that count.
+        values: float of any shape; only read under the mask.
+        mask: same shape, nonzero for values that count.
     """
     counts = mask != 0
     count = counts.sum().clamp(min=1)
@@ -495,41 +506,43 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def clipped(advantages: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Clip advantages to bounds; None is no bound."""
+    """Clip advantages to [low, high]; None means no bound."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def agree(values: Tensor) -> bool:
-    """Return whether numbers [n] differ by rounding only, so that none of a group of such rewards has an
-    advantage."""
+    """Return whether numbers [n] differ only by rounding, so that none of them would have an advantage."""
     values = values.double()
     return bool(_agreed(values.std(correction=0), values.mean()))
 
 
 def _agreed(deviation: Tensor, mean: Tensor) -> Tensor:
-    """Return whether values with this deviation and mean differ by rounding only."""
+    """Return whether values with this deviation and mean differ only by rounding."""
     return deviation <= _ROUNDING * mean.abs().clamp(min=1.0)
 
 
 def _groups(prompts: Tensor, rewards: Tensor, valid_mask: Tensor) -> Tensor:
-    """Return the number of each row's group, [B] int64: rows with equal prompts [B, P] form one. Shapes that
-    do not fit raise BatchError."""
+    """Return the group index of each row, [B] int64. Rows with equal prompts [B, P] form a group.
+
+    Raises:
+        BatchError: the shapes do not match.
+    """
     if prompts.ndim != 2 or rewards.shape != prompts.shape[:1] or valid_mask.shape != rewards.shape:
         raise BatchError(
             f"prompts {list(prompts.shape)}, rewards {list(rewards.shape)} and valid_mask "
             f"{list(valid_mask.shape)} "
             "must be [B, P], [B] and [B]. Fix: pass one reward and one mask entry for each row of prompts"
         )
-    # torch.unique refuses rows of size 0. Prompts without tokens are all equal, and so form one group.
+    # torch.unique rejects rows of size 0. Prompts without tokens are all equal, and form one group.
     if prompts.numel() == 0:
         return torch.zeros(prompts.shape[0], dtype=torch.int64, device=prompts.device)
-    # Responses to one prompt are adjacent, so only one prompt of each run is sorted.
+    # Responses to the same prompt are adjacent, so sort only one prompt of each run.
     begins = torch.ones(prompts.shape[0], dtype=torch.bool, device=prompts.device)
     begins[1:] = (prompts[1:] != prompts[:-1]).any(dim=1)
     return torch.unique(prompts[begins], dim=0, return_inverse=True)[1][begins.cumsum(0) - 1]
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """Return for each row the sum of its group's values, [B]."""
+    """Return for each row the sum over its group, [B]."""
     sums = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=values.dtype, device=values.device)
     return sums.index_add(0, group, values)[group]

@@ -1,12 +1,13 @@
-"""Batches sampled ahead: engines sample the batch of a later step while the policy trains.
+"""Sampling ahead: engines sample the batch of a later step while the policy trains.
 
-The batch of step n is sampled with the weights after step n - 1 - k: engines get the weights of step n - 1
-before step n begins, and meanwhile sample the batch of step n + k with them. So the step alone decides which
-weights sample what, whichever side is faster. Both sides synchronise at the end of a step; then the engines
-get new weights, and a checkpoint can keep the k waiting batches.
+With a lag of k steps, the batch of step n is sampled with the weights after step n - 1 - k. Before step n
+starts, the engines get the weights after step n - 1; during step n, they sample the batch of step n + k with
+them. So the step number alone determines which weights sample which batch, regardless of which side is
+faster. Both sides synchronise at the end of each step; then the engines can be refitted, and a checkpoint can
+store the k waiting batches.
 
-A validation of the weights of step n - 1 also runs during step n, after the sampling: the engines keep these
-weights until the step ends.
+A validation of the weights after step n - 1 also runs during step n, after the sampling: the engines keep
+these weights until the step ends.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ if TYPE_CHECKING:
 
 
 def with_new_engines(engines: RefittedEngine, call: Callable[[], None]) -> None:
-    """Call a function that uses engines; if it fails because they are lost, replace them and call it
+    """Call a function that uses engines. If it fails because engines are lost, replace them and call it
     again."""
     while True:
         try:
             return call()
         except MegarlError as error:
-            # This raises if no engine is lost, or if engines were replaced too often.
+            # Raises if no engine is lost, or after too many restarts.
             engines.replace_lost_engines(error)
 
 
 @dataclass
 class HeldEngines:
-    """Engines for a collector, whose weights are not changed while they sample during training.
+    """Engines whose weights are frozen while they sample during training.
 
     Attributes:
-        refit: sends them weights.
-        held: whether they are sampling.
+        refit: sends weights to the engines.
+        held: the weights are frozen.
     """
 
     refit: Refit
@@ -59,23 +60,26 @@ class HeldEngines:
 
     @property
     def generation(self) -> GenerationInterface:
-        """The engines."""
+        """The generation interface of the engines."""
         return self.refit.generation
 
     def bring_up_to_date(self) -> None:
-        """Send the policy's weights to the engines, unless they are held."""
+        """Sync the policy's weights to the engines, unless their weights are frozen."""
         if not self.held:
             self.refit.bring_up_to_date()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines; while the policy trains, the weights that they would need no longer exist.
+        """Start new engines in place of lost ones. This is impossible during training, because the weights
+        that the engines would need no longer exist.
 
         Raises:
-            WorkerLostError: the batch has to be sampled again from the newest checkpoint on, which the run
-                does.
+            WorkerLostError: engines were lost during training. The run restarts from the newest checkpoint,
+                and samples the batch again.
+            MegarlError: ``error`` itself if no engine is lost.
         """
         if not self.held:
             return self.refit.replace_lost_engines(error)
+        # All engines are alive, so the error has another cause.
         if self.refit.generation.is_alive():
             raise error
         raise WorkerLostError(
@@ -86,16 +90,16 @@ class HeldEngines:
 
 
 class SamplingAhead(ValidatesBeside):
-    """The source that returns the batch of each step while the batch of a later step is being sampled.
+    """Rollout source that returns the batch of each step while the batch of a later step is being sampled.
 
     Args:
         sample: samples the batch of a step.
-        lag: k, the number of steps between sampling and training.
-        last_step: of the run, after which nothing is sampled; None if unknown.
-        engines: engines that sample.
-        waiting: batches that were sampled but not trained on yet, by their steps; changed here.
-        timer: of the step; receives the phases of the sampling when its batch is returned.
-        own_timer: receives the phases of sampling as they happen.
+        lag: k, number of steps between sampling and training.
+        last_step: last step of the run, after which nothing is sampled; None if unknown.
+        engines: the engines that sample.
+        waiting: batches, by step, that were sampled but not trained on yet. Modified here.
+        timer: timer of the step; gets the phases of a batch's sampling when the step ends.
+        own_timer: timer of the sampling thread.
     """
 
     metrics: Mapping[str, float] = {}
@@ -115,35 +119,35 @@ class SamplingAhead(ValidatesBeside):
         self._sample, self._lag, self._last, self._engines = sample, lag, last_step, engines
         self._timer, self._own_timer = timer, own_timer
         self._waiting = waiting
-        # Use one thread, so that prompts are taken from the sampler in the order of steps.
+        # One thread, so that prompts are taken from the sampler in step order.
         self._thread = ThreadPoolExecutor(1, "sampling")
         self._coming: Future[tuple[Sampling | None, Validated | None]] | None = None
         self._sampled_step = 0
         self._done_at = 0.0
 
     def next(self, step: int) -> Sampling:
-        """Return the batch of a step, and begin to sample that of step + lag with the policy's current
+        """Return the batch of a step, and start to sample the batch of step + lag with the policy's current
         weights."""
         for early in range(step, step + self._lag):
-            # The first steps of a run have no earlier step that could sample for them, nor have those of a
-            # run that continues from a checkpoint without batches.
+            # No earlier step has sampled for the first steps of a run, or of a run resumed from a checkpoint
+            # without waiting batches.
             if early not in self._waiting and not self._is_behind_the_end(early):
                 self._waiting[early] = self._sample(early)
         with self._timer.phase("refit"):
             with_new_engines(self._engines, self._engines.bring_up_to_date)
         ahead = step + self._lag
-        # A resumed run has this batch already.
+        # A resumed run already has this batch.
         is_sampled = ahead not in self._waiting and not self._is_behind_the_end(ahead)
         validate = self._take_wanted()
         if is_sampled or validate is not None:
-            # Hold the engines before the thread starts, because its calls must not send them the weights of a
-            # policy that is being trained.
+            # Freeze before the thread starts: otherwise its calls would refit from a policy that is being
+            # trained.
             self._engines.held, self._sampled_step = True, ahead
             self._coming = self._thread.submit(self._timed, ahead if is_sampled else None, validate)
         return self._waiting.pop(step)
 
     def settle(self) -> None:
-        """Wait at the end of a step for the sampling and the validation in progress.
+        """Wait at the end of a step for the sampling and validation that run during it.
 
         Raises:
             MegarlError: one of them has failed.
@@ -151,7 +155,7 @@ class SamplingAhead(ValidatesBeside):
         if self._coming is None:
             return
         future, self._coming = self._coming, None
-        # A step that did not wait has no phase of waiting in its metrics.
+        # Time the wait only if there is one, so that its metric is absent otherwise.
         waits = nullcontext() if future.done() else self._timer.phase(ROLLOUT_WAIT)
         try:
             with waits:
@@ -171,7 +175,7 @@ class SamplingAhead(ValidatesBeside):
         self._waiting.load(directory, data)
 
     def close(self) -> None:
-        """Begin nothing more. Sampling in progress ends when its engines do."""
+        """Start nothing more. Sampling in progress ends when its engines do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _is_behind_the_end(self, step: int) -> bool:

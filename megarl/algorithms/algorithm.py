@@ -1,10 +1,9 @@
-"""Algorithms: their interface, the parts that they work with, and the roles of their models.
+"""Interface of algorithms, the parts of a run that they get, and the roles of their models.
 
-An algorithm is one file: a class with its configuration sections, its requirements, and its step. The
-built-in
-ones are listed in ``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs a user's own. A
-configuration is checked against the class without loading torch or Ray: such a file imports them where it
-uses them.
+An algorithm is one file: a class with its configuration sections, its requirements and its step. The built-in
+ones are listed in ``megarl.config.algorithms``; ``algorithm: path/to/file.py:Name`` runs a user-defined one.
+Configurations are checked against the class without loading torch or Ray, so such a file must import them
+inside functions.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ __all__ = ["ACTOR", "CRITIC", "REFERENCE", "REWARD_MODEL", "Algorithm", "ModelSe
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The models, data and tools that an algorithm works with.
+    """Models, data and tools of a run, which its algorithm gets.
 
     Attributes:
-        config: of the whole run.
-        models: by role; only roles that have workers of their own.
-        refit: weight transfer to the actor's engines; None if it generates itself, or if nothing is
+        config: configuration of the run.
+        models: models with their own workers, by role.
+        refit: transfers weights to the actor's engines; None if the actor generates itself, or if nothing is
             generated.
-        tokenizer: of the actor.
-        environment: scores responses; None for an algorithm that generates none.
+        tokenizer: the actor's tokenizer.
+        environment: scores responses; None for an algorithm that samples none.
         train_data, validation_data: the records; None for no validation.
-        sampler: the order of the training data.
-        timer: records the phases of a step.
-        skipped: trains, and keeps batches that could not be trained on.
-        sample_log: keeps samples for people to read; None for none.
-        turns: time-sharing of the devices. A step of a run with several models calls ``take`` before it uses
-            a model, and for the actor before samples are collected.
+        sampler: yields the record indices in data order.
+        timer: times the phases of a step.
+        skipped: calls the policy's training, and stores batches that could not be trained on.
+        sample_log: writes samples for people to read; None for none.
+        turns: time-sharing of the devices between several models. A step must call ``take`` before it uses a
+            model, and for the actor before it samples.
         last_step: number of the last step; None if unknown.
     """
 
@@ -71,10 +70,10 @@ class Parts:
 
 
 class Algorithm(AlgorithmSpec, ABC):
-    """A way to train.
+    """Base class of training algorithms.
 
     Attributes:
-        sampler: the order of the training data, whose state a checkpoint keeps.
+        sampler: yields the record indices in data order; checkpoints store its state.
 
     Args:
         parts: models, data and tools of the run.
@@ -85,34 +84,33 @@ class Algorithm(AlgorithmSpec, ABC):
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """Train once; ``step`` counts from 1. Return the step's metrics, including ``num_tokens`` (of the
+        """Run one training step, counted from 1. Return its metrics, including ``num_tokens`` (tokens of all
         samples)."""
 
     def is_warming_up(self, step: int) -> bool:
-        """Return whether ``step`` is one of the first, which lack some metrics of the later ones."""
+        """Return whether ``step`` is a warm-up step, which lacks some metrics of later steps."""
         del step
         return False
 
     def validate(self) -> dict[str, float]:
-        """Return metrics on the validation data, empty without such data. Changes no state."""
+        """Return metrics on the validation data; empty if there are none. Must not change any state."""
         return {}
 
     def validate_beside(self) -> bool:
-        """Start a validation of the current weights that runs during the next step; return False if this run
-        cannot, so that ``validate`` must be called."""
+        """Request a validation of the current weights in the background of the next step. Return False if
+        this is not possible, and ``validate`` must be called instead."""
         return False
 
     def validated_beside(self) -> dict[str, float] | None:
-        """Return at the end of a step the metrics of the validation that ``validate_beside`` started; None if
-        no step has followed, and the validation is then abandoned."""
+        """Return the metrics of the validation that ``validate_beside`` requested, at the end of the step.
+        Return None if no step has run since; the validation is then cancelled."""
         return None
 
     def save(self, directory: Path) -> None:
-        """Write the state that a resumed run needs besides models and the order of the data into a
-        checkpoint."""
+        """Write into a checkpoint whatever a resumed run needs in addition to the models and the sampler."""
 
     def load(self, directory: Path) -> None:
-        """Read the state that ``save`` wrote, before the first step of a resumed run."""
+        """Restore what ``save`` wrote, before the first step of a resumed run."""
 
     def close(self) -> None:
-        """Release everything that the algorithm holds."""
+        """Release all resources of the algorithm."""

@@ -1,6 +1,5 @@
-"""On-policy distillation: the policy samples responses, and learns to give them the probability that a
-teacher
-gives them (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
+"""On-policy distillation: the policy samples responses, and is trained to match a teacher's distribution on
+them (GKD, arXiv 2306.13649; MOPD, arXiv 2601.02780)."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
 
 
 class Distillation(Sampled):
-    """On-policy distillation. A step samples responses, queries the teacher of each about its tokens, and
-    trains on them. Rewards are only measured."""
+    """On-policy distillation. A step samples responses, computes the log-probabilities of their tokens under
+    the teacher of each, and trains on them. Rewards are only reported."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"distillation": DistillationConfig, "env": EnvConfig, "loss_fn": ClippedPGLossConfig}
@@ -121,12 +120,13 @@ class Distillation(Sampled):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the actor, a reference if the loss has a divergence from it, and the teachers."""
+        """Return the roles of a run: the actor, the reference if the loss has a KL penalty, and the
+        teachers."""
         penalty = at(config, "loss_fn.reference_policy_kl_penalty") or 0
         return ACTOR, *([REFERENCE] if penalty > 0 else []), *_teacher_roles(config)
 
     def step(self, step: int) -> dict[str, float]:
-        """Sample responses to the next prompts, query the teachers, and train."""
+        """Sample responses to the next prompts, compute the teachers' log-probabilities, and train."""
         from megarl.distributed.batched_data_dict import BatchedDataDict
         from megarl.rollout.collector import add_metrics, part_metrics
         from megarl.rollout.segment_rows import SegmentRows
@@ -139,7 +139,7 @@ class Distillation(Sampled):
         batch, of_pass = self._own_columns(samples)
         rows_of = dict(self._rows_of_teachers(records))
         teacher_logprobs = self._ask_teachers(batch, rows_of)
-        # Use the engine's log-probabilities, which both modes have: `topk` computes none of the policy's own.
+        # The engine's log-probabilities exist in both modes; `topk` does not compute the policy's own.
         apart = (
             (teacher_logprobs - batch["generation_logprobs"])
             * batch["token_mask"]
@@ -154,7 +154,7 @@ class Distillation(Sampled):
             scored = scored if segments is None else segments.by_response(scored)
             means = scored["apart"].sum(dim=1) / scored["token_mask"].sum(dim=1).clamp(min=1)
             self.sample_log.train(step, rollouts, means, scored, self.train_data.sources)
-        # The teachers had the devices.
+        # The teachers have used the devices since.
         self.turns.take(ACTOR)
         self.empty_steps.look(batch, rollouts.samples, step)
         trained = self.train_policy(batch, step, rows)
@@ -173,8 +173,9 @@ class Distillation(Sampled):
         return add_metrics(own, [rollouts.metrics])
 
     def _own_columns(self, samples: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Compute the policy's own columns that the loss reads, and their metrics: for a policy gradient the
-        log-probabilities of the policy before the update, and of the reference if needed."""
+        """Build the policy's columns of the training batch, and their metrics. For the policy gradient they
+        include the log-probabilities under the policy before the update, and under the reference if
+        needed."""
         from megarl.rollout.samples import mismatch_metrics
 
         if self.is_topk:
@@ -188,8 +189,8 @@ class Distillation(Sampled):
         return batch, mismatch_metrics(batch["generation_logprobs"], batch["prev_logprobs"], counts)
 
     def _rows_of_teachers(self, records: list[int]) -> Iterator[tuple[str, list[int]]]:
-        """Yield the rows of each teacher that has any, in the order of the teachers."""
-        # Records are numbered through all sources, in their order.
+        """Yield the batch rows of each teacher that has any, in teacher order."""
+        # Record indices run through all sources, in order.
         ends = [source.end for source in self.train_data.sources]
         names = [self.teacher_of_source[bisect.bisect_right(ends, record)] for record in records]
         # Go by teacher, not by row, so that each teacher is loaded onto the devices once per step.
@@ -199,8 +200,8 @@ class Distillation(Sampled):
                 yield name, rows
 
     def _ask_teachers(self, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]) -> Tensor:
-        """Return the teachers' log-probabilities of the tokens, [B, S] float32, 0 at tokens that do not
-        count. Add the teachers' columns for other tokens to the batch."""
+        """Return the teachers' log-probabilities of the sampled tokens, [B, S] float32, 0 at tokens that do
+        not count. In mode `topk`, also add their top-k logits and token ids to the batch."""
         import torch
 
         from megarl.algorithms.distillation_loss import TOPK_INDICES, TOPK_LOGITS
@@ -217,8 +218,8 @@ class Distillation(Sampled):
                 asked = inputs if len(rows) == inputs.size else inputs.select_indices(rows)
                 found: BatchedDataDict[Any]
                 if self.is_topk:
-                    # A teacher's output layer may be padded further than the policy's, which has no logits
-                    # for those rows.
+                    # The teacher's vocabulary may be padded further than the policy's, which has no logits
+                    # for those ids.
                     size = self.policy.vocab_size
                     found = teacher.get_topk_logits(
                         asked, self.config["topk_logits_k"], skip_masked=True, vocabulary_size=size
@@ -235,9 +236,9 @@ class Distillation(Sampled):
     def advantages(
         self, batch: BatchedDataDict[Any], teacher_logprobs: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return log p_teacher - log p_policy of each token that counts, [B, S] float32, clipped to the
-        bounds (MOPD, equation 8), and the minimum and maximum as metrics. The result is detached: no gradient
-        of the policy flows through it."""
+        """Return the advantages log p_teacher - log p_policy of valid tokens, [B, S] float32, clipped to the
+        configured bounds (MOPD, equation 8); and their minimum and maximum as metrics. They are detached, so
+        no gradient flows through them."""
         from megarl.algorithms.advantages import clipped
 
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
@@ -251,7 +252,7 @@ class Distillation(Sampled):
 
 def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
     if at(config, TEACHER) is not None:
-        # A teacher is never trained, so it has no directory in a checkpoint.
+        # A teacher is never trained, so checkpoints have no directory for it.
         return (Role(TEACHER, None, section=TEACHER),)
     return tuple(
         Role(f"{TEACHER}_{name}", None, section=f"{TEACHERS}.{name}") for name in at(config, TEACHERS) or {}
@@ -261,12 +262,12 @@ def _teacher_roles(config: RunConfig) -> tuple[Role, ...]:
 def _divergences(
     apart: Tensor, batch: BatchedDataDict[Any], rows_of: Mapping[str, list[int]]
 ) -> dict[str, float]:
-    """Return ``sampled_reverse_kl``, the mean over the sampled tokens of log p_policy - log p_teacher, which
-    estimates KL(policy || teacher) per token; with several teachers also that of each."""
+    """Return ``sampled_reverse_kl``, the mean of log p_policy - log p_teacher over sampled tokens, which
+    estimates KL(policy || teacher) per token. With several teachers, also one for each."""
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
     def mean(rows: Any) -> float:
-        # In float32, a sum over the tokens of a step would lose digits of a small mean.
+        # float64: a float32 sum over all tokens of a step would lose digits of a small mean.
         return float(apart[rows].double().sum() / counts[rows].double().sum().clamp(min=1))
 
     name = "sampled_reverse_kl"

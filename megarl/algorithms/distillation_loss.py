@@ -1,5 +1,4 @@
-"""The loss of distillation: the divergence of a policy from a teacher, over the teacher's most likely
-tokens."""
+"""Distillation loss: KL between teacher and policy over the teacher's most likely tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +23,15 @@ if TYPE_CHECKING:
 
 TOPK_LOGITS, TOPK_INDICES = "teacher_topk_logits", "teacher_topk_indices"
 
-# Smallest probability of all other tokens that is distinguished from 0, in units in the last place of 1: a
-# sum of rounded probabilities may be off by this.
+# Smallest probability of all other tokens that counts as nonzero, in units of epsilon: the rounding error of
+# the sum of the K probabilities.
 _LEAST_REST = 16
 
 
 class DistillationLossDataDict(TypedDict):
-    """The batch of ``DistillationLossFn``: ``teacher_topk_logits`` and ``teacher_topk_indices`` [B, S, K], as
-    the teacher's ``Policy.get_topk_logits`` returns them; ``token_mask`` [B, S]; ``sample_mask`` [B]."""
+    """Batch columns read by ``DistillationLossFn``. ``teacher_topk_logits`` and ``teacher_topk_indices`` [B,
+    S, K] come from the teacher's ``Policy.get_topk_logits``; ``token_mask`` is [B, S], ``sample_mask``
+    [B]."""
 
     teacher_topk_logits: Tensor
     teacher_topk_indices: Tensor
@@ -40,11 +40,11 @@ class DistillationLossDataDict(TypedDict):
 
 
 class DistillationLossFn:
-    """Divergence between the teacher's distribution of a token, p, and the policy's, q, at tokens that the
-    policy sampled (GKD, arXiv 2306.13649, on samples of the policy alone).
+    """KL between the teacher's next-token distribution p and the policy's q, at tokens that the policy
+    sampled (GKD, arXiv 2306.13649, with samples of the policy only).
 
-    With T the teacher's K most likely tokens, the divergence is over the distributions P and Q that
-    ``outside_topk`` builds from p and q::
+    T is the set of the teacher's K most likely tokens. ``outside_topk`` defines the distributions P and Q
+    that are compared::
 
         rest           P = (p_v for v in T, 1 - sum over T of p_v), and Q from q likewise
         renormalize    P = p_v / sum over T of p, Q = q_v / sum over T of q, for v in T
@@ -53,19 +53,18 @@ class DistillationLossFn:
         reverse        KL(Q || P) = sum Q (log Q - log P)
         mixed          mixed_kl_weight forward + (1 - mixed_kl_weight) reverse
 
-    With ``rest`` all other tokens are one outcome. By the log-sum inequality the divergence is at most that
-    over the vocabulary, grows with K and equals it for K = vocabulary; its gradient also moves probability
-    into T and out of it. The probability of that outcome is the difference of 1 and a sum, known to about
-    1e-6 in float32; a smaller one is replaced by that bound, without a gradient. With ``renormalize`` the
-    divergence is that of a token sampled given that it is in T, and has no gradient on the probability of T
-    itself.
+    ``rest`` treats all other tokens as a single outcome. By the log-sum inequality, its KL is at most that
+    over the vocabulary, grows with K, and equals it for K = vocabulary size. Its gradient also moves
+    probability into and out of T. In float32 the probability of that outcome, 1 minus a sum, is accurate to
+    about 1e-6; a smaller one is replaced by this bound, without a gradient. ``renormalize`` compares the
+    distributions given that the token is in T, and has no gradient on the probability of T itself.
 
-    The loss is the mean over the valid tokens of the global batch. The tokens count as given, as in
-    supervised learning: their dependence on the policy has no gradient here (as in GKD). Both distributions
-    have one temperature, that of the policy's sampling.
+    The loss is the mean over the valid tokens of the global batch. As in GKD, the sampled tokens are treated
+    as given: no gradient flows through their sampling. The temperature of both distributions is that of the
+    policy's sampling.
 
-    ``forward_kl`` and ``reverse_kl`` are the means of both divergences whatever the loss is, ``teacher_mass``
-    and ``policy_mass`` those of the probability of T.
+    The metrics ``forward_kl`` and ``reverse_kl`` are the means of both KLs, whatever the loss is;
+    ``teacher_mass`` and ``policy_mass`` are the mean probabilities of T.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -95,9 +94,11 @@ class DistillationLossFn:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics, see ``LossFunction``. The data is a ``DistillationLossDataDict``.
 
+        Args:
+            scored_logprobs: [B, S-1, K], the policy's log-probabilities of the teacher's top-k tokens.
+
         Raises:
-            BatchError: a key or the policy's log-probabilities of the teacher's tokens are missing, or a
-                shape does not fit.
+            BatchError: a column or ``scored_logprobs`` is missing, or a shape does not match.
         """
         scored = _checked(data, next_token_logprobs, scored_logprobs)
         mask = data["token_mask"][:, 1:].to(scored.dtype) * data["sample_mask"].to(scored.dtype).unsqueeze(-1)
@@ -106,15 +107,13 @@ class DistillationLossFn:
         def mean(values: Tensor) -> Tensor:
             return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
 
-        # Mask before anything is computed: the gradient of an infinity that does not count would be 0 times
-        # infinity.
+        # Mask first: the gradient of an infinity under a zero mask would be 0 times infinity.
         policy = torch.where(counts, scored, 0.0)
         teacher = torch.where(counts, data[TOPK_LOGITS][:, :-1].to(scored.dtype), 0.0).detach()
         of_policy, of_teacher = self._outcomes(policy), self._outcomes(teacher)
         forward, reverse = mean(_divergence(of_teacher, of_policy)), mean(_divergence(of_policy, of_teacher))
         loss = scored.new_zeros(())
-        # Do not multiply by a weight of 0: the divergence that is only measured may be infinite, and 0 times
-        # infinity is NaN.
+        # Skip a KL of weight 0: it may be infinite, and 0 times infinity is NaN.
         if self.forward_weight > 0:
             loss = loss + self.forward_weight * forward
         if self.forward_weight < 1:
@@ -130,8 +129,8 @@ class DistillationLossFn:
         return loss, metrics
 
     def _outcomes(self, logarithms: Tensor) -> Tensor:
-        """Return the log-probabilities of the outcomes, [..., K] or [..., K + 1], from those of K tokens
-        [..., K]. With ``rest`` all other tokens are outcome K + 1."""
+        """Convert log-probabilities of the K tokens, [..., K], to those of the outcomes. With ``rest`` there
+        are K + 1 outcomes; the last one stands for all other tokens."""
         total = logarithms.logsumexp(dim=-1, keepdim=True)
         if not self.has_rest:
             return logarithms - total
@@ -142,28 +141,32 @@ class DistillationLossFn:
 def _log_of_rest(total: Tensor, least: float) -> Tensor:
     """Return log(1 - exp(total)), at least log(least), without a gradient at that bound.
 
-    No single form is accurate everywhere (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012): near a
-    rest of 1 the logarithm is lost in the difference, and torch's derivative of expm1 is expm1 + 1, of which
-    a small exp(total) keeps four digits in float32. Near a rest of 0 it is lost in log1p.
+    Two formulas are needed for accuracy (Maechler, "Accurately computing log(1 - exp(-|a|))", 2012). If
+    exp(total) is small, log1p is used: torch computes the derivative of expm1 as expm1 + 1, which keeps only
+    four digits of a small exp(total) in float32. If the rest is near 0, expm1 is used, because log1p loses
+    its digits there.
     """
     is_small = total < -math.log(2)
-    # Both branches are computed, and the gradient of the discarded one is dropped only if it is finite.
+    # Both branches are evaluated, so the discarded one must have a finite gradient too.
     of_small = torch.log1p(-torch.where(is_small, total, -1.0).exp())
     of_large = (-torch.expm1(torch.where(is_small, -0.5, total))).clamp(min=least).log()
     return torch.where(is_small, of_small, of_large)
 
 
 def _divergence(one: Tensor, other: Tensor) -> Tensor:
-    """Return KL(one || other) of distributions [..., outcomes] given by their logarithms. Outcomes that
-    ``one`` cannot have contribute nothing."""
+    """Return KL(one || other) of distributions [..., outcomes] given as log-probabilities. Outcomes that are
+    impossible under ``one`` contribute 0."""
     can_be = one != -torch.inf
     one, other = torch.where(can_be, one, 0.0), torch.where(can_be, other, 0.0)
     return torch.where(can_be, one.exp() * (one - other), 0.0).sum(dim=-1)
 
 
 def _checked(data: BatchedDataDict, next_token_logprobs: Tensor, scored: Tensor | None) -> Tensor:
-    """Return the policy's log-probabilities of the teacher's tokens, after checking that they fit the
-    batch."""
+    """Return the policy's log-probabilities of the teacher's tokens, after checking that all shapes match.
+
+    Raises:
+        BatchError: they do not.
+    """
     rows, predictions = next_token_logprobs.shape
     count = None if TOPK_LOGITS not in data or data[TOPK_LOGITS].ndim != 3 else data[TOPK_LOGITS].shape[2]
     expected = {

@@ -1,6 +1,5 @@
-"""Direct preference optimisation: raise the probability of the preferred answer against the rejected one,
-measured
-against a reference policy (arXiv 2305.18290)."""
+"""Direct preference optimisation: raise the probability of the chosen answer against that of the rejected
+one, relative to a reference policy (arXiv 2305.18290)."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ class DPOConfig(DPOLossConfig, SupervisedConfig):
 
 
 class DPO(Supervised):
-    """Direct preference optimisation. A step trains on one global batch of pairs, in which a better answer
-    precedes a worse one."""
+    """Direct preference optimisation. A step trains on one global batch of pairs; in each pair the chosen
+    answer precedes the rejected one."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"dpo": DPOConfig})
     PAIRS = True
@@ -53,7 +52,7 @@ class DPO(Supervised):
 
         super().__init__(parts, DPOLossFn(at(parts.config, "dpo")))
         self.keeps_reference: bool = self.config["cache_reference_logprobs"]
-        # Key by identity: both data sets may hold equal records, and each has tables of its own.
+        # By identity, because both data sets may contain equal records and have separate tables.
         self.reference = {
             id(data): ReferenceLogprobs(
                 self.policy, parts.config, data, self.pad_token_id, keeps=self.keeps_reference
@@ -64,26 +63,26 @@ class DPO(Supervised):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the actor and the reference."""
+        """Return the roles of a run: the actor and the reference."""
         return ACTOR, REFERENCE
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """Return a ``DPOLossDataDict`` of these pairs, with the reference policy's log-probabilities."""
+        """Build a ``DPOLossDataDict`` of these pairs, including the reference log-probabilities."""
         from megarl.algorithms.train_results import scored_tokens
 
         batch = super().batch(data, records, rows)
         with self.timer.phase("reference_logprobs"):
-            # The loss expects column i to belong to the same token as column i of its log-probabilities.
+            # The loss expects the reference in column i to match its own log-probability in column i.
             batch["reference_policy_logprobs"] = (
                 self.reference[id(data)].of(data.places(records), batch).roll(-1, dims=1)
             )
-            # Stored log-probabilities are read from a table, so no model has passed over these tokens.
+            # Cached log-probabilities needed no forward pass, so no throughput is counted.
             if not self.keeps_reference:
                 self.timer.passed(Sequences(batch["input_lengths"].numpy(), scored=scored_tokens(batch)))
         return batch
 
     def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
-        """Return means over the pairs of a global batch."""
+        """Return the metrics of a training call, averaged over the pairs of its global batch."""
         metrics = super().metrics(result)
         return {
             **metrics,
@@ -91,6 +90,6 @@ class DPO(Supervised):
         }
 
     def validated(self) -> Sequence[str]:
-        """Return the names of the loss and its parts, accuracy, and the rewards."""
+        """Return the names of the validation metrics."""
         means = ("loss", "preference_loss", "sft_loss", "accuracy")
         return (*means, "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")

@@ -1,5 +1,5 @@
-"""Group-relative policy optimisation: sample, reward, compare within the group, train (GRPO, arXiv
-2402.03300)."""
+"""Group-relative policy optimisation: sample several responses per prompt, score them, compare them within
+the group, and train (GRPO, arXiv 2402.03300)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """The computation of advantages from rewards."""
+    """Advantage estimator and its options."""
 
     name: Annotated[
         str,
@@ -57,7 +57,7 @@ class AdvEstimatorConfig(TypedDict):
 
 
 class RewardedConfig(SampledConfig):
-    """Training on sampled responses by their rewards: the keys that GRPO and PPO share."""
+    """Keys shared by GRPO and PPO, which train on sampled responses and their rewards."""
 
     reward_model_weight: NotRequired[
         Annotated[
@@ -214,8 +214,8 @@ class GRPOConfig(RewardedConfig):
 
 
 class GRPO(Sampled):
-    """Group-relative policy optimisation. A step samples several responses to each of its prompts and trains
-    on all of them."""
+    """Group-relative policy optimisation. Each step samples several responses to each of its prompts, and
+    trains on all of them."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"grpo": GRPOConfig, "loss_fn": ClippedPGLossConfig, "env": EnvConfig}
@@ -243,13 +243,15 @@ class GRPO(Sampled):
         self.loss_config = parts.config["loss_fn"]
         super().__init__(parts, policy_loss(self.loss_config))
         self.reward_model = parts.models.get(REWARD_MODEL)
+        # env_reward_weight weights the sum with the reward model's score; without one it must not scale
+        # rewards.
         shared = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         self.reward_weights = {
             **{name: shared * weight for name, weight in weights_of_rewards(parts.config["env"]).items()},
             REWARD_MODEL.name: self.config["reward_model_weight"],
         }
         self.pad_token_id = parts.tokenizer.pad_token_id
-        # Load the estimator once: saving the user's file during the run must not change the algorithm.
+        # Load it once, so that an edit of the user's file during the run does not change the algorithm.
         own = self.config.get("adv_estimator")
         self.estimator = (
             None if own is None else estimator_of(own["name"], f"{self.section()}.adv_estimator.name")
@@ -257,8 +259,8 @@ class GRPO(Sampled):
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the actor, a reference if the loss has a divergence from it, and a reward model if it has a
-        section."""
+        """Return the roles of a run: the actor, the reference if the loss has a KL penalty, and the reward
+        model if it is configured."""
         reference = (REFERENCE,) if config["loss_fn"]["reference_policy_kl_penalty"] > 0 else ()
         return (
             ACTOR,
@@ -267,7 +269,7 @@ class GRPO(Sampled):
         )
 
     def step(self, step: int) -> dict[str, float]:
-        """Sample responses to the next prompts and train on them."""
+        """Sample responses to the next prompts, score them, and train on them."""
         from megarl.algorithms.skipped_batches import warn_of_no_signal
         from megarl.rollout.collector import add_metrics, part_metrics
 
@@ -277,22 +279,22 @@ class GRPO(Sampled):
         samples = rows.samples
         batch = self.score(samples)
         if self.config["overlong_filtering"]:
-            # Mask only the batch: samples keeps its mask, so that these responses stay in their groups.
+            # Only in ``batch``: ``samples`` keeps its mask, so that these responses still count in their
+            # groups.
             batch["sample_mask"] = batch["sample_mask"] * (~samples["truncated"]).float()
         mismatch_metrics: dict[str, float] = {}
         refusal: MismatchError | None = None
-        # If the engine's log-probabilities are the anchor, there are no others to compare them with.
+        # If the engine's log-probabilities are used as ``previous``, there is nothing to compare them with.
         if self.needs_previous_logprobs and not self.anchors_at_engine:
             try:
                 mismatch_metrics = self.judge_mismatch(batch, step)
             except MismatchError as error:
-                # Raise only after the samples are logged, because the reader of the message will want to see
-                # them.
+                # Raise after the samples are logged, because they help to find the cause.
                 refusal = error
         with self.timer.phase("reward"):
             advantages, by_response, reward_metrics = self._advantages_of_responses(samples, batch)
         if self.sample_log is not None:
-            # Log the samples even if they are not trained on: then they are needed most.
+            # Log the samples even if they will not be trained on, because they are needed most then.
             self.sample_log.train(
                 step, rollouts, _means_of_rows(advantages, by_response), by_response, self.train_data.sources
             )
@@ -314,9 +316,12 @@ class GRPO(Sampled):
     def _advantages_of_responses(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, BatchedDataDict[Any], dict[str, float]]:
-        """Estimate the advantages of responses (see ``advantages``) and write them into ``batch``, where the
-        segments of a response share them. Return them, the batch with a row for each response, and metrics
-        of the rewards."""
+        """Estimate advantages per response (see ``advantages``), and write them into ``batch``. All segments
+        of a response get its advantages.
+
+        Returns:
+            The advantages; the batch with one row per response; and metrics of the rewards.
+        """
         from megarl.rollout.segment_rows import SegmentRows
 
         segments = SegmentRows.of(batch)
@@ -327,9 +332,9 @@ class GRPO(Sampled):
         scored = segments.by_response(batch)
         known = {*scored}
         counted = {**samples, "token_mask": batch["token_mask"] * batch["sample_mask"].unsqueeze(1)}
-        # Estimate once per response: a group counts responses, however many segments each has.
+        # Per response, because a group counts responses however many segments each has.
         advantages, metrics = self.advantages(segments.by_response(counted), scored)
-        # An estimator may remove columns from its batch or add some, as PPO does; the rows follow.
+        # ``advantages`` may remove or add columns, as PPO does; apply that to the rows.
         for name in {*batch} & known - {*scored}:
             del batch[name]
         for name in {*scored} - known:
@@ -340,25 +345,25 @@ class GRPO(Sampled):
     def train(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train ``epochs`` times on a batch with its advantages. Return the metrics."""
+        """Train ``epochs`` times on a batch that has advantages, and return the metrics."""
         return self.train_policy(batch, step, rollouts, epochs)
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Sample responses to some prompts; if there is a reward model, its score is part of their
-        rewards."""
+        """Sample responses to some prompts, and add the reward model's score to their rewards if there is
+        one."""
         rollouts = super().collect(indices, seeds, step)
         if self.reward_model is not None:
             self.turns.take(REWARD_MODEL)
             with self.timer.phase("reward_model"):
                 self._add_scores(rollouts.samples, self.reward_model)
-            # The actor needs the devices next: it samples again (dynamic sampling), or computes the
-            # log-probabilities of these samples.
+            # The actor needs the devices next: to sample again (dynamic sampling), or to compute
+            # log-probabilities.
             self.turns.take(ACTOR)
         return rollouts
 
     def _add_scores(self, samples: BatchedDataDict[Any], model: Policy) -> None:
-        """Add the reward model's scores to ``reward``, and store them in ``reward/reward_model`` without
-        their weight; the accuracy of a response stays the environment's.
+        """Add the weighted scores of the reward model to ``reward``, and store the unweighted ones in
+        ``reward/reward_model``. The accuracy remains that of the environment.
 
         Raises:
             NonFiniteError: a score is NaN or infinite.
@@ -379,16 +384,17 @@ class GRPO(Sampled):
                 "working weights, or another reward_model.precision"
             )
         weights = self.config["env_reward_weight"], self.config["reward_model_weight"]
-        # Do this before the reward changes: if the environment gives no accuracy, its reward is the accuracy.
+        # Before the reward changes: without an accuracy from the environment, its reward is the accuracy.
         samples["accuracy"] = accuracies_of(samples)
         samples[f"{PART}{REWARD_MODEL.name}"] = scores
-        # A masked response has no reward that a score could be added to.
+        # Masked responses have no reward to which a score could be added.
         samples["reward"] = torch.where(
             samples["masked"], samples["reward"], weights[0] * samples["reward"] + weights[1] * scores
         )
 
     def sample(self, step: int) -> Sampling:
-        """Sample responses to the next prompts; with dynamic sampling, until enough prompts have a signal."""
+        """Sample responses to the next prompts. With dynamic sampling, repeat this until enough prompts have
+        a learning signal."""
         from megarl.rollout.dynamic_sampling import DynamicSampling
         from megarl.rollout.samples import seeds_from
 
@@ -397,8 +403,8 @@ class GRPO(Sampled):
         prompts, generations = self.config["num_prompts_per_step"], self.config["num_generations_per_prompt"]
 
         def collect(indices: list[int], ordinal: int) -> Rollouts:
-            # Derive seeds from the ordinal of a prompt in the run instead of the call, so that
-            # batch_multiplier changes no sample.
+            # Seeds depend on the prompt's ordinal in the run, not on the call, so that batch_multiplier does
+            # not change the samples.
             seeds = seeds_from(self.seed, ordinal, len(indices), generations, prompts)
             return self.collect(indices, seeds, step)
 
@@ -417,10 +423,11 @@ class GRPO(Sampled):
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """True if a pass computes the log-probabilities of the policy before the update.
+        """True if a separate pass must compute the log-probabilities under the policy before the update.
 
-        A ratio of 1 needs none, and the mismatch is then measured while training, unless the step must not
-        train on a large mismatch, or rewards depend on the log-probabilities.
+        It is not needed if the ratio is forced to 1; the mismatch is then measured while training. It is
+        needed anyway if a large mismatch must prevent training, or if rewards depend on the
+        log-probabilities.
         """
         bounds = [self.config[key] for key in ("max_token_mult_prob_error", "seq_logprob_error_threshold")]
         return (
@@ -430,11 +437,11 @@ class GRPO(Sampled):
         )
 
     def judge_mismatch(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """Measure the difference between generation and policy. Sequences that differ too much are left out
-        of the batch by its ``sample_mask``, and with one segment all others of its response.
+        """Measure the mismatch between engine and policy. Mask the sequences that differ too much in
+        ``sample_mask``, together with all other segments of their responses.
 
         Raises:
-            MismatchError: the difference is too large to train.
+            MismatchError: the mismatch is too large to train.
         """
         from megarl.rollout.samples import check_mismatch, masked_far_apart, mismatch_metrics
         from megarl.rollout.segment_rows import SegmentRows
@@ -462,23 +469,23 @@ class GRPO(Sampled):
                 generation, previous, batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
             )
             metrics = {**metrics, **of_sequences}
-        # Check only the sequences that are kept: those that were left out are not trained on.
+        # Check only the sequences that are trained on.
         check_mismatch(kept, self.config["max_token_mult_prob_error"], step, self.section())
         return metrics
 
     def advantages(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return advantages [B, 1], or [B, S] of tokens, float32, 0 in rows and at tokens that do not count;
-        and metrics of their rewards.
+        """Compute advantages: float32 [B, 1], or [B, S] if they differ between tokens; 0 at rows and tokens
+        that do not count. Also return metrics of the rewards.
 
-        Groups are those of all rewarded samples, even if the mismatch has left a row out of training.
+        A group contains all its scored samples, including those that the mismatch has excluded from training.
         """
         import torch
 
         from megarl.algorithms.advantages import clipped, estimated_advantages
 
-        # Two records with equal prompts are two groups.
+        # Group by position: two records with equal prompts are two groups.
         place = torch.arange(len(samples["reward"])) // self.config["num_generations_per_prompt"]
         grouped = {**samples, "prompt_ids": place.unsqueeze(1)}
         penalties, metrics = self.penalties_of(samples, batch)
@@ -492,28 +499,28 @@ class GRPO(Sampled):
     def penalties_of(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """Return [B, S], the divergence from the reference that is subtracted from the reward of each token,
-        or None if none is; and metrics.
+        """Return the KL penalty to subtract from each token's reward, [B, S], or None if there is none; and
+        its metrics.
 
-        Responses left out of training keep theirs, because they stay in the groups that the others are
-        compared with.
+        Responses that are excluded from training keep their penalties, because other responses of their group
+        are compared with them.
         """
         from megarl.algorithms.loss_functions import kl_of_tokens
 
         if not self.loss_config["use_kl_in_reward"]:
             return None, {}
         divergence = kl_of_tokens(self.loss_config, {**batch, "sample_mask": samples["sample_mask"]})
-        # The divergence of what the error threshold left out may be NaN, which would make the whole group
-        # NaN.
+        # The KL of sequences that the error threshold excluded may be NaN, which would spread to the whole
+        # group.
         divergence = divergence.where(divergence.isfinite() | (batch["sample_mask"] != 0)[:, None], 0.0)
         counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
-        # Leave out column 0: the first token of a row has no log-probability.
+        # Without column 0: the first token of a row has no log-probability.
         mean = (divergence * counts).sum() / counts[:, 1:].sum().clamp(min=1)
         return self.loss_config["reference_policy_kl_penalty"] * divergence, {"kl_in_reward": float(mean)}
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Return a ``ClippedPGLossDataDict`` without its advantages, with the log-probabilities of the policy
-        before the update, and of the reference, if needed."""
+        """Build a ``ClippedPGLossDataDict`` without advantages. It has the log-probabilities under the policy
+        before the update and under the reference, if needed."""
         previous = self.needs_previous_logprobs and not self.anchors_at_engine
         batch = self.batch_of(
             samples, previous=previous, reference=bool(self.loss_config["reference_policy_kl_penalty"])
@@ -524,7 +531,7 @@ class GRPO(Sampled):
 
 
 def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
-    """Return the mean advantage of each row's tokens that count, [B], from [B, 1] or [B, S]."""
+    """Average advantages [B, 1] or [B, S] over each row's valid tokens, [B]."""
     if advantages.shape[1] == 1:
         return advantages.squeeze(1)
     counts = batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
@@ -534,11 +541,11 @@ def _means_of_rows(advantages: Tensor, batch: BatchedDataDict[Any]) -> Tensor:
 def _sample_metrics(
     all_samples: BatchedDataDict[Any], samples: BatchedDataDict[Any], advantages: Tensor
 ) -> dict[str, float]:
-    """Compute metrics of all samples that a step scored, and of those that it trains on."""
+    """Compute metrics of all samples that a step has scored, and of those on which it trains."""
     rewards = all_samples["reward"][~all_samples["masked"]]
     return {
         **answer_metrics(all_samples),
-        # correction=0, because a single reward would give NaN if it were divided by n - 1.
+        # correction=0: with n - 1, the deviation of a single reward would be NaN.
         "reward_std": float(rewards.std(correction=0)) if len(rewards) else 0.0,
         "advantages_min": float(advantages.min()),
         "advantages_max": float(advantages.max()),

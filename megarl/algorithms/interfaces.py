@@ -1,4 +1,4 @@
-"""Losses: the protocol between an algorithm and the training engine that runs its micro-batches."""
+"""The protocol of losses, between an algorithm and the training engine that runs its micro-batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class LossType(Enum):
-    """The normaliser of a loss: the valid target tokens or the valid sequences of the whole global batch."""
+    """Normaliser of a loss: the number of valid target tokens, or of valid sequences, in the global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(Enum):
-    """The kind of numbers that the training engine passes to a loss."""
+    """Model output that the training engine passes to a loss: log-probabilities, or values of a scalar
+    head."""
 
     LOGPROB = "logprob"
     VALUE = "value"
@@ -34,24 +35,26 @@ class LossInputType(Enum):
 class LossFunction(Protocol):
     """A loss over next-token log-probabilities.
 
-    A loss divides by the global normaliser it is given, so the loss of a global batch, and its gradient, is
-    the plain sum over micro-batches and data-parallel ranks.
+    A loss divides by the global normaliser that it receives. So loss and gradient of a global batch are plain
+    sums over micro-batches and data-parallel ranks.
 
     Attributes:
         loss_type: the normaliser in use. ``TOKEN_LEVEL`` needs ``token_mask`` in the data.
-        input_type: ``LossInputType.LOGPROB``; or ``VALUE`` for a loss of a model that scores, which is called
-            with ``values`` instead of ``next_token_logprobs``: [B, S] float, column i is the model's value at
-            token i, computed from all tokens up to it, 0 beyond ``input_lengths``.
-        metric_reductions: how each metric combines over micro-batches and ranks.
-        skips_masked: optional; True says that no value under a zero ``token_mask`` or ``sample_mask`` reaches
-            the loss, a gradient or a metric. Log-probabilities are then not computed there, and are 0.
-        needs_entropies: optional; True requests the keyword argument ``next_token_entropies`` too, [B, S-1]
-            float, differentiable: column i has the entropy, in nats, of the distribution that token i+1 is
-            sampled from, after temperature, top-k and top-p.
-        scored_tokens: optional; a key of the data, [B, S, K] token ids, requests the keyword argument
-            ``scored_logprobs`` too, [B, S-1, K] float, differentiable: column i has the log-probabilities
-            that the distribution of token i+1 gives to the tokens in column i of the data. Sampling has to
-            keep all tokens. Both parameters need a default: the check before the start calls without them.
+        input_type: ``LossInputType.LOGPROB``, or ``VALUE`` for a loss of a reward or value model. The latter
+            is called with ``values`` instead of ``next_token_logprobs``: [B, S] float, column i is the
+            model's value at token i, computed from all tokens up to it; 0 beyond ``input_lengths``.
+        metric_reductions: how each metric is reduced over micro-batches and ranks.
+        skips_masked: optional. True promises that no value under a zero ``token_mask`` or ``sample_mask``
+            reaches the loss, a gradient or a metric. Log-probabilities are then not computed there, and are
+            0.
+        needs_entropies: optional. True requests the keyword argument ``next_token_entropies``, [B, S-1]
+            float, differentiable: column i is the entropy, in nats, of the distribution from which token i+1
+            is sampled, after temperature, top-k and top-p.
+        scored_tokens: optional. The name of a column [B, S, K] of token ids. It requests the keyword argument
+            ``scored_logprobs``, [B, S-1, K] float, differentiable: column i has the log-probabilities of
+            these tokens under the distribution of token i+1. Sampling must then use no top-k or top-p.
+            Parameters for both arguments need a default, because the check before the start calls without
+            them.
     """
 
     loss_type: LossType
@@ -70,39 +73,39 @@ class LossFunction(Protocol):
         """Return loss and metrics of one micro-batch.
 
         Args:
-            data: the micro-batch, tensors [B, S] and [B]. A loss of GRPO finds ``advantages`` and
+            data: the micro-batch, tensors [B, S] and [B]. For GRPO it has ``advantages`` and
                 ``generation_logprobs``; ``prev_logprobs`` unless ``loss_fn.force_on_policy_ratio`` is true;
-                ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If rows
-                are segments of responses, ``response_tokens`` [B] int64 counts the tokens under the masks of
-                all rows of a row's response.
-            global_valid_seqs: 0-d, sum of ``sample_mask`` over the whole global batch; segments of a response
+                and ``reference_policy_logprobs`` if ``loss_fn.reference_policy_kl_penalty`` is above 0. If
+                rows are segments of responses, ``response_tokens`` [B] int64 is the number of valid tokens in
+                all rows of the row's response.
+            global_valid_seqs: 0-d, sum of ``sample_mask`` over the global batch; the segments of a response
                 add up to 1.
-            global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the whole global
-                batch.
-            next_token_logprobs: [B, S-1] float, column i holds log p(token_{i+1} | tokens up to i).
+            global_valid_toks: 0-d, sum of ``token_mask[:, 1:] * sample_mask[:, None]`` over the global batch.
+            next_token_logprobs: [B, S-1] float, column i is log p(token_{i+1} | tokens up to i).
 
         Returns:
-            The 0-d loss and detached 0-d metric tensors; they stay on the device so that no step waits for
-            the device to catch up.
+            The 0-d loss, and detached 0-d metric tensors. They must stay on the device, because a transfer to
+            the host would synchronise in each micro-batch.
         """
         ...
 
 
 def reads_values(loss_fn: object) -> bool:
-    """Return whether a loss is one of values (``LossInputType.VALUE``)."""
+    """Return whether a loss takes values (``LossInputType.VALUE``)."""
+    # By value, so that a loss with the enum of another package, such as NeMo-RL's, works too.
     return getattr(getattr(loss_fn, "input_type", None), "value", None) == LossInputType.VALUE.value
 
 
 def check_loss(loss_fn: object, *, scores: bool = False) -> None:
-    """Refuse an object that cannot be called as a ``LossFunction``, such as a loss written for logits, before
-    a worker is started.
+    """Check, before workers are started, that an object can be called as a ``LossFunction``. A loss written
+    for logits, for example, is rejected.
 
     Args:
         loss_fn: the loss.
-        scores: the model scores, and returns values instead of log-probabilities.
+        scores: the model has a scalar head and returns values instead of log-probabilities.
 
     Raises:
-        ConfigError: with the object's parameters, and those of a loss.
+        ConfigError: it cannot; the message shows its parameters and the expected ones.
     """
     name = (
         type(loss_fn).__name__ if not inspect.isroutine(loss_fn) else getattr(loss_fn, "__name__", "loss_fn")
@@ -127,6 +130,7 @@ def check_loss(loss_fn: object, *, scores: bool = False) -> None:
     except ValueError:  # a function that is not written in Python
         return
     try:
+        # By keyword, so that a loss written for logits, whose parameter has another name, is rejected.
         signature.bind(None, None, None, **{read: None})
         known = {kind.value for kind in LossInputType}
         takes_logits = (

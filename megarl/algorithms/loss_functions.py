@@ -1,8 +1,7 @@
-"""The losses: clipped policy gradient, negative log-likelihood and direct preference optimisation.
+"""Losses: clipped policy gradient, negative log-likelihood and direct preference optimisation.
 
-Every loss takes next-token log-probabilities and divides by a global normaliser, so that losses, gradients
-and
-(unless declared otherwise in ``metric_reductions``) metrics of a global batch are plain sums over
+Every loss takes next-token log-probabilities and divides by a global normaliser. Losses, gradients and
+(unless ``metric_reductions`` declares otherwise) metrics of a global batch are therefore plain sums over
 micro-batches and data-parallel ranks. Values under a zero mask never reach a loss or a gradient, even if they
 are NaN. Shapes: B rows, S positions; data tensors [B, S] are sliced ``[:, 1:]`` to match the S - 1
 predictions.
@@ -57,8 +56,8 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(TypedDict):
-    """Batch columns read by ``DPOLossFn``. Rows alternate chosen, rejected. ``reference_policy_logprobs`` [B,
-    S] is rolled left by one position."""
+    """Batch columns read by ``DPOLossFn``. Rows alternate between chosen and rejected.
+    ``reference_policy_logprobs`` [B, S] is rolled left by one position."""
 
     input_ids: Tensor
     reference_policy_logprobs: Tensor
@@ -67,23 +66,23 @@ class DPOLossDataDict(TypedDict):
 
 
 ENTROPY = "entropy"
-"""Metric: the mean over tokens of the entropy of the distribution that a token is sampled from, in nats."""
+"""Metric: mean over tokens of the entropy of the distribution from which a token is sampled, in nats."""
 KL_CLAMPED = "kl_clamped_share"
-"""Metric: the share of tokens whose divergence, or the difference of log-probabilities in it, was clamped."""
+"""Metric: share of tokens whose KL estimate, or the log-probability difference in it, was clamped."""
 OUT_OF_BOUNDS = "is_oob_ratio"
-"""Metric: the share of tokens whose importance weight was out of bounds."""
+"""Metric: share of tokens whose importance weight was out of bounds."""
 
 
 class DualClipError(ConfigError, AssertionError):
-    """``ratio_clip_c`` is out of bounds; also an AssertionError, which the NeMo-RL policy API promises."""
+    """``ratio_clip_c`` is out of range. Also an AssertionError, as the NeMo-RL policy API promises."""
 
 
 class ClippedPGLossFn:
-    """Clipped policy gradient: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO, REINFORCE,
-    with importance correction and a KL penalty. ``megarl/algorithms/README.md`` has each equation with its
-    source.
+    """Clipped policy gradient loss: PPO, GRPO, DAPO's clip-higher, dual clip, GSPO, CISPO, Dr.GRPO and
+    REINFORCE, with importance sampling correction, KL penalty and entropy bonus.
+    ``megarl/algorithms/README.md`` lists each equation with its source.
 
-    For a token with advantage A, ratio r = exp(current - previous) and the epsilons of the config::
+    For a token with advantage A and ratio r = exp(current - previous)::
 
         clipped = max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))
         clipped = min(clipped, -A ratio_clip_c)    where A < 0, with ratio_clip_c
@@ -92,54 +91,52 @@ class ClippedPGLossFn:
         w       = exp(previous - generation)       with use_importance_sampling_correction, else 1
         v       = sg(exp(current - generation))    with use_on_policy_kl_approximation, else 1
 
-    The first is PPO's (arXiv 1707.06347), with two epsilons DAPO's (arXiv 2503.14476); the second is the dual
-    clip (arXiv 1912.09729), the third CISPO (arXiv 2506.13585, equation 4). sg stops the gradient, beta is
-    ``reference_policy_kl_penalty``, and ``calculate_kl`` has k1, k2 and k3.
+    sg stops the gradient, beta is ``reference_policy_kl_penalty``, and ``calculate_kl`` defines k. The first
+    line is PPO (arXiv 1707.06347); with two different bounds it is DAPO (arXiv 2503.14476). The second line
+    is the dual clip (arXiv 1912.09729), the third CISPO (arXiv 2506.13585, equation 4). ``disable_ppo_ratio``
+    replaces r and its clipped form by the log-probability itself.
 
-    With ``sequence_level_importance_ratios`` all tokens of a sequence have the ratio s = exp(mean over its
-    tokens of current - previous) and the weight w = exp(mean of previous - generation) (GSPO, arXiv
-    2507.18071, equation 7). If the gradient is that of ``token``, a token's ratio is sg(s) exp(current -
-    sg(current)) (GSPO-token, equation 14).
+    Sequence-level ratios: with ``sequence_level_importance_ratios``, all tokens of a sequence have the ratio
+    s = exp(mean over its tokens of current - previous) and the weight w = exp(mean of previous - generation)
+    (GSPO, arXiv 2507.18071, equation 7). With ``sequence_level_ratio_gradient: token`` the ratio is sg(s)
+    exp(current - sg(current)), so each token has its own gradient (GSPO-token, equation 14).
 
-    The gradient of a divergence is that of an expectation over samples that the policy itself samples, so it
-    has a score-function part, k times the gradient of the log-probability, in addition to the gradient of k
-    (arXiv 2506.09477, arXiv 2512.21852): ``reference_policy_kl_gradient: exact``. ``pathwise`` leaves that
-    part out, as arXiv 2402.03300 and most trainers do: for k3 its expectation is the gradient of the
-    divergence only in the limit of equal policies. For k2 it is that gradient.
+    Normalisation: with ``token_level_loss`` the mean is over the valid tokens of the global batch. Otherwise
+    it is over the tokens of each row, then over the valid rows; ``sequence_normalizer`` replaces the number
+    of a row's tokens (Dr.GRPO, arXiv 2503.20783). Rows that are segments of one response
+    (``response_tokens``) count as one row in that mean, but a sequence-level ratio is that of a segment.
 
-    The log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no gradient
-    beyond. d = reference - current is clamped to +-``kl_input_clamp_value``, k to
-    +-``kl_output_clamp_value``; null is no clamp. These two bound the penalty's value and the size of its
-    gradient, but never remove the gradient: a token far from the reference is still pulled back. By the
-    log-probability of a token the gradient is v times -d for k1, k2 and k3 (k1's constant 1 has the
-    expectation 0); for k3's ``pathwise`` it is v (1 - exp(d)), which is at least -v
-    (``kl_output_clamp_value`` + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp changed.
+    Gradient of the KL penalty: the KL is an expectation over tokens that the policy itself samples. Its
+    gradient is the gradient of k plus the score-function term, k times the gradient of the log-probability
+    (arXiv 2506.09477, arXiv 2512.21852): ``reference_policy_kl_gradient: exact``. ``pathwise`` omits that
+    term, as arXiv 2402.03300 and most trainers do. For k3, its expectation is the gradient of the KL only in
+    the limit of equal policies. For k2, it is exactly that gradient.
 
-    ``force_on_policy_ratio`` takes sg(current) for ``previous``, which is then not needed in the data: r is
-    exactly 1, its gradient that of the log-probability. Further metrics then measure the distance of
-    ``generation`` from it (see ``megarl.rollout.samples.mismatch_metrics``).
+    Clamps: the log ratio, of a token or a sequence, is clamped to +-``log_ratio_clamp_value`` and has no
+    gradient beyond. d = reference - current is clamped to +-``kl_input_clamp_value``, and k to
+    +-``kl_output_clamp_value``; null means no clamp. These two bound the size of the penalty and of its
+    gradient, but never remove the gradient: a token far from the reference is still pulled back. The
+    derivative with respect to a token's log-probability is v times -d for k1, k2 and k3 (the constant 1 of k1
+    has expectation 0). For k3 with ``pathwise`` it is v (1 - exp(d)), at least -v (``kl_output_clamp_value``
+    + d). ``kl_clamped_share`` is the share of tokens whose d or k a clamp changed.
 
-    ``use_kl_in_reward`` leaves the divergence to the rewards, from which the algorithm subtracts it
+    Bounds of w: ``truncated_importance_sampling_type`` bounds w to [0, ``_ratio``] or [``_ratio_min``,
+    ``_ratio``]. ``tis`` takes min(w, bound) (truncated importance sampling). ``icepop`` sets a w out of
+    bounds to 0 (arXiv 2510.18855). ``seq-mask-tis`` sets w to 0 for all tokens of a sequence whose exp(mean
+    of previous - generation) is out of bounds, and keeps w elsewhere. ``is_oob_ratio`` is the share of tokens
+    whose weight changed. Weights that are not finite count as 0, except that ``tis`` gives infinite ones the
+    bound; ``nonfinite_importance_weights`` counts them.
+
+    Entropy: the entropy is that of the full distribution from which a token is sampled, not an estimate from
+    the sampled token. Given the tokens before it, the gradient is therefore exact and needs no weight. It is
+    only computed if ``entropy_coef`` is above 0. The metric ``entropy`` is its mean over tokens.
+
+    ``force_on_policy_ratio`` uses sg(current) as ``previous``, which the data then need not contain: r is
+    exactly 1, and its gradient is that of the log-probability. Additional metrics then measure the distance
+    of ``generation`` from it (see ``megarl.rollout.samples.mismatch_metrics``).
+
+    ``use_kl_in_reward`` adds no KL penalty here: the algorithm subtracts the KL from the rewards
     (``kl_of_tokens``).
-
-    ``disable_ppo_ratio`` replaces r and its clipped form by the log-probability itself. The mean is over the
-    valid tokens of the global batch (``token_level_loss``), or first over each row's tokens and then over the
-    valid rows; there ``sequence_normalizer`` replaces the number of a row's tokens (Dr.GRPO, arXiv
-    2503.20783). Rows that are segments of one response (``response_tokens``) count as one row there: the mean
-    is over the tokens of all of them. A ratio of a sequence is that of a segment.
-
-    ``truncated_importance_sampling_type`` bounds w, to [0, ``_ratio``] or [``_ratio_min``, ``_ratio``]:
-    ``tis`` takes min(w, bound) (truncated importance sampling), ``icepop`` takes 0 for a w out of bounds
-    (arXiv 2510.18855), ``seq-mask-tis`` takes 0 for all tokens of a sequence whose exp(mean of previous -
-    generation) is out of bounds, and w itself for others. ``is_oob_ratio`` is the share of tokens whose
-    weight changed.
-
-    The entropy of a token is that of the whole distribution it is sampled from, not an estimate from the
-    token, so that its gradient is exact given the tokens before it, and no weight corrects it. It is read
-    only with an ``entropy_coef`` above 0; the metric ``entropy`` is its mean over tokens.
-
-    Importance weights that are not finite count as 0, but infinite ones as the bound with ``tis``;
-    ``nonfinite_importance_weights`` is their number.
 
     Raises:
         ConfigError: ``ratio_clip_c`` is 1 or less, or settings contradict each other
@@ -186,7 +183,7 @@ class ClippedPGLossFn:
         self.disable_ppo_ratio = cfg["disable_ppo_ratio"]
         self.force_on_policy_ratio = cfg["force_on_policy_ratio"]
         if self.force_on_policy_ratio:
-            # Give the instance a mapping of its own: the class's mapping is shared by all losses.
+            # A new mapping, because all losses share that of the class.
             mismatch = {
                 MISMATCH_MEAN: Reduction.SUM,
                 MISMATCH_MAX: Reduction.MAX,
@@ -196,7 +193,7 @@ class ClippedPGLossFn:
         self.sequence_level_ratios = cfg["sequence_level_importance_ratios"]
         self.ratio_has_token_gradient = cfg["sequence_level_ratio_gradient"] == "token"
         self.truncation = cfg["truncated_importance_sampling_type"]
-        # null and 0 mean no bound; an infinite bound needs no further branch.
+        # null and 0 mean no bound; infinity needs no extra branch.
         self.weight_max = cfg["truncated_importance_sampling_ratio"] or math.inf
         self.weight_min = cfg["truncated_importance_sampling_ratio_min"] or 0.0
         if self.truncation is not None:
@@ -209,7 +206,7 @@ class ClippedPGLossFn:
             self.metric_reductions = {**self.metric_reductions, KL_CLAMPED: Reduction.SUM}
         self.use_cispo = cfg["use_cispo"]
         self.sequence_normalizer = cfg["sequence_normalizer"]
-        # The gradient of k2 is the exact one.
+        # The pathwise gradient of k2 is already exact.
         self.exact_kl_gradient = cfg["reference_policy_kl_gradient"] == "exact" or self.kl_type == "k2"
         self.log_ratio_bound = cfg["log_ratio_clamp_value"]
         self.kl_input_bound = cfg["kl_input_clamp_value"]
@@ -218,7 +215,7 @@ class ClippedPGLossFn:
 
     @property
     def needs_entropies(self) -> bool:
-        """True if the loss reads entropies, see ``LossFunction``."""
+        """True if the loss needs token entropies, see ``LossFunction``."""
         return self.entropy_coef > 0
 
     def __call__(
@@ -229,11 +226,11 @@ class ClippedPGLossFn:
         next_token_logprobs: Tensor,
         next_token_entropies: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics, see ``LossFunction``. The data is a ``ClippedPGLossDataDict``; the
-        reference is needed only with a KL penalty.
+        """Return loss and metrics, see ``LossFunction``. The data is a ``ClippedPGLossDataDict``; reference
+        log-probabilities are needed only with a KL penalty.
 
         Raises:
-            BatchError: a key or the entropies are missing, or a shape does not fit.
+            BatchError: a column or the entropies are missing, or a shape does not match.
         """
         previous_key = [] if self.force_on_policy_ratio else ["prev_logprobs"]
         _check_batch(
@@ -244,14 +241,14 @@ class ClippedPGLossFn:
             data.get("response_tokens") if self.sequence_normalizer is None else self.sequence_normalizer
         )
 
-        # Use where instead of a product, because 0 times infinity is NaN.
+        # where, not a product: 0 times infinity is NaN.
         def visible(values: Tensor) -> Tensor:
             return torch.where(mask != 0, values, 0.0)
 
         def mean(values: Tensor) -> Tensor:
             if self.loss_type is LossType.TOKEN_LEVEL:
                 return masked_mean(values, mask, global_normalization_factor=global_valid_toks)
-            # Use token_mask instead of mask: the second mean leaves out rows that do not count.
+            # token_mask, not mask: the second mean excludes the invalid rows.
             by_row = masked_mean(values, token_mask, dim=-1, global_normalization_factor=tokens_of_response)
             return masked_mean(by_row, sample_mask, global_normalization_factor=global_valid_seqs)
 
@@ -263,7 +260,7 @@ class ClippedPGLossFn:
         generation = visible(data["generation_logprobs"][:, 1:])
 
         ratio, clamped = self._ratios(current, previous, mask)
-        # The correction is a constant weight of a token, without a gradient of its own.
+        # The correction is a constant weight, through which no gradient flows.
         drawn_apart = (previous - generation).detach()
         weight, finite = _importance_weight(self._of_level(drawn_apart, mask))
         bounded = self._bounded(weight, drawn_apart, mask)
@@ -294,7 +291,7 @@ class ClippedPGLossFn:
             "sampling_importance_ratio": token_mean(weight),
             "nonfinite_importance_weights": (~finite & (mask != 0)).sum().to(loss.dtype),
             "num_valid_samples": _valid_responses(data, sample_mask, mask),
-            # Weight by importance, because the tokens were sampled by the generating policy.
+            # Importance-weighted, because the tokens were sampled by the generating policy.
             "approx_entropy": -token_mean(torch.exp(current - generation) * current),
             **of_penalty,
             **of_entropy,
@@ -313,8 +310,8 @@ class ClippedPGLossFn:
         return loss, metrics
 
     def _of_level(self, log_ratios: Tensor, mask: Tensor) -> Tensor:
-        """Return log ratios [B, S-1] of tokens; with ratios of sequences, each token gets its sequence's
-        mean."""
+        """Return the token log ratios [B, S-1] unchanged. With sequence-level ratios, replace each by the
+        mean of its sequence."""
         if not self.sequence_level_ratios:
             return log_ratios
         return _row_sums(log_ratios, mask, average=True)[:, None].expand_as(log_ratios)
@@ -325,19 +322,24 @@ class ClippedPGLossFn:
             return current, current
         log_ratio = self._of_level(current - previous, mask)
         if self.ratio_has_token_gradient:
-            # The value is the sequence's, the gradient the token's (GSPO-token).
+            # GSPO-token: the value of the sequence, but the gradient of the token.
             log_ratio = log_ratio.detach() + (current - current.detach())
         ratio = _finite_exp(_clamped(log_ratio, self.log_ratio_bound))
         return ratio, ratio.clamp(1.0 - self.ratio_clip_min, 1.0 + self.ratio_clip_max)
 
     def _bounded(self, weight: Tensor, log_weights: Tensor, mask: Tensor) -> Tensor:
-        """Return importance weights [B, S-1] of tokens or sequences within their bounds, from the logarithms
-        of the tokens' weights."""
+        """Apply the configured bounds to importance weights [B, S-1].
+
+        Args:
+            weight: weights of tokens or sequences.
+            log_weights: log weights of tokens.
+            mask: [B, S-1].
+        """
         if self.truncation is None:
             return weight
         if self.truncation == "tis":
-            # Compare the ratio itself: in the weight, an infinite ratio counts as 0, and here it counts as
-            # the bound.
+            # Compare the ratio, not the weight: an infinite ratio has weight 0, but ``tis`` gives it the
+            # bound.
             too_large = torch.exp(self._of_level(log_weights, mask)) > self.weight_max
             return torch.where(too_large, self.weight_max, weight)
         compared = weight
@@ -346,22 +348,22 @@ class ClippedPGLossFn:
         return torch.where((compared >= self.weight_min) & (compared <= self.weight_max), weight, 0.0)
 
     def _objective(self, advantages: Tensor, ratio: Tensor, clamped: Tensor, current: Tensor) -> Tensor:
-        """Return the objective of every token, [B, S-1], to be minimised."""
+        """Return the objective of each token, [B, S-1], to be minimised."""
         if self.use_cispo:
-            # CISPO: the clipped ratio is a constant weight, so that clipped tokens keep a gradient.
+            # CISPO: the clipped ratio is a constant weight, so clipped tokens keep a gradient.
             return -advantages * clamped.detach() * current
-        # The larger of two losses is the smaller of two objectives, PPO's pessimistic bound.
+        # PPO's pessimistic bound: the smaller objective is the larger loss.
         values = torch.maximum(-advantages * ratio, -advantages * clamped)
         if self.ratio_clip_c is None:
             return values
-        # Bound the loss only where A < 0: there -A r grows with the ratio without a bound (arXiv 1912.09729).
+        # Only where A < 0, since there -A r is unbounded in the ratio (arXiv 1912.09729).
         return torch.where(advantages < 0, torch.minimum(values, -advantages * self.ratio_clip_c), values)
 
     def _kl(
         self, data: BatchedDataDict, current: Tensor, generation: Tensor, visible: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the KL estimate of every token, without its coefficient, and 1 where a clamp changed it,
-        else 0; both [B, S-1]."""
+        """Return the KL estimate of each token, without its coefficient, and 1 where a clamp changed it (else
+        0); both [B, S-1]."""
         _check_batch(
             "ClippedPGLossFn with reference_policy_kl_penalty > 0",
             data,
@@ -377,46 +379,45 @@ class ClippedPGLossFn:
         weight, _ = _importance_weight(
             constant - (generation if self.use_on_policy_kl_approximation else constant)
         )
-        # The gradient is computed explicitly, because autograd would stop it at a clamp. An infinite
-        # gradient, of a token that is impossible (-inf) for either policy, has no usable direction.
+        # The gradient is explicit, because autograd would stop it at a clamp. An infinite gradient, of a
+        # token that is impossible (-inf) for one policy, has no usable direction.
         slope = self._kl_slope(_clamped(reference - constant, self.kl_input_bound)).nan_to_num(
             posinf=0.0, neginf=0.0
         )
-        # This term is 0 in value, and has the gradient of the log-probability.
+        # 0 in value, with the gradient of the log-probability.
         moving = torch.where(constant.isfinite(), current - constant, 0.0)
         return weight * (estimate + slope * moving), is_clamped.to(weight.dtype)
 
     def _kl_slope(self, difference: Tensor) -> Tensor:
-        """Return the derivative of a token's KL estimate by its log-probability, from reference - current;
-        with its score-function part if exact."""
+        """Return the derivative of each token's KL estimate by its log-probability, from reference - current.
+        It includes the score-function term if the exact gradient is configured."""
         if self.exact_kl_gradient:
             return -difference
-        # expm1 keeps the digits of a small difference that 1 - exp(d) would lose.
+        # expm1 keeps digits of a small difference that 1 - exp(d) would lose.
         slope = -torch.expm1(difference)
         if self.kl_output_bound is None:
             return slope
-        # 1 - exp(d) is -(k3 + d). It is bounded like k3, because a token that is hardly ever sampled would
-        # have a gradient of exp(20).
+        # 1 - exp(d) = -(k3 + d). Bound it like k3: a token that is hardly ever sampled would otherwise have a
+        # gradient of exp(20).
         return torch.maximum(slope, -(self.kl_output_bound + difference.clamp(min=0.0)))
 
 
 def policy_loss(cfg: ClippedPGLossConfig) -> Any:
-    """Return the loss that ``loss_fn.function`` names: the clipped policy gradient, or a user's own class,
-    built from the section.
+    """Build the loss that ``loss_fn.function`` names: the clipped policy gradient, or a user-defined class.
 
     Raises:
-        ConfigError: nothing can be imported under that name.
+        ConfigError: it cannot be imported.
     """
     name = cfg.get("function", CLIPPED_PG)
     return ClippedPGLossFn(cfg) if name == CLIPPED_PG else load_object(name, FUNCTION)(cfg)
 
 
 def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor:
-    """Return the KL estimate of every token before the update, [B, S], without its coefficient, 0 where
-    nothing counts; ``use_kl_in_reward`` subtracts it from the rewards.
+    """Return the KL estimate of each token before the update, [B, S], without its coefficient; 0 at tokens
+    that do not count. With ``use_kl_in_reward`` it is subtracted from the rewards.
 
     Args:
-        cfg: with the type of the estimate and its clamps.
+        cfg: configuration of the estimator and its clamps.
         data: ``prev_logprobs``, ``reference_policy_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
     """
     counts = (data["token_mask"] * data["sample_mask"].unsqueeze(1)) != 0
@@ -428,7 +429,7 @@ def kl_of_tokens(cfg: ClippedPGLossConfig, data: Mapping[str, Tensor]) -> Tensor
 
 
 class NLLLoss:
-    """Negative log-likelihood: ``-sum(logprob * mask) / global_valid_toks``."""
+    """Negative log-likelihood, ``-sum(logprob * mask) / global_valid_toks``."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -449,13 +450,12 @@ class NLLLoss:
         """Return loss and metrics, see ``LossFunction``.
 
         Args:
-            dpo_loss: return the loss of each row, [B], not normalised, instead of the scalar (and as the
-                metric ``loss``).
-            dpo_average_log_probs: divide each row's loss by its number of valid tokens. Only with
-                ``dpo_loss``.
+            dpo_loss: return the unnormalised loss of each row, [B], instead of the scalar (also as the metric
+                ``loss``).
+            dpo_average_log_probs: with ``dpo_loss``, divide each row's loss by its number of valid tokens.
 
         Raises:
-            BatchError: a key is missing or a shape does not fit.
+            BatchError: a column is missing, or a shape does not match.
         """
         _check_batch("NLLLoss", data, next_token_logprobs, [])
         _, sample_mask, mask = _masks(data, next_token_logprobs)
@@ -472,16 +472,17 @@ class NLLLoss:
 
 
 class DPOLossFn:
-    """Direct preference optimisation (arXiv 2305.18290) plus an optional likelihood term on the chosen
+    """Direct preference optimisation (arXiv 2305.18290), plus an optional likelihood term on the chosen
     answers.
 
-    ``preference_loss_weight * mean(f(R_chosen - R_rejected)) + sft_loss_weight * mean(-log p(chosen))`` with
-    R = sum (or, averaged, mean) over a row's tokens of policy minus reference log-probability, beta =
-    ``reference_policy_kl_penalty``, and f(m) = -log sigmoid(beta m) (equation 7) or, of IPO, (m - 1 / (2
-    beta))^2 (arXiv 2310.12036, equation 17). ``accuracy`` is the share of pairs with R_chosen > R_rejected;
-    one with equal rewards is none of them. The metrics of rewards are those of R, without beta. Means run
-    over the pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. Rows alternate chosen and
-    rejected; a pair counts when both of its rows do.
+    The loss is ``preference_loss_weight * mean(f(R_chosen - R_rejected)) + sft_loss_weight * mean(-log
+    p(chosen))``. R is the sum (or mean, if averaged) over a row's tokens of policy minus reference
+    log-probability. f(m) is -log sigmoid(beta m) (equation 7), or (m - 1 / (2 beta))^2 for IPO (arXiv
+    2310.12036, equation 17), with beta = ``reference_policy_kl_penalty``.
+
+    Rows alternate between chosen and rejected, and a pair counts if both of its rows do. Means are over the
+    pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. ``accuracy`` is the share of pairs
+    with R_chosen > R_rejected; equal rewards count as wrong. The reward metrics are those of R, without beta.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -522,7 +523,7 @@ class DPOLossFn:
         """Return loss and metrics, see ``LossFunction``. The data is a ``DPOLossDataDict``.
 
         Raises:
-            BatchError: a key is missing, a shape does not fit, or the number of rows is odd.
+            BatchError: a column is missing, a shape does not match, or the number of rows is odd.
         """
         _check_batch("DPOLossFn", data, next_token_logprobs, ["reference_policy_logprobs"])
         _, sample_mask, mask = _masks(data, next_token_logprobs)
@@ -536,10 +537,9 @@ class DPOLossFn:
         def pair_mean(values: Tensor) -> Tensor:
             return masked_mean(values, pair_mask, global_normalization_factor=global_valid_seqs / 2)
 
-        # A pair that does not count must not reach the gradient, not even by 0 times NaN.
+        # Mask invalid pairs here, because 0 times NaN would still reach the gradient.
         mask = mask * pair_mask.repeat_interleave(2)[:, None]
-        # The reference is rolled left by one position, so its first S - 1 columns already match the
-        # predictions.
+        # The reference is rolled left by one, so its first S - 1 columns match the predictions.
         difference = next_token_logprobs - data["reference_policy_logprobs"][:, :-1]
         rewards = _row_sums(difference, mask, average=self.preference_average_log_probs)
         chosen, rejected = rewards[::2], rewards[1::2]
@@ -563,13 +563,16 @@ class DPOLossFn:
         return loss, metrics
 
     def _of_margins(self, margins: Tensor) -> Tensor:
-        """Return the loss of each pair, [pairs]."""
+        """Return the loss f of each pair, [pairs], from R_chosen - R_rejected."""
         return (margins - 1 / (2 * self.beta)).square() if self.is_ipo else -logsigmoid(self.beta * margins)
 
 
 def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, keys: Sequence[str]) -> None:
-    """Refuse a micro-batch that lacks a key or holds a tensor whose shape does not fit the
-    log-probabilities."""
+    """Check that a micro-batch has all columns, with shapes that match the log-probabilities.
+
+    Raises:
+        BatchError: it does not.
+    """
     rows, predictions = next_token_logprobs.shape
     expected = {"sample_mask": (rows,), **dict.fromkeys(["token_mask", *keys], (rows, predictions + 1))}
     for key, shape in expected.items():
@@ -588,7 +591,11 @@ def _check_batch(loss: str, data: BatchedDataDict, next_token_logprobs: Tensor, 
 
 
 def _checked_entropies(entropies: Tensor | None, next_token_logprobs: Tensor) -> Tensor:
-    """Return the entropies, after checking that every log-probability has one."""
+    """Return the entropies after checking that they have the shape of the log-probabilities.
+
+    Raises:
+        BatchError: they do not.
+    """
     found = None if entropies is None else list(entropies.shape)
     if entropies is None or entropies.shape != next_token_logprobs.shape:
         raise BatchError(
@@ -608,22 +615,22 @@ def _masks(data: BatchedDataDict, next_token_logprobs: Tensor) -> tuple[Tensor, 
 
 
 def _valid_responses(data: Mapping[str, Any], sample_mask: Tensor, mask: Tensor) -> Tensor:
-    """Return the number of responses that count, 0-d. A row that is a segment of a response counts as its
-    share of the response's tokens."""
+    """Return the number of valid responses, 0-d. A row that is a segment counts as its share of the
+    response's tokens."""
     if "response_tokens" not in data:
         return sample_mask.sum()
     return (mask.sum(dim=1) / data["response_tokens"].clamp(min=1)).sum()
 
 
 def _row_sums(values: Tensor, mask: Tensor, average: bool) -> Tensor:
-    """Return the sum of each row's unmasked values, [B]; with ``average`` divided by their number (rows
-    without any give 0)."""
+    """Return the sum of each row's unmasked values, [B]. With ``average``, divide by their number; rows
+    without any give 0."""
     sums = (torch.where(mask != 0, values, 0.0) * mask).sum(dim=-1)
     return sums / mask.sum(dim=-1).clamp(min=1.0) if average else sums
 
 
 def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return importance weights ``exp(log_ratio)``, 0 where they are not finite, and a bool mask of finite
+    """Return importance weights ``exp(log_ratio)``, 0 where not finite, and a bool mask of the finite
     ones."""
     weight = torch.exp(log_ratio)
     finite = weight.isfinite()
@@ -631,9 +638,10 @@ def _importance_weight(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite_exp(logarithms: Tensor) -> Tensor:
-    """Return ``exp(logarithms)``; where it is infinite, the largest finite number, without a gradient."""
+    """Return ``exp(logarithms)``. Where it is infinite, return the largest finite number, without a
+    gradient."""
     infinite = torch.exp(logarithms.detach()).isposinf()
-    # Mask before the exponential: the gradient of a discarded infinity would be 0 times infinity.
+    # Mask before exp: the gradient of a discarded infinity would be 0 times infinity.
     finite = torch.exp(torch.where(infinite, 0.0, logarithms))
     return torch.where(infinite, torch.finfo(logarithms.dtype).max, finite)
 
@@ -649,7 +657,8 @@ def _clamped(values: Tensor, bound: float | None) -> Tensor:
 def _masked_extreme(
     values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], identity: float
 ) -> Tensor:
-    """Return the smallest or largest unmasked value, or the identity (an infinity) if there is none, so that
+    """Return the smallest or largest unmasked value, or ``identity`` (an infinity) if there is none, so that
     later reductions ignore it."""
     filled = torch.where(mask != 0, values.detach(), identity)
+    # amin and amax raise on an empty tensor.
     return reduce(filled) if filled.numel() else filled.new_full((), identity)

@@ -1,7 +1,5 @@
-"""Proximal policy optimisation with a critic: the advantage of a token compares the values that a second
-model
-gives to the states before and after it (PPO, arXiv 1707.06347, with generalized advantages, arXiv
-1506.02438)."""
+"""Proximal policy optimisation with a critic. The advantage of a token compares the critic's values of the
+states before and after it (PPO, arXiv 1707.06347; generalized advantage estimation, arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -123,11 +121,11 @@ class PPOConfig(RewardedConfig):
 
 
 class PPO(GRPO):
-    """Proximal policy optimisation. A step samples responses, queries the critic for the values of their
-    states, and trains both models.
+    """Proximal policy optimisation. A step samples responses, computes the critic's values of their states,
+    and trains both models.
 
-    It differs from GRPO in the source of its advantages. The critic has workers of its own on the devices of
-    the actor, which the two use one at a time.
+    It differs from GRPO in its advantages. The critic has workers of its own on the actor's devices, which
+    the two models share over time.
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -148,7 +146,7 @@ class PPO(GRPO):
     PROMPTS = "ppo.num_prompts_per_step"
     GENERATIONS = "ppo.num_generations_per_prompt"
 
-    # Every method that reads keys of only GRPO's section is overridden.
+    # All methods that read keys of GRPO's section only are overridden.
     config: PPOConfig  # type: ignore[assignment]
 
     def __init__(self, parts: Parts) -> None:
@@ -156,24 +154,23 @@ class PPO(GRPO):
 
         super().__init__(parts)
         self.critic = parts.models[CRITIC]
-        # A loss of values is called with other arguments than the protocol's type has.
+        # Any, because a value loss takes other arguments than the protocol's type.
         self.value_loss: Any = ValueLoss(self.config["value_clip"])
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the actor, the critic, and a reference if the loss has a divergence from it."""
+        """Return the roles of a run: those of GRPO, and the critic."""
         actor, *others = super().roles(config)
         return (actor, CRITIC, *others)
 
     def is_warming_up(self, step: int) -> bool:
-        """Return whether only the critic is trained."""
+        """Return whether this step trains only the critic."""
         return bool(step <= self.config["critic_warmup_steps"])
 
     def sample(self, step: int) -> Sampling:
-        """Sample responses to the next prompts. Each has a signal, because responses are not compared with
-        others."""
-        # Do not call GRPO's method, which reads keys of dynamic sampling that the section of PPO does not
-        # have.
+        """Sample responses to the next prompts. There is no dynamic sampling, because responses are not
+        compared with each other and each has a learning signal."""
+        # Not GRPO's method: it reads dynamic sampling keys, which PPO's section lacks.
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -191,9 +188,9 @@ class PPO(GRPO):
     def advantages(
         self, samples: BatchedDataDict[Any], batch: BatchedDataDict[Any]
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return advantages [B, S] float32, 0 at tokens that do not count, and metrics. Add the critic's
-        targets to the batch: ``prev_values``, its value of the state before each token, and ``returns``, both
-        [B, S] float32.
+        """Compute advantages, [B, S] float32, 0 at tokens that do not count; and metrics. Add the critic's
+        training targets to the batch: ``returns``, and ``prev_values``, its value of the state before each
+        token; both [B, S] float32.
 
         Raises:
             NonFiniteError: a value is NaN or infinite.
@@ -212,7 +209,7 @@ class PPO(GRPO):
         before = values_before(values).where(counts, 0.0)
         bootstrapped = counts.any(dim=1) & samples["truncated"].bool() & self.config["bootstrap_truncated"]
         after_end = last_values(values, samples["input_lengths"]).where(bootstrapped, 0.0)
-        # A single value that is not finite would make every whitened advantage NaN.
+        # One non-finite value would make all whitened advantages NaN.
         nonfinite = int((~before.isfinite()).sum() + (~after_end.isfinite()).sum())
         if nonfinite:
             raise NonFiniteError(
@@ -222,6 +219,7 @@ class PPO(GRPO):
             )
         penalties, metrics = self.penalties_of(samples, batch)
         of_turns = self._rewards_of_turns(samples, counts)
+        # Whatever no turn has, such as a reward model's score, is given at the end of the conversation.
         at_end = samples["reward"].double() - of_turns.sum(dim=1)
         advantages, returns = generalized_advantages(
             of_turns + rewards_of_tokens(at_end, counts, penalties),
@@ -232,21 +230,21 @@ class PPO(GRPO):
             after_end=after_end,
         )
         metrics["explained_variance"] = explained_variance(before, returns, counts)
-        # The computation is in float64 up to here, because a return sums thousands of tokens.
+        # float64 up to here, because a return sums thousands of tokens.
         batch["prev_values"], batch["returns"] = before, returns.float()
         if self.config["normalize_advantages"]:
             advantages = whitened(advantages, counts)
         return advantages.float(), metrics
 
     def _rewards_of_turns(self, samples: BatchedDataDict[Any], counts: Tensor) -> Tensor:
-        """Return [B, S] float64, the rewards at the tokens that end turns, or zeros if rewards are at the end
-        of the conversation. The reward of a conversation as a whole, as from a reward model, is always at its
-        end."""
+        """Return [B, S] float64 with each turn's reward at its last token, or zeros if rewards are given at
+        the end of the conversation. Rewards of the complete conversation, such as a reward model's, are not
+        included."""
         import torch
 
         if not self.config["rewards_by_turn"]:
             return torch.zeros(counts.shape, dtype=torch.float64)
-        # The weight belongs to a sum with a score; without a reward model the reward counts unweighted.
+        # The weight is for the sum with a reward model's score; without one, the reward is unweighted.
         weight = 1.0 if self.reward_model is None else self.config["env_reward_weight"]
         return weight * samples["token_rewards"].double().where(counts, 0.0)
 
@@ -262,7 +260,7 @@ class PPO(GRPO):
         for key in ("prev_values", "returns"):
             of_critic[key] = batch.pop(key)
         epochs_of_critic = self.config["critic_ppo_epochs"]
-        # Train the critic first, so that the actor has the devices when the next step samples.
+        # The critic first, so that the actor has the devices when the next step samples.
         with self.timer.phase(TRAIN_CRITIC):
             self.turns.take(CRITIC)
             self.critic.prepare_for_training()
@@ -271,10 +269,11 @@ class PPO(GRPO):
             )
             self.critic.finish_training()
             for result in results:
-                # scored=0, because a layer with one output costs nothing compared with the other layers.
+                # scored=0: a layer with one output is negligible next to the other layers.
                 self.timer.passed(
                     Sequences(kept["input_lengths"].numpy(), positions=result.get("positions"), scored=0)
                 )
+        # The actor's metrics have the same names.
         metrics = {f"critic_{name}": value for name, value in metrics.items()}
         self.turns.take(ACTOR)
         if self.is_warming_up(step):

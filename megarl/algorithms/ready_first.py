@@ -1,13 +1,13 @@
-"""Batches of the groups of responses that complete first.
+"""Rollout source that trains on whichever groups of responses complete first.
 
-Engines keep sampling while the policy trains, and over refits: an unfinished response continues with the new
-weights. So timing decides which groups make up the batch of a step. The ledger of a run has the batches as
-they
-were trained on, and a run that reads them (``Replay``) repeats its training bit for bit without any engine.
+Engines keep sampling while the policy trains, and across refits: an unfinished response continues with the
+new weights. So timing decides which groups make up a batch. The run's ledger stores the batches as they were
+trained on; a run that reads it (``Replay``) repeats the training bit for bit, without any engine.
 
-A validation of the weights of a step runs during the next one. Engines sample its responses first, and sample
-for training only after it: otherwise groups that continue over a refit would have to wait for its end, or it
-for theirs. The next step trains on groups that are complete by then, and waits if these are too few.
+A validation of the weights after a step runs during the next step. Engines first sample the validation
+responses, and only then those for training: a group that continues over a refit would otherwise have to wait
+for the end of the validation, or the validation for the group. The next step trains on groups that are
+complete by then, and waits if there are too few.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
     from megarl.rollout.collector import Rollouts
 
 _RUN = "run.json"
-# Seconds between checks of the engines while groups are waited for.
+# Poll interval for failed engines while waiting for groups.
 _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The rule by which groups become batches.
+    """Rule by which groups are combined into batches.
 
     Attributes:
-        prompts: groups of a batch.
-        lookahead: batches that are sampled, or wait, while a step trains.
-        most_age: maximum age of a response in training steps, from the oldest weights that sampled it to
-            those that it trains.
-        drops: discard a group that is older, and replace it by another; otherwise a step waits for groups
-            that would be too old for the next one, and trains on them first.
+        prompts: number of groups per batch.
+        lookahead: number of batches that are being sampled or waiting while a step trains.
+        most_age: maximum age of a response in training steps, from the oldest weights that sampled it to the
+            weights that it trains.
+        drops: discard groups that exceed the maximum age, and sample replacements. Otherwise a step waits for
+            groups that would be too old for the next step, and trains on them first.
     """
 
     prompts: int
@@ -73,13 +73,13 @@ class Order:
 
 @dataclass(slots=True)
 class _Group:
-    """The responses to one prompt.
+    """The responses to one prompt, in progress or complete.
 
     Attributes:
-        ordinal: of the prompt in the run.
-        index: of its record.
-        version: number of training steps behind the oldest weights that sampled any of them.
-        rollouts: the responses, once they are complete and scored.
+        ordinal: ordinal of the prompt in the run.
+        index: index of its record.
+        version: training steps of the oldest weights that sampled any of the responses.
+        rollouts: the responses, once complete and scored.
         timer: phases of their sampling.
     """
 
@@ -91,20 +91,20 @@ class _Group:
 
 
 class ReadyFirst(ValidatesBeside):
-    """The source that returns the batch of each step while engines sample later ones.
+    """Rollout source that returns the batch of each step while engines sample later ones.
 
     Args:
-        order: how groups become batches.
-        collect: samples and scores the responses to a record, by its index, its ordinal and the version of
-            the weights; called in one thread per group.
-        join: joins groups into one batch.
-        shared: requests of all groups.
+        order: rule by which groups become batches.
+        collect: samples and scores the responses to one record, given its index, its ordinal, the weight
+            version and a timer. Called in one thread per group.
+        join: concatenates groups into a batch.
+        shared: request stream for all groups.
         engines: engines that get the policy's weights.
-        sampler: the order of the data.
-        last_step: of the run, after which nothing is sampled; None if unknown.
-        timer: of the step.
-        own_timer: receives the phases of a validation.
-        ledger: where batches are written before they are trained on.
+        sampler: yields the record indices in data order.
+        last_step: last step of the run, after which nothing is sampled; None if unknown.
+        timer: timer of the step.
+        own_timer: timer of a validation in the background.
+        ledger: stores batches before they are trained on.
     """
 
     is_ahead = True
@@ -137,22 +137,22 @@ class ReadyFirst(ValidatesBeside):
         self.metrics: Mapping[str, float] = {}
 
     def next(self, step: int) -> Sampling:
-        """Return the batch of a step; engines keep sampling with the policy's current weights.
+        """Return the batch of a step. Engines keep sampling with the policy's current weights.
 
         Raises:
-            MegarlError: an environment failed, or engines that could not be replaced.
+            MegarlError: an environment failed, or lost engines could not be replaced.
         """
         version = step - 1
         self._go_on(version, self._take_wanted())
         for group in self._begun_again:
-            # These groups are sampled from the start, with the current weights.
+            # These groups start from scratch, with the current weights.
             group.version = version
             self._begin(group)
         self._begun_again = []
         self._fill(step, version)
         with self._timer.phase(ROLLOUT_WAIT):
             chosen, dropped = self._chosen(step)
-        # Give the engines work before the step trains.
+        # Queue work before the step trains, so that the engines are not idle.
         self._fill(step + 1, version)
         rollouts = self._join([each.rollouts for each in chosen if each.rollouts is not None])
         for group in chosen:
@@ -166,14 +166,15 @@ class ReadyFirst(ValidatesBeside):
                 "rollouts_dropped": float(dropped),
             }
         sampling = Sampling(rollouts, rollouts.samples, {}, self._sampler.epoch)
+        # Before training, so that the ledger has the batch of every step that has changed the weights.
         self._ledger.write(step, sampling)
         return sampling
 
     def settle(self) -> None:
-        """Pause the engines at the end of a step, so that validation, saving and refits find them idle.
+        """Pause the engines at the end of a step, so that they are idle during validation, saving and refits.
 
         Raises:
-            MegarlError: an environment failed, or engines that could not be replaced.
+            MegarlError: an environment failed, or lost engines could not be replaced.
         """
         if self._coming is not None:
             future, self._coming = self._coming, None
@@ -182,24 +183,25 @@ class ReadyFirst(ValidatesBeside):
         try:
             self._shared.pause()
         except MegarlError as error:
-            # The next step continues with new engines and the newest weights.
+            # The next step continues with the new engines and the newest weights.
             self._engines.replace_lost_engines(error)
         busy, now = self._shared.take_busy_seconds(), time.perf_counter()
-        # A validation has a phase of its own, in which engines are not idle.
+        # A validation has its own phase, in which the engines are not idle.
         idle = now - self._settled_at - busy - self._validation_s
         self._settled_at, self._validation_s = now, 0.0
         self._timer.merge(self._own_timer, {GENERATION: busy, ENGINE_IDLE: max(idle, 0.0)})
         self._raise_failure()
 
     def close(self) -> None:
-        """Begin nothing more. A validation in progress ends when its engines do."""
+        """Start nothing more. A validation in progress ends when its engines do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._shared.close()
 
     def save(self, directory: Path) -> None:
-        """Write the waiting groups, and the numbers of those in progress; call it during a pause."""
+        """Write the complete groups, and the ordinals of those in progress. Call this while the engines are
+        paused."""
         with self._changed:
-            # Store the order of completion, by which a resumed run chooses too.
+            # In completion order, by which a resumed run chooses too.
             ready = {ordinal: self._groups[ordinal] for ordinal in self._arrived}
             running = [
                 [each.ordinal, each.index] for each in self._groups.values() if each.ordinal not in ready
@@ -217,23 +219,23 @@ class ReadyFirst(ValidatesBeside):
         )
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """Read groups that ``save`` wrote, see ``RolloutSource``."""
+        """Restore what ``save`` wrote, see ``RolloutSource``."""
         groups, batches = groups_of(directory), load_batches(directory, data)
         if groups is not None:
             self.resume(groups, batches)
-        # If no batches wait, another schedule loses nothing.
+        # Without waiting batches, another schedule loses nothing.
         elif batches:
             raise other_schedule(directory, len(batches), "in_order")
 
     def resume(self, groups: Mapping[str, Any], batches: Mapping[int, Sampling]) -> None:
-        """Continue with the groups that ``save`` wrote; sample those that were in progress again, with the
-        same seeds.
+        """Continue with the groups that ``save`` wrote. Groups that were in progress are sampled again, with
+        the same seeds.
 
         Args:
             groups: see ``groups_of``.
-            batches: groups that were complete, by ordinal.
+            batches: complete groups, by ordinal.
         """
-        # Keep the order of completion, by which a step chooses.
+        # In completion order, by which a step chooses.
         for ordinal in groups["arrived"]:
             rollouts = batches[ordinal].rollouts
             version = int(rollouts.samples["weight_version"].min())
@@ -242,8 +244,8 @@ class ReadyFirst(ValidatesBeside):
         self._begun_again = [_Group(ordinal, index, 0) for ordinal, index in groups["running"]]
 
     def _go_on(self, version: int, validate: Callable[[], Validated] | None = None) -> None:
-        """Send the newest weights to the engines and let them continue, after a validation if there is one;
-        lost engines are replaced."""
+        """Refit the engines and let them continue, after a validation if one is given. Lost engines are
+        replaced."""
 
         def go_on() -> None:
             with self._timer.phase("refit"):
@@ -251,14 +253,14 @@ class ReadyFirst(ValidatesBeside):
             if validate is None:
                 self._shared.resume(version)
 
-        # Engines that are lost before they continue are replaced and refitted too.
+        # Covers resume() too: engines may be lost between the refit and their first request.
         with_new_engines(self._engines, go_on)
         if validate is not None:
             self._engines.held = True
             self._coming = self._thread.submit(self._validated_first, validate, version)
 
     def _validated_first(self, validate: Callable[[], Validated], version: int) -> Validated:
-        """Validate with the engines' current weights, then let them continue."""
+        """Validate with the engines' current weights, then let them continue sampling."""
         begun = time.perf_counter()
         try:
             try:
@@ -269,8 +271,7 @@ class ReadyFirst(ValidatesBeside):
                 self._engines.held = False
             self._shared.resume(version)
         except BaseException as error:
-            # The step waits for groups that nobody samples now, and would notice this failure only at its
-            # end.
+            # Nobody samples the groups for which the step waits now; wake it up, instead of at its end.
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -278,8 +279,7 @@ class ReadyFirst(ValidatesBeside):
         return found
 
     def _fill(self, step: int, version: int) -> None:
-        """Begin groups for ``step`` and later ones, until as many are in progress or waiting as the lookahead
-        allows."""
+        """Start groups for ``step`` and later ones until the lookahead is reached."""
         wanted = self._order.lookahead * self._order.prompts
         if self._last is not None:
             wanted = min(wanted, (self._last - step + 1) * self._order.prompts)
@@ -293,16 +293,16 @@ class ReadyFirst(ValidatesBeside):
     def _begin(self, group: _Group) -> None:
         with self._changed:
             self._groups[group.ordinal] = group
-        # Use daemon threads, because groups may be in progress when a run ends, and nobody waits for them.
+        # Daemon threads: groups may be in progress when the run ends, and nobody waits for them.
         threading.Thread(target=self._run, args=(group,), name=f"group-{group.ordinal}", daemon=True).start()
 
     def _run(self, group: _Group) -> None:
-        # Each group has a timer of its own, because a timer serves one thread.
+        # One timer per group, because a timer serves one thread.
         timer = PhaseTimer()
         try:
             rollouts = self._collect(group.index, group.ordinal, group.version, timer)
         except BaseException as error:
-            # Nobody waits for this thread, so the next call that takes a batch raises its error.
+            # Nobody joins this thread; the next call that takes a batch raises the error.
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
@@ -314,13 +314,12 @@ class ReadyFirst(ValidatesBeside):
             self._changed.notify_all()
 
     def _chosen(self, step: int) -> tuple[list[_Group], int]:
-        """Return the groups of a step, in the order of the data, and the number of groups dropped before
-        there were enough."""
+        """Wait for enough groups for a step. Return them in data order, and the number of stale groups that
+        were dropped."""
         dropped, oldest = 0, step - 1 - self._order.most_age
         while True:
             self._raise_failure()
-            # Check each time: engines that fail wake nobody here, and the threads of groups wait for the next
-            # resume.
+            # Poll, because failing engines notify nobody: the threads of groups wait for the next resume.
             if self._shared.failed:
                 self._recover(step - 1)
             with self._changed:
@@ -330,20 +329,20 @@ class ReadyFirst(ValidatesBeside):
                     self._forget(stale)
                 found = self._enough(oldest)
                 if found is not None:
-                    # Use the order of the data, so that a batch depends only on which groups it has.
+                    # In data order, so that a batch depends only on which groups it contains.
                     groups = [self._groups[ordinal] for ordinal in sorted(found)]
                     self._forget(found)
                     return groups, dropped
                 if not self._order.drops or not stale:
                     self._changed.wait(_LOOK_SECONDS)
-            # Other groups replace the dropped ones while the step waits.
+            # Start replacements for the dropped groups while the step waits.
             self._fill(step, step - 1)
 
     def _enough(self, oldest: int) -> list[int] | None:
-        """Return the groups of the next batch, or None if too few are complete.
+        """Return the ordinals of the groups for the next batch, or None if too few are complete.
 
-        The groups that must be trained on within some number of steps never exceed what these steps take, or
-        one would be too old in the end: as many of them come first, and a step waits for them.
+        Groups due within n steps must not exceed what n steps can train on; otherwise one would become too
+        old. So as many of the due groups as necessary come first, and the step waits for them.
         """
         chosen: list[int] = []
         for steps in range(0 if self._order.drops else self._order.most_age + 1):
@@ -363,7 +362,7 @@ class ReadyFirst(ValidatesBeside):
             del self._groups[ordinal]
 
     def _recover(self, version: int) -> None:
-        """Replace lost engines and continue."""
+        """Replace lost engines, and let the new ones continue."""
         try:
             self._shared.pause()
         except MegarlError as error:
@@ -376,11 +375,11 @@ class ReadyFirst(ValidatesBeside):
 
 
 class Ledger:
-    """The batches of a run, by their steps, as they were trained on.
+    """On-disk record of a run's batches, by step, exactly as they were trained on.
 
     Args:
-        directory: of the ledger.
-        run: everything that a batch depends on besides weights and time: seed, data, prompts per step and
+        directory: directory of the ledger.
+        run: everything except weights and timing that determines a batch: seed, data, prompts per step and
             responses per prompt.
     """
 
@@ -391,16 +390,17 @@ class Ledger:
         """Write the batch of a step."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_json_atomic(self.directory / _RUN, self._run)
-        # A checkpoint of the step must not outlive the data that it was trained on.
+        # fsync, because a checkpoint of the step must not outlive the batch that it was trained on.
         for path in save_batch(self.directory, step, batch):
             fsync_file(path)
         fsync_directory(self.directory)
 
     def read(self, step: int, data: Dataset) -> Sampling:
-        """Return the batch of a step.
+        """Read the batch of a step.
 
         Raises:
-            UnusableCheckpointError: it is missing, truncated or changed, or belongs to a run with other data.
+            UnusableCheckpointError: it is missing, truncated or modified, or belongs to a run with other
+                data.
         """
         try:
             theirs = dict(json.loads((self.directory / _RUN).read_text(encoding="utf-8")))
@@ -421,11 +421,11 @@ class Ledger:
 
 
 class Replay(InTurn):
-    """The source that returns the batches of a ledger.
+    """Rollout source that returns the batches of a ledger.
 
     Args:
         ledger: the ledger.
-        data: the data set that its batches were sampled from.
+        data: data set from which the batches were sampled.
     """
 
     is_ahead = True
@@ -434,4 +434,4 @@ class Replay(InTurn):
         super().__init__(lambda step: ledger.read(step, data))
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """Read nothing: the ledger has the batches of all steps."""
+        """Do nothing: the ledger has the batches of all steps."""

@@ -1,11 +1,10 @@
-"""Reference log-probabilities of a data set: computed once, stored next to its tokens, and read at the next
-start;
-or computed in each step.
+"""Reference log-probabilities of a data set. They are either computed once and cached next to the data set's
+tokens, or computed in each step.
 
-A stored table is found by a digest of everything that its numbers depend on: the bytes of the model's files,
-precision, backend, and the token ids of its rows with their targets, which include the effect of tokenizer,
-templates and records. So a table can never belong to other inputs; layouts and batch sizes are not in the
-digest, because they change numbers by rounding only.
+A cached table is found by a digest of everything that determines its values: the bytes of the model's files,
+precision, backend, and the token ids of its rows with their targets (which cover tokenizer, templates and
+records). So a table is never used for other inputs. Layout and batch sizes are not in the digest, because
+they change the values only by rounding.
 """
 
 from __future__ import annotations
@@ -42,29 +41,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Version of the format of a stored table; a table of another version is computed again.
+# Format version of stored tables. Tables of another version are computed again.
 _FORM = 2
-# Rows per table, which is the most that a run loses if it is killed while it computes.
+# Rows per table. At most this many are lost if the run is killed.
 _ROWS_OF_TABLE = 8192
-# Rows per call of the policy, which loads the reference's weights onto the device for each call.
+# Rows per policy call. Each call loads the reference weights onto the devices.
 _ROWS_OF_CALL = 1024
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "*.safetensors")
-# Keys of ``policy.megatron_cfg`` that decide the dtype of a part of the computation.
+# Keys of ``policy.megatron_cfg`` that change the dtype of part of the computation.
 _NUMERIC = ("float32_logits", "moe_router_dtype")
 _COLUMN = "logprobs"
 
 
 class ReferenceLogprobs:
-    """The reference policy's log-probabilities of a data set's targets.
+    """The reference policy's log-probabilities of a data set's target tokens.
 
     Args:
-        policy: has the reference policy.
-        config: of the run: ``policy`` and ``data``.
+        policy: policy that holds the reference weights.
+        config: configuration of the run, of which ``policy`` and ``data`` are read.
         dataset: the data set.
-        pad_token_id: padding of the rows.
-        keeps: compute those of all examples when the first ones are requested, and store them on disk; False
-            computes those that are requested.
+        pad_token_id: token id for padding.
+        keeps: compute all of them at the first request and cache them on disk. False computes each batch on
+            request.
     """
 
     def __init__(
@@ -75,12 +74,12 @@ class ReferenceLogprobs:
         self._tables: list[list[Table]] | None = None
 
     def of(self, places: Sequence[int], batch: BatchedDataDict[Any]) -> Tensor:
-        """Return [B, S] float32, column i for token i; 0 at tokens that are not targets and in rows without
-        an example.
+        """Return the reference log-probabilities of a batch, [B, S] float32, column i for token i. They are 0
+        at tokens that are not targets, and in padding rows.
 
         Args:
-            places: examples of the first rows of the batch.
-            batch: returned by ``supervised_batch``.
+            places: indices of the examples in the first rows of the batch.
+            batch: batch from ``supervised_batch``.
 
         Raises:
             ModelError: a log-probability is not finite.
@@ -94,7 +93,7 @@ class ReferenceLogprobs:
         for row, place in enumerate(places):
             source, example = self._dataset.examples.origin(place)
             table, inner = divmod(example, _ROWS_OF_TABLE)
-            # Copy the values: those that are mapped from a file cannot be written.
+            # Copy, because arrays read from a file are read-only.
             found[row, learned[row]] = torch.from_numpy(
                 np.array(self._tables[source][table].columns[_COLUMN][inner])
             )
@@ -108,7 +107,7 @@ class ReferenceLogprobs:
         return found
 
     def _all_tables(self) -> list[list[Table]]:
-        """Return the tables of each source."""
+        """Read or compute the tables of each source."""
         identity = _identity(self._config["policy"])
         found = []
         for examples in self._dataset.examples.by_source():
@@ -119,20 +118,20 @@ class ReferenceLogprobs:
                     for start in starts
                 ]
             )
+        # Trim the cache only after all tables of this run are open: an open table is never deleted.
         bound_cache(self._config["data"])
         return found
 
     def _table(self, identity: Any, examples: Examples, first: int, last: int) -> Table:
         directory = cache_directory(self._config["data"]) / _digest(
-            # The name includes the user: a table that another user wrote is not trusted, and would only block
-            # this name.
+            # Include the user id: another user's table is not trusted, and must not block this name.
             [os.geteuid(), identity, examples.digest(first, last)]
         )
         table = read_table(directory)
         if table is not None:
             return table
         values = self._values(examples, first, last)
-        # Keep nothing in memory, because the next start has to find even a small table.
+        # Write even a small table to disk, so that the next run finds it.
         writer = TableWriter({_COLUMN: "float32"}, directory, most_in_memory=0)
         try:
             writer.append({_COLUMN: values})
@@ -147,8 +146,12 @@ class ReferenceLogprobs:
             writer.discard()
 
     def _values(self, examples: Examples, first: int, last: int) -> list[Any]:
-        """Return the log-probabilities of the targets of each of the examples [first, last), [tokens]
-        float32."""
+        """Compute the target log-probabilities of the examples [first, last): one array [tokens] float32 per
+        example.
+
+        Raises:
+            ModelError: one is not finite.
+        """
         # Sort by length, because the rows of a call are padded to the longest one.
         by_length = np.argsort(examples.lengths(with_answers=True)[first:last], kind="stable").tolist()
         found: list[Any] = [None] * len(by_length)
@@ -173,7 +176,7 @@ class ReferenceLogprobs:
 
 
 def _identity(policy: PolicyConfig) -> list[Any]:
-    """Return everything that the log-probabilities of given tokens depend on, as JSON types."""
+    """Return everything except the tokens that determines the log-probabilities, as JSON types."""
     numeric = {key: at(policy, f"megatron_cfg.{key}") for key in _NUMERIC}
     return [
         _FORM,
@@ -187,7 +190,7 @@ def _identity(policy: PolicyConfig) -> list[Any]:
 
 
 def model_identity(policy: PolicyConfig) -> list[list[str]]:
-    """Return name and digest of each file that determines a model's results, read at the speed of the disk.
+    """Return name and digest of each file that determines a model's outputs.
 
     Raises:
         ModelError: a file cannot be read.

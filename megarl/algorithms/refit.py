@@ -1,4 +1,4 @@
-"""Refit: the trained weights are sent to the rollout engine if its own are older."""
+"""Refit: send the trained weights to the rollout engines if theirs are older."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of attempts, because a port that was free when it was chosen may be taken a moment later.
+# A port that was free when it was chosen may be taken a moment later.
 CONNECTION_ATTEMPTS = 3
 
 
@@ -26,26 +26,26 @@ def refit_policy_generation(
     colocated_inference: bool,
     _refit_buffer_size_gb: int | None = None,
 ) -> None:
-    """Send the policy's current weights to the engines that generate.
+    """Send the policy's current weights to the engines.
 
-    Colocated, the policy is offloaded afterwards and the engines may generate; call the policy's
-    ``prepare_for_lp_inference`` or ``prepare_for_training`` before it works again. On separate devices,
-    ``connect`` must have been called, and the policy stays loaded.
+    If colocated, the policy is offloaded afterwards, and the engines may generate. Call the policy's
+    ``prepare_for_lp_inference`` or ``prepare_for_training`` before it computes again. On separate devices,
+    ``connect`` must have been called before, and the policy stays loaded.
 
     Args:
-        policy: the policy, whose weights must be on its device.
+        policy: the policy; its weights must be on its devices.
         policy_generation: the engines, which know the weights from ``prepare_refit_info``.
         colocated_inference: the engines are on the policy's devices.
-        _refit_buffer_size_gb: GiB of a group of weights in transfer, see ``Policy.prepare_weights_for_ipc``.
+        _refit_buffer_size_gb: size in GiB of a group of weights in transfer, see
+            ``Policy.prepare_weights_for_ipc``.
 
     Raises:
-        RefitError, WorkerError: the engines do not have the weights; they do not generate until a complete
-            refit.
+        RefitError, WorkerError: the engines did not get all weights. They do not generate until a refit
+        succeeds.
     """
     if colocated_inference:
         policy.offload_before_refit()
-        # Prepare in two parts: the cache takes the memory that the policy's weights occupy until they are
-        # sent.
+        # In two parts: the KV cache takes the memory that the policy's weights occupy until they are sent.
         policy_generation.prepare_for_generation(tags=["weights"])
         _hand_over(policy, policy_generation, _refit_buffer_size_gb)
         policy.offload_after_refit()
@@ -59,9 +59,11 @@ def refit_policy_generation(
             policy.worker_group.get_all_worker_results(sending)
             policy_generation.loaded(policy_generation.results(receiving))
         except MegarlError:
-            # The group may be broken, and one that is not is soon created again.
+            # The group may be broken after this error. Dropping a healthy one costs little, since the next
+            # refit creates it again.
             policy_generation.disconnect()
             raise
+    # The version is set only if all engines hold the same complete weights.
     if policy_generation.version is None:
         raise RefitError(
             "a refit ended without an error, but not all engines have the same complete weights; "
@@ -70,49 +72,47 @@ def refit_policy_generation(
 
 
 def _hand_over(policy: Policy, generation: RolloutEngine, buffer_gib: float | None) -> None:
-    """Have the policy's ranks send all weights to the engines' ranks on the same devices: one call on either
-    side for any number of groups, after one in which they agree on sizes."""
+    """Have the policy's ranks send all weights to the engine ranks on the same devices. After a call that
+    exchanges sizes, this takes one call on each side, regardless of the number of weight groups."""
     generation.take_slices(policy.send_slices(generation.slices_wanted()))
-    # By this id both sides distinguish this refit from one that was given up.
+    # With this id both sides tell this refit from an aborted one.
     session, ticket = generation.meet(policy.mailboxes), secrets.randbits(62)
     sending = policy.hand_over_weights(session, ticket, buffer_gib)
     receiving = generation.update_weights_from_policy(ticket)
     try:
         policy.worker_group.get_all_worker_results(sending)
     except MegarlError:
-        # The engines notice this and end the transfer by themselves; their weights do not count, even if all
-        # arrived.
+        # The engines detect the failure and stop receiving. Their weights do not count, even if all arrived.
         generation.loaded([])
         raise
     generation.loaded(generation.results(receiving))
 
 
 def connect(policy: Policy, generation: RolloutEngine) -> None:
-    """Create the group over which the weights go to engines on separate devices; a port that is taken
-    meanwhile is replaced by another.
+    """Create the process group for weight transfers to engines on separate devices. Retry on another port if
+    the chosen one is taken.
 
     Raises:
-        RefitError: the engines and the policy did not connect.
+        RefitError: engines and policy could not connect.
     """
-    # The group has all ranks of the engines and one rank for the policy, which its pipeline stages take one
-    # after another; so their number does not matter.
+    # The group has all engine ranks and a single rank for the policy, which the pipeline stages use one after
+    # another, whatever their number.
     size = generation.ranks + 1
     for attempt in range(1, CONNECTION_ATTEMPTS + 1):
         address, port = policy.worker_group.cluster.get_master_address_and_port()
         sending = policy.init_collective(address, port, size)
         receiving = generation.init_collective(address, port, size)
-        # Wait for all of them: an engine that still searches for the policy at one port would be too late at
-        # the next one.
+        # Wait for all: an engine that still tries the old port would be too late at the next one.
         outcomes = [_failure_of(policy.worker_group.get_all_worker_results, future) for future in sending]
         outcomes += [_failure_of(generation.results, future) for future in receiving]
         failures = list(filter(None, outcomes))
         if not failures:
             return
         generation.disconnect()
-        # Each worker is waited for alone, so the peers of a lost worker may report their broken connections
-        # first. The loss is the cause, and decides whether the run goes on from a checkpoint.
+        # Peers of a lost worker report broken connections, possibly first. The loss is the cause, and decides
+        # whether the run can restart from a checkpoint.
         error = next((failure for failure in failures if isinstance(failure, WorkerLostError)), failures[0])
-        # A lost worker would not connect at the next port either.
+        # A lost worker would not connect on the next port either.
         if attempt == CONNECTION_ATTEMPTS or not isinstance(error, RefitError):
             raise error
         logger.warning(
@@ -121,7 +121,7 @@ def connect(policy: Policy, generation: RolloutEngine) -> None:
 
 
 def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError | None:
-    """Return the error of a worker's call, or None if it succeeds."""
+    """Wait for a worker's call. Return its error, or None if it succeeds."""
     try:
         wait([future])
     except MegarlError as error:
@@ -131,18 +131,18 @@ def _failure_of(wait: Callable[[list[Any]], object], future: Any) -> MegarlError
 
 @dataclass
 class Refit:
-    """Keeps the engines' weights equal to the policy's.
+    """Keeps the engines' weights in sync with the policy's.
 
     Attributes:
         policy: the policy.
         generation: the engines.
         colocated: the engines are on the policy's devices.
-        stale: the policy was trained since the last refit, or there was none.
+        stale: the policy was trained since the last refit, or there was no refit yet.
         max_restarts: maximum number of restarts of lost engines.
         restarts: number of restarts so far.
-        on_restart: called with the reason at each restart.
-        lost_nodes: returns the names of lost nodes that had bundles of the engines.
-        check: called when the engines have the policy's weights.
+        on_restart: called with the causing error before each restart.
+        lost_nodes: returns the names of lost nodes on which engines had bundles.
+        check: called after each refit.
     """
 
     policy: Policy
@@ -157,7 +157,7 @@ class Refit:
     _informed: bool = field(default=False, init=False)
 
     def bring_up_to_date(self) -> None:
-        """Refit if the engines' weights differ from the policy's, or were released with the device."""
+        """Refit if the engines have other weights than the policy, or have released theirs."""
         if not self._informed:
             self.generation.prepare_refit_info(self.policy.prepare_refit_info() or {})
             self._informed = True
@@ -169,18 +169,19 @@ class Refit:
             self.check()
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of killed or hanging ones. The policy keeps its weights; the next refit
-        sends them.
+        """Start new engines in place of killed or hanging ones. The policy keeps its weights, and the next
+        refit sends them.
 
         Args:
-            error: of the refit or the call that failed.
+            error: error of the call that failed.
 
         Raises:
-            MegarlError: ``error`` itself if all engines live, or were restarted ``max_restarts`` times; else
-                that of the last start.
-            WorkerLostError: a node is lost, and with it the engines' bundles, for which new engines would
-                wait: the run looks for others.
+            MegarlError: ``error`` if all engines are alive or ``max_restarts`` is reached; else the error of
+                the last start.
+            WorkerLostError: a node with bundles of the engines is lost. New engines would wait for these
+                bundles, so the run has to look for other nodes.
         """
+        # All engines are alive, so the error has another cause, which a restart would not cure.
         if self.generation.is_alive():
             raise error
         while True:
@@ -204,6 +205,6 @@ class Refit:
             except MegarlError as failure:
                 error = failure
                 continue
-            # New engines do not have the policy's weights, whatever the old ones had.
+            # New engines lack the policy's weights, whatever the old ones had.
             self.stale = True
             return

@@ -1,5 +1,5 @@
-"""Reward model: a score of a prompt with an answer, learned from pairs of a preferred and a rejected answer
-(Bradley-Terry)."""
+"""Reward model training: learn a score of a prompt with an answer from pairs of a chosen and a rejected
+answer (Bradley-Terry)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class RMConfig(SupervisedConfig):
-    """A reward model. ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count
+    """Reward model training. ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count
     pairs."""
 
 
@@ -39,5 +39,5 @@ class RM(Supervised):
             )
 
     def validated(self) -> Sequence[str]:
-        """Return the names of the metrics of ``PreferenceLoss``."""
+        """Return the names of the validation metrics."""
         return sorted(self.loss_fn.metric_reductions.keys() - {"num_valid_samples"})

@@ -1,4 +1,5 @@
-"""Sources of the batches of a run's steps, and the part of waiting batches that a checkpoint keeps."""
+"""Rollout sources, which provide the batch of each step, and the storage of waiting batches in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class RolloutSource(Protocol):
-    """Returns each step's batch, and may sample later ones while the step trains.
+    """Provides each step's batch, and may sample later ones while the step trains.
 
     Attributes:
-        metrics: of the last batch and of the waiting ones.
+        metrics: metrics of the last batch and of the waiting ones.
         is_ahead: batches are sampled before their steps, with older weights.
     """
 
@@ -28,11 +29,11 @@ class RolloutSource(Protocol):
     is_ahead: bool
 
     def next(self, step: int) -> Sampling:
-        """Return the batch of a step. Sampling ahead continues with the policy's current weights."""
+        """Return the batch of a step. Background sampling continues with the policy's current weights."""
         ...
 
     def settle(self) -> None:
-        """Wait at the end of a step for the sampling and the validation in progress.
+        """Wait at the end of a step for the sampling and validation that run during it.
 
         Raises:
             MegarlError: one of them has failed.
@@ -40,17 +41,17 @@ class RolloutSource(Protocol):
         ...
 
     def validate_beside(self, validate: Callable[[], Validated]) -> bool:
-        """Let a validation run during the next step; return False if this source runs nothing during
-        steps."""
+        """Schedule a validation in the background of the next step. Return False if this source does nothing
+        in the background."""
         ...
 
     def validated(self) -> Validated | None:
-        """Return the result of a validation during the last step, once; None if there was none, and a pending
-        one is then cancelled."""
+        """Return the result of the last step's background validation, once. Return None if there was none;
+        one that is still scheduled is cancelled."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the waiting batches into a checkpoint; call it between steps.
+        """Write the waiting batches into a checkpoint. Call this between steps.
 
         Raises:
             OSError: a file cannot be written.
@@ -66,12 +67,12 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start nothing more."""
         ...
 
 
 class WaitingBatches(dict[int, Sampling]):
-    """Batches that were sampled but not trained on yet, by their steps."""
+    """Batches that were sampled but not trained on yet, by step."""
 
     def save(self, directory: Path) -> None:
         """See ``RolloutSource``."""
@@ -81,20 +82,20 @@ class WaitingBatches(dict[int, Sampling]):
         """See ``RolloutSource``."""
         groups, batches = groups_of(directory), load_batches(directory, data)
         waiting = 0 if groups is None else len(batches) + len(groups["running"])
-        # If no batches wait, and no groups whose prompts were taken, another schedule loses nothing.
+        # Without waiting batches and without groups in progress, another schedule loses nothing.
         if waiting:
             raise other_schedule(directory, waiting, "ready_first")
         self.update(batches)
 
 
 class InTurn:
-    """The source that samples the batch of a step when the step begins.
+    """Rollout source that samples the batch of a step when the step starts.
 
     Args:
         sample: samples the batch of a step.
 
     Attributes:
-        waiting: batches of a checkpoint whose run sampled ahead.
+        waiting: batches from the checkpoint of a run that sampled ahead.
     """
 
     metrics: Mapping[str, float] = {}
@@ -104,19 +105,19 @@ class InTurn:
         self._sample, self.waiting = sample, WaitingBatches()
 
     def next(self, step: int) -> Sampling:
-        """Return a waiting batch, or sample one now."""
+        """Return the waiting batch of a step, or sample it now."""
         return self.waiting.pop(step) if step in self.waiting else self._sample(step)
 
     def settle(self) -> None:
-        """Do nothing: nothing is sampled during a step."""
+        """Do nothing: no sampling runs during a step."""
 
     def validate_beside(self, validate: Callable[[], Validated]) -> bool:
-        """Return False: validation and training run one after the other."""
+        """Return False: nothing runs in the background of a step."""
         del validate
         return False
 
     def validated(self) -> Validated | None:
-        """Return None: nothing is validated during a step."""
+        """Return None: no validation runs in the background."""
         return None
 
     def save(self, directory: Path) -> None:
@@ -124,15 +125,15 @@ class InTurn:
         self.waiting.save(directory)
 
     def load(self, directory: Path, data: Dataset) -> None:
-        """Read the batches of a run that sampled ahead; they are trained on first."""
+        """Read the waiting batches of a run that sampled ahead. They are trained on first."""
         self.waiting.load(directory, data)
 
     def close(self) -> None:
-        """Do nothing: nothing is sampled between steps."""
+        """Do nothing: no sampling runs in the background."""
 
 
 class ValidatesBeside:
-    """The part of a source that runs a validation during the next step."""
+    """Mixin of a rollout source that runs a validation in the background of the next step."""
 
     def __init__(self) -> None:
         self._wanted: Callable[[], Validated] | None = None
@@ -146,18 +147,18 @@ class ValidatesBeside:
     def validated(self) -> Validated | None:
         """See ``RolloutSource``."""
         self._wanted = None
-        # Clear the result, so that a stop before the next validation does not find these metrics again.
+        # Clear the result, so that a stop before the next validation does not report it again.
         found, self._found = self._found, None
         return found
 
     def _take_wanted(self) -> Callable[[], Validated] | None:
-        """Return the validation that the starting step has to run, or None."""
+        """Return and clear the validation that the starting step has to run; None if none is scheduled."""
         validate, self._wanted, self._found = self._wanted, None, None
         return validate
 
 
 def other_schedule(directory: Path, batches: int, there: str) -> UnusableCheckpointError:
-    """Return the error for a checkpoint whose waiting batches belong to another schedule."""
+    """Build the error for a checkpoint whose waiting batches belong to another schedule."""
     return UnusableCheckpointError(
         f"{directory} has {batches} batches of the schedule {there} that wait or are being "
         "sampled, and this run has another schedule. Fix: continue with grpo.async_grpo.schedule: "

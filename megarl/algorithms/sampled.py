@@ -1,4 +1,4 @@
-"""Training on responses that the policy samples: the common part of GRPO, PPO and on-policy distillation."""
+"""Training on responses that the policy samples: the common base of GRPO, PPO and on-policy distillation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Steps and validation of a training on sampled responses."""
+    """Keys of all algorithms that train on sampled responses: steps, sampling and validation."""
 
     num_prompts_per_step: Annotated[int, Key("number of prompts per step.", AT_LEAST_1)]
     max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
@@ -145,22 +145,22 @@ class SampledConfig(TypedDict):
 
 
 class Sampled(Algorithm):
-    """Training on sampled responses. A step samples responses to some prompts and trains on them; a
-    validation scores responses to its own data.
+    """Base of algorithms that train on sampled responses. A step samples responses to some prompts and trains
+    on them; a validation scores responses to the validation sets.
 
-    A step of an algorithm that learns from rewards has four parts: ``sample``, ``score``, ``advantages``,
-    ``train``. A variant overrides the part that it changes.
+    A step of an algorithm with rewards has four parts: ``sample``, ``score``, ``advantages``, ``train``. A
+    variant overrides the parts that it changes.
 
     Args:
         parts: models, data and tools of the run.
-        loss_fn: of a global batch.
+        loss_fn: loss function of the policy.
     """
 
     config: SampledConfig
 
     def __init__(self, parts: Parts, loss_fn: Any) -> None:
-        # Import within functions, here and below, because a configuration is checked against these classes
-        # without torch.
+        # Imports are inside functions, here and below, because a configuration is checked against these
+        # classes without loading torch.
         from megarl.algorithms.skipped_batches import EmptySteps
         from megarl.rollout.collector import Collector
 
@@ -189,7 +189,7 @@ class Sampled(Algorithm):
         )
         if asynchrony is not None and parts.refit is not None and asynchrony["max_trajectory_age_steps"]:
             engine = held = HeldEngines(parts.refit)
-            # A timer serves one thread, so the work during training has its own.
+            # A timer serves one thread, so work in the background gets its own.
             timer = PhaseTimer()
             if asynchrony["schedule"] == "in_order":
                 lag = asynchrony["max_trajectory_age_steps"]
@@ -199,7 +199,8 @@ class Sampled(Algorithm):
         own = self.policy, parts.tokenizer, parts.environment
         self.collector = Collector.of_run(parts.config, self.config, *own, parts.timer, engine)
         if asynchrony is not None and asynchrony["schedule"] == "ready_first":
-            # Groups are scored in threads of their own, while a validation may run.
+            # Groups are scored in separate threads, possibly during a validation, so calls of the environment
+            # need a lock.
             self.collector = replace(self.collector, judging=threading.Lock())
             self.source = self._ready_first(asynchrony, parts, engine, timer)
         self.scorer: ScoredAhead | None = None
@@ -231,6 +232,8 @@ class Sampled(Algorithm):
             stops_at_texts=bool(generation["stop_strings"]),
             drains=not section["in_flight_weight_updates"],
         )
+        # A call of the environment gets one group only, which is too few responses to conclude that a reward
+        # function is broken.
         tell_of_groups(parts.environment, prompts * generations)
         collector = replace(self.collector, shared=shared)
 
@@ -254,13 +257,13 @@ class Sampled(Algorithm):
         return ReadyFirst(order, collect, join, shared, held, *own, ledger)
 
     def validate(self) -> dict[str, float]:
-        """Return the metrics of all validation sets (``validation_metrics``)."""
+        """Sample and score all validation sets, and return their metrics (``validation_metrics``)."""
         if self.validation_data is None:
             return {}
         self.turns.take(ACTOR)
         if self.refit is not None and not self.refit.colocated:
-            # A refit to engines on other devices reads the actor's weights on its device, where another model
-            # may be now.
+            # Engines on other devices read the actor's weights from its devices, which another model may be
+            # using.
             self.turns.bring(ACTOR)
         validated = self._validated(self.collector)
         if self.refit is not None:
@@ -269,7 +272,7 @@ class Sampled(Algorithm):
         return self._figures(validated, self.done_steps)
 
     def _validated(self, collector: Collector) -> list[ValidatedSet]:
-        """Sample responses to all validation sets."""
+        """Sample and score the responses to all validation sets."""
         from megarl.rollout.evaluation import answer_set, validation_sets
 
         assert self.validation_data is not None
@@ -278,7 +281,7 @@ class Sampled(Algorithm):
         return [answer_set(collector, each, size) for each in sets]
 
     def _figures(self, validated: list[ValidatedSet], step: int) -> dict[str, float]:
-        """Log the samples of a validation after a step, and return its metrics."""
+        """Log the samples of a validation after ``step`` finished steps, and return its metrics."""
         from megarl.rollout.evaluation import validation_metrics
 
         if self.sample_log is not None and self.validation_data is not None:
@@ -286,8 +289,8 @@ class Sampled(Algorithm):
         return validation_metrics(validated)
 
     def validate_beside(self) -> bool:
-        """Let engines that sample during training validate too, unless a subclass validates in
-        another way."""
+        """Request that the engines which sample during the next step validate too. Return False if this run,
+        or a subclass with its own ``validate``, cannot do so."""
         if self.validation_data is None or type(self).validate is not Sampled.validate:
             return False
         self._validated_step = self.done_steps
@@ -298,17 +301,18 @@ class Sampled(Algorithm):
         return None if found is None else self._figures(found, self._validated_step)
 
     def take(self, step: int) -> Sampling:
-        """Return the batch that a step trains on: sampled now, or while an earlier step trained."""
+        """Return the batch for a step. It is sampled now, or was sampled while an earlier step trained."""
         if self.refit is not None and not self.refit.colocated:
-            # Engines on other devices get the actor's weights, which another model may have moved to host
-            # memory.
+            # Engines on other devices read the actor's weights, which may be offloaded in favour of another
+            # model.
             self.turns.bring(ACTOR)
-        # From here to the next step, sampling uses the weights after all steps before this one.
+        # Everything sampled until the next step uses the weights after step - 1.
         self._version = step - 1
         return self.source.next(step)
 
     def settle(self, samples: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """Wait at the end of a step for the sampling in progress. Return metrics of the last refit."""
+        """Wait at the end of a step for the sampling in progress. Return metrics of the last refit's engine
+        check, and of waiting batches."""
         found: dict[str, float] = {}
         if self.served is not None:
             found = self.served.metrics
@@ -317,11 +321,11 @@ class Sampled(Algorithm):
         return {**found, **self.source.metrics}
 
     def save(self, directory: Path) -> None:
-        """Write the waiting batches."""
+        """Write the waiting batches into a checkpoint."""
         self.source.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Read the waiting batches.
+        """Read the waiting batches of a checkpoint.
 
         Raises:
             UnusableCheckpointError: they cannot be read, or belong to another schedule.
@@ -329,31 +333,32 @@ class Sampled(Algorithm):
         self.source.load(directory, self.train_data)
 
     def close(self) -> None:
-        """Stop sampling and scoring."""
+        """Stop background sampling and scoring."""
         if self.scorer is not None:
             self.scorer.close()
         self.source.close()
 
     @property
     def needs_previous_logprobs(self) -> bool:
-        """True if a pass computes the log-probabilities of the policy before the update; read when an
-        algorithm is built."""
+        """True if a separate pass must compute the log-probabilities under the policy before the update. Read
+        in the constructor."""
         return False
 
     @property
     def anchors_at_engine(self) -> bool:
-        """True if ratios are to the policy that sampled, by the engine's log-probabilities."""
+        """True if importance ratios are relative to the engine's log-probabilities rather than recomputed
+        ones."""
         return self.source.is_ahead and not self.config["async_grpo"]["recompute_logprobs"]
 
     def age_metrics(
         self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int
     ) -> dict[str, float]:
-        """Measure the age of a step's responses, if they are sampled during training.
+        """Compute metrics of the age of a step's responses. Empty unless batches are sampled during training.
 
-        ``rollout_age`` is the number of training steps between the oldest weights that sampled a response and
-        those that are trained, ``token_age`` the same for each token. ``effective_sample_share`` of the
-        tokens that count is (sum w)^2 / (n sum w^2), where w is the ratio of the policy before the step to
-        the one that sampled.
+        ``rollout_age`` is the mean number of training steps between the oldest weights that sampled a
+        response and the weights that it trains; ``token_age`` is the same per token.
+        ``effective_sample_share`` is (sum w)^2 / (n sum w^2) over the valid tokens, where w is the
+        probability ratio of the policy before the step to the policy that sampled.
         """
         from megarl.rollout.samples import effective_share
         from megarl.rollout.trajectory import TOKEN_VERSIONS
@@ -378,7 +383,7 @@ class Sampled(Algorithm):
         return replace(self.sample(step), epoch=self.sampler.epoch)
 
     def sample(self, step: int) -> Sampling:
-        """Sample responses to the next prompts; the step trains on all of them."""
+        """Sample responses to the next prompts. The step trains on all of them."""
         from megarl.rollout.samples import sampling_seeds
 
         prompts, generations = self.config["num_prompts_per_step"], self.generations
@@ -388,9 +393,9 @@ class Sampled(Algorithm):
         return Sampling(rollouts, rollouts.samples, {})
 
     def collect(self, indices: list[int], seeds: list[int], step: int) -> Rollouts:
-        """Sample responses to the prompts of some records."""
+        """Sample responses to the prompts of the records with these indices."""
         if self.refit is None or self.refit.colocated:
-            # While engines on other devices sample, another model may use the actor's devices.
+            # If engines sample on other devices, another model may keep the actor's devices.
             self.turns.take(ACTOR)
         version = step - 1 if self._version is None else self._version
         return self._sampling_collector.collect(
@@ -398,7 +403,7 @@ class Sampled(Algorithm):
         )
 
     def rows_of(self, rollouts: Rollouts) -> Rollouts:
-        """Return rollouts with a row for each segment of each response."""
+        """Convert rollouts to one row per segment."""
         from megarl.rollout.segment_rows import rows_of_segments
 
         return rows_of_segments(rollouts, self.collector.tokenizer.pad_token_id)
@@ -406,9 +411,13 @@ class Sampled(Algorithm):
     def batch_of(
         self, samples: BatchedDataDict[Any], *, previous: bool, reference: bool
     ) -> BatchedDataDict[Any]:
-        """Return the columns of samples that the loss reads: the model's inputs and ``generation_logprobs``;
-        on request, the log-probabilities of the policy before the update, ``prev_logprobs``, and those of the
-        reference, ``reference_policy_logprobs``."""
+        """Build the training batch from samples: the model's inputs and ``generation_logprobs``.
+
+        Args:
+            samples: the samples, one row per segment.
+            previous: add ``prev_logprobs``, the log-probabilities under the policy before the update.
+            reference: add ``reference_policy_logprobs``.
+        """
         from megarl.algorithms.train_results import scored_tokens
         from megarl.rollout.collector import PREV_LOGPROBS
         from megarl.rollout.samples import MODEL_INPUTS
@@ -437,8 +446,8 @@ class Sampled(Algorithm):
     def train_policy(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train ``epochs`` times on a batch, without global batches in which no token counts, and return the
-        metrics."""
+        """Train the policy ``epochs`` times on a batch, and return the metrics. Global batches without a
+        valid token are left out."""
         from megarl.algorithms.train_results import trained_sequences
 
         with self.timer.phase("train"):
@@ -449,7 +458,7 @@ class Sampled(Algorithm):
             self.policy.finish_training()
             for result in results:
                 self.timer.passed(trained_sequences(kept, result, self.loss_fn))
-        # If no global batch was trained on, no weight has changed, and engines need none.
+        # Without a trained global batch the weights are unchanged, and no refit is needed.
         if self.refit is not None and results:
             self.refit.stale = True
         return metrics
@@ -464,15 +473,18 @@ class Sampled(Algorithm):
         epochs: int,
         role: Role | None = None,
     ) -> tuple[BatchedDataDict[Any], list[dict[str, Any]], dict[str, float]]:
-        """Train a model ``epochs`` times on the global batches of a step in which a token counts. Return
-        their rows, the result of each epoch, and the metrics."""
+        """Train a model ``epochs`` times on the global batches that have a valid token.
+
+        Returns:
+            The rows that were trained on, the result of each epoch, and the metrics.
+        """
         from megarl.algorithms.skipped_batches import filled
         from megarl.algorithms.train_results import metrics_of_epochs
         from megarl.rollout.segment_rows import RESPONSE, global_batches
 
         section: PolicyConfig = at(self.run_config, (role or ACTOR).section)
         size, rows, gbs = section["train_global_batch_size"], list(range(batch.size)), None
-        # Segments of a response share a global batch, so its rows are known only now.
+        # Segments of a response must share a global batch, so its number of rows is known only now.
         if RESPONSE in batch:
             batch, size, rows = global_batches(
                 batch, size, rows_of_a_round(section, model.data_parallel_size)
@@ -488,20 +500,22 @@ class Sampled(Algorithm):
 
 
 def rows_of_a_round(section: PolicyConfig, replicas: int) -> int:
-    """Return the number of rows that all data-parallel replicas of a model process in one pass; the rows of a
-    global batch are a multiple of it."""
+    """Return the number of rows that all data-parallel replicas process in one pass. The rows of a global
+    batch must be a multiple of it."""
     planned = section["sequence_packing"]["enabled"] or section["dynamic_batching"]["enabled"]
     return replicas * (1 if planned else section["train_micro_batch_size"])
 
 
 def mean(values: Tensor) -> float:
-    """Return the mean, or 0 if there are no values, for example when the environment masked all samples."""
+    """Return the mean, or 0 if there are no values, for example because the environment masked all
+    samples."""
     return float(values.mean()) if len(values) else 0.0
 
 
 def answer_metrics(judged: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return metrics of a step's scored responses: the mean reward of those that are not masked, and the
-    accuracy if it is not the reward; empty if there are none."""
+    """Return metrics of a step's scored responses: the mean reward and, if it is not the reward, the mean
+    accuracy over unmasked responses (each omitted if there are none); the mean length; the truncated share;
+    and the mean numbers of turns and segments, if known."""
     counted = ~judged["masked"]
     accuracies = judged["accuracy"][counted] if "accuracy" in judged else judged["reward"][:0]
     found = {"accuracy": accuracies[~accuracies.isnan()], "reward": judged["reward"][counted]}

@@ -1,6 +1,4 @@
-"""The batch that a step has sampled, and its file format: in a checkpoint while it waits to be trained on,
-and in
-the ledger of a run whose batches depend on timing."""
+"""A step's sampled batch and its file format, which checkpoints (for waiting batches) and ledgers use."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The batch that a step has sampled.
+    """The batch that was sampled for a step.
 
     Attributes:
-        rollouts: the samples that the step trains on.
-        judged: columns [B] of all responses that were scored for it, including those that it does not train
-            on.
+        rollouts: the samples to train on.
+        judged: [B] columns of all responses that were scored for the step, including those that it does not
+            train on.
         metrics: metrics of the sampling.
-        epoch: of the data, after the last sample.
+        epoch: epoch of the data after the last sample.
     """
 
     rollouts: Rollouts
@@ -38,17 +36,17 @@ class Sampling:
 
 
 DIRECTORY = "rollouts"
-"""Directory of the waiting batches in a checkpoint."""
+"""Directory of waiting batches in a checkpoint."""
 
 GROUPS = "groups.json"
-"""File in that directory, of a run that trains on the groups that complete first."""
+"""File in that directory with the state of the schedule `ready_first`."""
 
 _SAMPLES, _JUDGED, _EARLIER = "samples/", "judged/", "earlier/"
 
 
 def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
-    """Write waiting batches, by their numbers, into a directory of a checkpoint. The weights that sampled
-    them are gone at a resume, so they cannot be sampled again.
+    """Write waiting batches, by number, into a checkpoint. They cannot be sampled again after a resume,
+    because the weights that sampled them are gone.
 
     Raises:
         OSError: a file cannot be written.
@@ -61,8 +59,8 @@ def save_batches(directory: Path, batches: Mapping[int, Sampling]) -> None:
 
 
 def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
-    """Write a batch: its tensors as safetensors, then the rest as JSON with a digest of the tensors. Return
-    both paths.
+    """Write a batch: its tensors as safetensors, and everything else as JSON with a digest of the tensors.
+    Return both paths.
 
     Raises:
         OSError: a file cannot be written.
@@ -88,7 +86,8 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
     numbers: dict[int, int] = {}
     description = {
         "records": [record.index for record in batch.rollouts.records],
-        # Rows of one prompt share an object, by which samples are numbered; a step may have a record twice.
+        # Rows of the same prompt share a record object, by which samples are numbered. A record that occurs
+        # twice in a step is two objects.
         "prompts": [numbers.setdefault(id(record), len(numbers)) for record in batch.rollouts.records],
         "columns": list(samples),
         "others": {name: value for name, value in samples.items() if not isinstance(value, torch.Tensor)},
@@ -102,11 +101,11 @@ def save_batch(place: Path, number: int, batch: Sampling) -> list[Path]:
 
 
 def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
-    """Return the batches that ``save_batches`` has written, by their numbers; empty if there are none.
+    """Read the batches that ``save_batches`` wrote, by number. Empty if there are none.
 
     Args:
-        directory: of a checkpoint that was verified.
-        data: the data set that they were sampled from; its fingerprint was compared before.
+        directory: directory of a verified checkpoint.
+        data: data set from which they were sampled; its fingerprint must have been compared.
 
     Raises:
         UnusableCheckpointError: they cannot be read.
@@ -126,8 +125,9 @@ def load_batches(directory: Path, data: Dataset) -> dict[int, Sampling]:
 
 
 def groups_of(directory: Path) -> Mapping[str, Any] | None:
-    """Return the groups of a checkpoint: the ordinals of complete ones, in the order of completion, and
-    ordinal and record of the others; None for a run without such groups.
+    """Read the state of the schedule `ready_first` from a checkpoint: ``arrived``, the ordinals of complete
+    groups in completion order; and ``running``, pairs of ordinal and record index of the others. Return None
+    if the checkpoint has no such state.
 
     Raises:
         UnusableCheckpointError: the file cannot be read.
@@ -145,10 +145,10 @@ def groups_of(directory: Path) -> Mapping[str, Any] | None:
 
 
 def load_batch(place: Path, number: int, data: Dataset) -> Sampling:
-    """Return a batch that ``save_batch`` has written.
+    """Read a batch that ``save_batch`` wrote.
 
     Raises:
-        ValueError: a file is missing, truncated, or was changed.
+        ValueError: a file is missing, truncated or modified.
     """
     from safetensors import SafetensorError
 
@@ -186,7 +186,7 @@ def _read(path: Path, description: Mapping[str, Any], data: Dataset) -> Sampling
     samples: BatchedDataDict[Any] = BatchedDataDict({name: values[name] for name in description["columns"]})
     records = data.select(description["records"])
     prompts: dict[int, Example] = {}
-    # Batches of earlier versions do not record which rows share a prompt.
+    # Batches written by earlier versions do not record which rows share a prompt.
     shared = [
         prompts.setdefault(number, record)
         for number, record in zip(description.get("prompts", range(len(records))), records, strict=True)

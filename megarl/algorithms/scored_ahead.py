@@ -1,9 +1,9 @@
-"""Log-probabilities of finished parts of a batch, computed while engines on other devices still sample the
+"""Log-probabilities of complete parts of a batch, computed while engines on other devices still sample the
 rest.
 
-The composition of micro-batches changes log-probabilities by rounding, and timing decides which rows complete
-first. So a part is a fixed share of a step's prompts, which is scored as a batch of its own once all its
-responses are complete: the result depends only on the number of parts.
+Log-probabilities depend, by rounding, on which rows are in a micro-batch; and timing decides which rows
+complete first. So a part is a fixed share of the step's prompts, scored as a batch of its own once all its
+responses are complete. The result then depends only on the number of parts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
 
 
 class ScoredAhead:
-    """Scores the parts of one batch after another, in a thread; nothing else uses the policy meanwhile.
+    """Computes log-probabilities part by part in a background thread. Nothing else may use the policy
+    meanwhile.
 
     Args:
         policy: computes the log-probabilities.
-        parts: number of parts of a batch.
-        pad_token_id: of token ids.
-        timer: of the step.
+        parts: number of parts per batch.
+        pad_token_id: token id for padding.
+        timer: timer of the step.
     """
 
     def __init__(self, policy: Policy, parts: int, pad_token_id: int, timer: PhaseTimer) -> None:
         self._policy, self._parts, self._pad, self._timer = policy, parts, pad_token_id, timer
+        # A timer serves one thread; its phases are merged into the step's timer in ``take``.
         self._own_timer = PhaseTimer()
         self._thread = ThreadPoolExecutor(1, "logprobs")
         self._segments: Sequence[Segment] = ()
@@ -43,21 +45,21 @@ class ScoredAhead:
         self._coming: dict[int, Future[Tensor]] = {}
 
     def begin(self, segments: Sequence[Segment], generations: int) -> None:
-        """Begin a batch.
+        """Start a batch.
 
         Args:
-            segments: one per response, those to a prompt next to each other; complete once ``sampled``
-                reports it.
-            generations: responses per prompt.
+            segments: one per response; those for the same prompt are adjacent. A segment is complete once
+                ``sampled`` reports it.
+            generations: number of responses per prompt.
         """
         prompts = len(segments) // generations
-        # Divide by whole prompts, so that the size of a part is known before its responses are.
+        # Divide by prompts, so that the size of a part is known before its responses are sampled.
         bounds = [part * prompts // self._parts * generations for part in range(self._parts + 1)]
         self._segments, self._bounds, self._coming = segments, bounds, {}
         self._missing = [end - start for start, end in pairwise(bounds)]
 
     def sampled(self, numbers: Iterable[int]) -> None:
-        """Record that responses are complete, by their numbers in the batch."""
+        """Mark responses, by index in the batch, as complete. Parts without missing responses are scored."""
         for number in numbers:
             part = bisect_right(self._bounds, number) - 1
             self._missing[part] -= 1
@@ -69,12 +71,12 @@ class ScoredAhead:
         self._coming[part] = self._thread.submit(self._scored, rows)
 
     def wait(self) -> None:
-        """Wait until the policy is not in use."""
+        """Block until the policy is idle."""
         wait(self._coming.values())
 
     def take(self, width: int) -> Tensor:
-        """Wait until all responses are complete, and return the log-probabilities of the batch, [B, width]
-        float32, 0 except on sampled tokens.
+        """Wait for the log-probabilities of the whole batch. Return [B, width] float32, 0 except on sampled
+        tokens.
 
         Raises:
             MegarlError: a part could not be scored.
@@ -84,16 +86,17 @@ class ScoredAhead:
 
         for part, missing in enumerate(self._missing):
             if missing:
-                # Conversations that an environment could not begin have no response.
+                # Conversations that the environment could not start have no response, and were never
+                # reported.
                 self._begin_part(part)
         with self._timer.phase(LOGPROBS):
             found = [self._coming[part].result() for part in sorted(self._coming)]
         self._timer.merge(self._own_timer, {})
-        # Each part is as wide as its own longest row.
+        # A part is only as wide as its own longest row.
         return torch.cat([pad(part, (0, width - part.shape[1])) for part in found])
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _scored(self, rows: Sequence[Segment]) -> Tensor:

@@ -1,11 +1,10 @@
-"""Proof of the served policy: after a refit, engines and policy score the same tokens, and engines that can
-export
-their weights have them compared.
+"""Check of the engines after a refit: engines and policy score the same tokens, and weights are compared with
+engines that can export theirs.
 
-A response shows what its engine computed with, never what it should have. While both hold the same version,
-their log-probabilities of given tokens may differ by rounding only. Weights are compared bit for bit if an
-engine exports them as a policy does; for other engines only log-probabilities are, and a test over the refits
-distinguishes wrong weights from rounding.
+A response shows what its engine computed, but not what it should have computed. With the same weights,
+log-probabilities of engine and policy differ only by rounding. Engines that export weights in the policy's
+format have them compared bit for bit. For other engines only log-probabilities are compared, and a test over
+successive refits tells wrong weights from rounding.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_CHECK_ERROR = "engine_check_error"
-"""Metric: the mean absolute difference between the engine's and the policy's log-probability of a token,
-right after a refit, for the engine with the largest one."""
+"""Metric: mean absolute difference of log-probabilities between engine and policy right after a refit, for
+the engine with the largest one."""
 
-# Differences that other kernels cause in a precision; smaller ones do not count. They include mixtures, in
-# which another expert is chosen now and then.
+# Mean log-probability differences that other kernels cause in each precision. They cover mixture-of-experts
+# models, in which rounding sometimes routes a token to another expert.
 _FLOORS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 _REMEMBERED, _DRIFT, _ALARM = 20, math.log(2), math.log(8)
 _NAMED = 3
@@ -41,15 +40,14 @@ _NAMED = 3
 
 @dataclass
 class RoundingTest:
-    """A sequential test (CUSUM) of the errors of successive refits: whether they still look like the rounding
-    of the earlier ones.
+    """Sequential test (CUSUM) of whether the errors of successive refits are still explained by rounding.
 
-    The logarithm of an error over the median of those before it, minus ``log 2``, is summed and never falls
-    below 0; ``log 8`` is an alarm. So one error of 16 times the usual is an alarm, or three in a row of 4
-    times. An error below ``floor`` counts as ``floor``.
+    For each error, log(error / median of earlier errors) - log 2 is added to a sum that never falls below 0.
+    The alarm is raised at log 8. So a single error of 16 times the median raises it, as do three errors of 4
+    times the median in a row.
 
     Attributes:
-        floor: see above.
+        floor: smaller errors count as this.
     """
 
     floor: float
@@ -57,29 +55,29 @@ class RoundingTest:
     _sum: float = field(default=0.0, init=False)
 
     def is_alarmed(self, error: float) -> bool:
-        """Record an error, and return whether it is more than rounding."""
+        """Add an error. Return whether it is more than rounding."""
         if not math.isfinite(error):
             return True
         counted = max(error, self.floor)
         usual = statistics.median(self._usual) if self._usual else self.floor
         self._sum = max(0.0, self._sum + math.log(counted / usual) - _DRIFT)
         if self._sum >= _ALARM:
-            # Start from 0 again, so that a run that only warns reports the next fault too.
+            # Reset, so that a run that only warns reports the next fault too.
             self._sum = 0.0
             return True
-        # An error after an alarm is not one of the usual errors.
+        # Errors that raise the alarm do not enter the median.
         self._usual.append(counted)
         return False
 
 
 class ServedCheck:
-    """Compares engines on devices of their own with the policy after each refit.
+    """Compares engines on separate devices with the policy after each refit.
 
     Args:
         section: ``policy.generation.engine_check``.
-        policy, engines: the two sides.
-        precision: of the weights.
-        seed: seed of the choice of sequences.
+        policy, engines: what is compared.
+        precision: dtype of the weights.
+        seed: seed for the choice of sequences.
     """
 
     def __init__(
@@ -92,10 +90,12 @@ class ServedCheck:
         self.metrics: dict[str, float] = {}
 
     def remember(self, samples: BatchedDataDict[Any], step: int) -> None:
-        """Choose the sequences of the next check from a batch, by the seed and the step."""
+        """Choose the sequences for the next check from a step's samples. The choice depends only on seed and
+        step."""
         import torch
 
         usable = samples["sample_mask"].nonzero().flatten().tolist()
+        # A generator seeded by the step, so that a resumed run checks the same sequences.
         rows = sorted(random.Random(f"{self._seed}:{step}").sample(usable, min(self._count, len(usable))))
         if rows:
             columns = samples.select_columns(("input_ids", "input_lengths", "token_mask"))
@@ -111,18 +111,16 @@ class ServedCheck:
             self._batch = batch
 
     def check(self) -> None:
-        """Compare engines and policy, which have the same version now. Before the first batch there is
-        nothing to score, and only weights are compared.
+        """Compare engines and policy right after a refit. Before the first batch there are no sequences to
+        score, and only weights are compared.
 
         Raises:
-            MismatchError: the engines do not compute with the policy's weights, and ``on_difference`` is
-                ``stop``.
+            MismatchError: the engines do not have the policy's weights, and ``on_difference`` is ``stop``.
         """
         self.metrics = {}
         if not self._count:
             return
-        # Compare weights first: different bits are proof at once, while scores need a test over several
-        # refits.
+        # Weights first: different bits are proof at once, while scores need several refits.
         fault = self._fault_of_weights()
         if fault is None and self._batch is not None:
             fault = self._fault_of_scores(self._batch)
@@ -140,8 +138,8 @@ class ServedCheck:
         logger.warning("%s", message)
 
     def _fault_of_weights(self) -> str | None:
-        """Return the names of weights that differ in the engines, read there after the load; None if all are
-        equal or cannot be compared."""
+        """Describe the weights that differ between engines and policy. Return None if all are equal, or if
+        the engines cannot export theirs."""
         theirs = self._engines.weight_digests()
         if theirs is None:
             return None
@@ -169,7 +167,8 @@ class ServedCheck:
             return None
         apart = torch.stack([each[:, 1:] - ours[:, 1:] for each in theirs])[:, counts]
         errors = apart.double().abs().mean(dim=1)
-        # In a mean over all engines, one with wrong weights would be hidden. NaN counts as the largest error.
+        # Take the worst engine: a mean over all would hide one with wrong weights. argmax treats NaN as the
+        # largest.
         worst = int(errors.argmax())
         error = float(errors[worst])
         self.metrics = {ENGINE_CHECK_ERROR: error}

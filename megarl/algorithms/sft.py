@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of answers, given their prompts."""
+"""Supervised fine-tuning: minimises the negative log-likelihood of answers given their prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class SFT(Supervised):
-    """Supervised fine-tuning. A step trains on one global batch."""
+    """Supervised fine-tuning. A step trains on one global batch of records."""
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({"sft": SFTConfig})
 
@@ -26,15 +26,15 @@ class SFT(Supervised):
         super().__init__(parts, NLLLoss())
 
     def validated(self) -> Sequence[str]:
-        """Return the name of the loss."""
+        """Return the names of the validation metrics."""
         return ("loss",)
 
     def weight(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of the answers' tokens."""
+        """Return the number of target tokens in a batch."""
         return float((batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(1)).sum())
 
     def validate(self) -> dict[str, float]:
-        """Return ``loss`` (mean over answer tokens), ``perplexity`` and ``samples`` of the first
+        """Return ``loss`` (mean over target tokens), ``perplexity`` and ``samples`` for the first
         ``val_batches`` global batches."""
         found = super().validate()
         # math.exp overflows above 709.

@@ -1,4 +1,5 @@
-"""Batches without an optimizer step: they are kept for inspection, and empty ones are left out."""
+"""Handling of batches without an optimizer step: non-finite ones are stored for inspection, and empty ones
+are left out."""
 
 from __future__ import annotations
 
@@ -29,30 +30,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "skipped"
-"""Their directory, below the run's."""
+"""Name of the directory of stored batches in the run directory."""
 
 MOST_KEPT = 20
 
 EMPTY_GLOBAL_BATCHES = "empty_global_batches"
-"""Metric: number of global batches of a step that were left out, if any; ``skipped_steps`` includes them."""
+"""Metric: number of global batches without a valid token in a step, if any. They are included in
+``skipped_steps``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
-    """Trains, and keeps batches that could not be trained on.
+    """Calls the policy's training, and stores batches that could not be trained on.
 
-    For a step with a loss or gradient that is not finite it writes ``step_N.json``, or ``step_N_critic.json``
-    for another role (the first occurrence: rank, micro-batch and rows), and next to it ``step_N.safetensors``
-    (those rows of the batch, all columns, and their numbers as ``row``; the whole global batch if the rows
-    are unknown). If a step trains on its batch several times, the later ones are ``step_N_2`` and so on. The
-    first twenty are kept.
+    If a loss or gradient of step N is not finite, two files are written. ``step_N.json`` (for another role
+    ``step_N_critic.json``) describes the first occurrence: rank, micro-batch and rows. ``step_N.safetensors``
+    has all columns of these rows, and their indices as ``row``; if the rows are unknown, those of the whole
+    global batch. If a step trains on its batch several times, the later files are named ``step_N_2`` and so
+    on. At most ``MOST_KEPT`` batches are stored.
 
     Attributes:
-        directory: created when it is needed; None keeps nothing.
+        directory: directory of the files, created when needed; None stores nothing.
     """
 
     directory: Path | None = None
-    # Counts by name; a launch that repeats a step of an earlier one overwrites its files.
+    # Number of files by name. A launch that repeats a step of an earlier launch overwrites its files.
     _kept: Counter[str] = field(default_factory=Counter, init=False)
 
     def train(
@@ -66,20 +68,19 @@ class SkippedBatches:
         mbs: int | None = None,
         role: Role | None = None,
     ) -> dict[str, Any]:
-        """Call ``policy.train``, and keep a batch that could not be trained on.
+        """Call ``policy.train``, and store the batch if it could not be trained on.
 
         Args:
             policy: the model to train.
-            batch: [B] rows.
+            batch: batch of B rows.
             loss_fn: the loss.
             step: number of the step.
-            records: [B] index in the training data of the record that each row comes from.
-            gbs, mbs: rows of a global batch and of a micro-batch; None for those of the policy's
-                configuration.
+            records: [B], index of each row's record in the training data.
+            gbs, mbs: rows per global batch and per micro-batch; None for the policy's configuration.
             role: role of the model, if it is not the actor.
 
         Raises:
-            NonFiniteError: see ``Policy.train``; the batch is kept before.
+            NonFiniteError: see ``Policy.train``. The batch is stored first.
         """
         name = f"step_{step}" if role is None else f"step_{step}_{role.name}"
         try:
@@ -111,7 +112,7 @@ class SkippedBatches:
         self._kept[name] += 1
         times = f"_{self._kept[name]}" if self._kept[name] > 1 else ""
         try:
-            # The files are for people to read: a full disk must not end a run that continues.
+            # The files are only for people, so a full disk must not end the run.
             self._write(self.directory / f"{name}{times}.json", batch, skipped, step, records)
         except (OSError, SafetensorError) as error:
             logger.warning(
@@ -130,7 +131,7 @@ class SkippedBatches:
         records: Sequence[int],
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Count the files in the directory, so that a resumed run continues the count.
+        # Count files in the directory, so that a resumed run continues the count.
         if len(list(path.parent.glob("step_*.json"))) >= MOST_KEPT:
             return
         rows = sorted(set(chain.from_iterable(map(_rows, skipped))))
@@ -140,6 +141,7 @@ class SkippedBatches:
             "rows": rows,
             "records": [records[row] for row in rows],
         }
+        # NaN and infinity are not valid JSON; ``_plain`` has replaced them.
         path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         _write_rows(batch, rows, path.with_suffix(".safetensors"))
         logger.warning(
@@ -149,7 +151,7 @@ class SkippedBatches:
 
 
 def _rows(found: Mapping[str, Any]) -> list[int]:
-    """Return the rows of the first occurrence, or all rows of the global batch."""
+    """Return the rows of the first occurrence or, if unknown, all rows of the global batch."""
     seen = [row for place in found["seen"] for row in place["rows"]]
     return seen or list(range(*found["rows"]))
 
@@ -158,17 +160,17 @@ def _write_rows(batch: Mapping[str, Any], rows: Sequence[int], path: Path) -> No
     import torch
     from safetensors.torch import save
 
-    # safetensors refuses tensors that are not contiguous, which rows of a view may be.
+    # safetensors rejects tensors that are not contiguous, as rows of a view may be.
     chosen = torch.tensor(rows, dtype=torch.int64)
     columns = {
         name: value[chosen].contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)
     }
-    # safetensors's save_file would make the file private.
+    # Not save_file, which would make the file private.
     path.write_bytes(save({**columns, "row": chosen}))
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with numbers that JSON cannot hold replaced by text."""
+    """Replace numbers that JSON cannot represent by text."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -178,12 +180,12 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The global batches of a step in which a token counts.
+    """The global batches of a step that have a valid token.
 
     Attributes:
-        batch: their rows, in order; if there are none, there is nothing to train on.
-        rows: their numbers in the batch of the step.
-        left_out: number of the other global batches.
+        batch: rows of these global batches, in order; if empty, there is nothing to train on.
+        rows: their indices in the batch of the step.
+        left_out: number of global batches that were left out.
     """
 
     batch: BatchedDataDict[Any]
@@ -191,7 +193,7 @@ class Filled:
     left_out: int
 
     def with_left_out(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the number of global batches that were left out to the metrics of training."""
+        """Add the number of left-out global batches to training metrics."""
         if not self.left_out:
             return metrics
         skipped = metrics.get("skipped_steps", 0.0) + self.left_out
@@ -199,13 +201,13 @@ class Filled:
 
 
 def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
-    """Return the global batches of ``size`` rows in which a token with a log-probability counts. On others an
-    optimizer step would move weights by momentum and decay alone."""
+    """Select the global batches, of ``size`` rows each, that have a valid token. On others, an optimizer step
+    would change the weights by momentum and weight decay alone."""
     import torch
 
     from megarl.models.engine.microbatches import under_mask
 
-    # Nothing predicts the first token of a row. The rows of a global batch are adjacent.
+    # A row's first token is not predicted. The rows of a global batch are adjacent.
     counts = under_mask(batch)[:, 1:].any(dim=1).view(-1, size).any(dim=1)
     rows = torch.arange(batch.size).view(-1, size)[counts].flatten().tolist()
     left_out = int((~counts).sum())
@@ -214,12 +216,12 @@ def filled(batch: BatchedDataDict[Any], size: int) -> Filled:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Reports steps without anything to train on, and ends a run that has had too many in a row.
+    """Reports steps without a valid token, and fails after too many in a row.
 
     Attributes:
         most: maximum number in a row (``policy.max_consecutive_skips``).
-        section: of the algorithm, for the message.
-        in_a_row: so far.
+        section: name of the algorithm's section, for the message.
+        in_a_row: current number in a row.
     """
 
     most: int
@@ -227,15 +229,15 @@ class EmptySteps:
     in_a_row: int = field(default=0, init=False)
 
     def look(self, batch: BatchedDataDict[Any], samples: BatchedDataDict[Any], step: int) -> None:
-        """Check that a batch has a token to train on, before it is trained on.
+        """Check, before training, that a batch has a valid token.
 
         Args:
-            batch: the batch of a step, with its masks.
+            batch: batch of the step, with its masks.
             samples: the same rows, with ``truncated`` and ``masked`` [B] bool.
             step: number of the step.
 
         Raises:
-            BatchError: all tokens are masked, in this batch and in those of the ``most`` - 1 steps before.
+            BatchError: neither this batch nor those of the ``most`` - 1 steps before have one.
         """
         from megarl.models.engine.microbatches import under_mask
 
@@ -270,7 +272,7 @@ class EmptySteps:
 
 
 NO_SIGNAL_STEPS = (1, 5)
-"""Steps that are checked: a run that does not learn should be stopped early, and the first step may be
+"""Steps that are checked. A run that does not learn should be noticed early; the first step alone may be
 chance."""
 
 _WHOLE_SOLUTIONS = ("####", "\\boxed")
@@ -283,25 +285,25 @@ def warn_of_no_signal(
     records: Sequence[Example],
     config: RunConfig,
 ) -> None:
-    """Log a warning at the steps ``NO_SIGNAL_STEPS`` if rewards do not distinguish responses, so that the
-    step has no gradient.
+    """At the steps ``NO_SIGNAL_STEPS``, warn if rewards do not distinguish any responses, so that the step
+    has no gradient.
 
-    That is so if all advantages are 0, and, for estimators with values of their own, if all rewards are
-    equal.
+    This is the case if all advantages are 0. Some estimators give nonzero advantages anyway, so it also holds
+    if all rewards are equal.
 
     Args:
-        step: of the run, counted from 1.
+        step: number of the step, from 1.
         samples: ``reward`` [B], ``masked`` [B] bool, ``truncated`` [B] bool, ``generation_lengths`` [B].
         advantages: [B, 1] or [B, S].
         records: [B], the record of each response.
-        config: of the run.
+        config: configuration of the run.
     """
     rewards = samples["reward"][~samples["masked"]]
     if step not in NO_SIGNAL_STEPS or not len(rewards):
         return
     if bool((advantages != 0).any()) and bool((rewards != rewards[0]).any()):
         return
-    # Round, because rewards are float32: 0.1 would be shown as 0.10000000149.
+    # Round, because a float32 reward of 0.1 would be shown as 0.10000000149.
     values = sorted({float(f"{value:.6g}") for value in rewards.tolist()})
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
     causes = "; ".join(likely_causes(samples, records, config)) or "none is known"

@@ -1,4 +1,4 @@
-"""Training on given answers: the common part of supervised fine-tuning, preference optimisation and reward
+"""Training on given answers: the common base of supervised fine-tuning, preference optimisation and reward
 models."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class SupervisedConfig(TypedDict):
-    """Steps and validation of a training on given answers. A sample is a row, or for preferences a pair."""
+    """Keys of all algorithms that train on given answers: steps and validation. A sample is a row or, for
+    preferences, a pair."""
 
     max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
     max_num_epochs: NotRequired[
@@ -67,12 +68,12 @@ class SupervisedConfig(TypedDict):
 
 
 class Supervised(Algorithm):
-    """Training on given answers. A step trains on one global batch of records; a validation returns means
-    over records, weighted by ``weight``.
+    """Base of algorithms that train on given answers. A step trains on one global batch of records. A
+    validation averages metrics over records, weighted by ``weight``.
 
     Args:
         parts: models, data and tools of the run.
-        loss_fn: of a global batch.
+        loss_fn: loss function of the policy.
     """
 
     GENERATES: ClassVar[bool] = False
@@ -98,6 +99,7 @@ class Supervised(Algorithm):
 
         records = self.sampler.take(self.global_batch_size)
         batch = self.batch(self.train_data, records)
+        # A preference pair is two rows with the same record.
         rows = [record for record in records for _ in range(self.rows_of_record)]
         with self.timer.phase("train"):
             self.policy.prepare_for_training()
@@ -112,8 +114,8 @@ class Supervised(Algorithm):
         }
 
     def validate(self) -> dict[str, float]:
-        """Return weighted means of ``validated()`` over the first ``val_batches`` global batches, and
-        ``samples``, the number of records."""
+        """Return the weighted means of the metrics ``validated()`` over the first ``val_batches`` global
+        batches, and ``samples``, the number of records."""
         if self.validation_data is None:
             return {}
         size, batches = self.config["val_global_batch_size"], self.config["val_batches"]
@@ -124,10 +126,9 @@ class Supervised(Algorithm):
         sums, weights = dict.fromkeys(self.validated(), 0.0), 0.0
         for start in range(0, records, size):
             chosen = range(start, min(start + size, records))
-            # Pad the last batch, so that it divides over the ranks as all others do.
+            # Pad the last batch, so that it divides over the ranks like the others.
             batch = self.batch(self.validation_data, chosen, rows=gbs)
-            # Call this for every batch: computing the reference's log-probabilities may have switched the
-            # model's mode.
+            # For every batch: computing reference log-probabilities may have changed the model's mode.
             self.policy.prepare_for_training()
             metrics = self.metrics(self.policy.train(batch, self.loss_fn, eval_mode=True, gbs=gbs, mbs=mbs))
             weight = self.weight(batch)
@@ -137,26 +138,26 @@ class Supervised(Algorithm):
         return {**{name: total / weights for name, total in sums.items()}, "samples": records}
 
     def batch(self, data: Dataset, records: Sequence[int], rows: int | None = None) -> BatchedDataDict[Any]:
-        """Return the batch of these records that the loss reads, padded to ``rows`` rows; rows without a
-        record have ``sample_mask`` 0."""
+        """Build the training batch of these records, padded to ``rows`` rows. Padding rows have
+        ``sample_mask`` 0."""
         from megarl.distributed.token_batches import supervised_batch
 
         return supervised_batch(data.select(records), self.pad_token_id, rows)
 
     def metrics(self, result: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics of a call of ``train``."""
+        """Convert the result of ``Policy.train`` to metrics."""
         from megarl.algorithms.train_results import step_metrics
 
         return step_metrics(result, self.loss_fn)
 
     @abstractmethod
     def validated(self) -> Sequence[str]:
-        """Return the names of the metrics of a validation."""
+        """Return the names of the validation metrics."""
 
     def weight(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of records of a batch, by which its metrics are weighted."""
+        """Return the weight of a batch in the validation mean: its number of records."""
         return float(batch["sample_mask"].sum()) / self.rows_of_record
 
     def _rows(self, global_batch: int, micro_batch: int) -> tuple[int, int]:
-        """Return the sizes of batches in rows."""
+        """Convert batch sizes from records to rows."""
         return self.rows_of_record * global_batch, self.rows_of_record * micro_batch

@@ -1,4 +1,4 @@
-"""Results of a training call and of the passes before it, as plain numbers."""
+"""Conversion of the results of training calls and forward passes to plain numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, float]:
     """Return the metrics of a training call.
 
-    ``loss`` and ``grad_norm`` are means over its global batches, the others are reduced as the loss declares.
-    There is no ``grad_norm`` after an evaluation.
+    ``loss`` and ``grad_norm`` are means over its global batches; others are reduced as the loss declares.
+    After an evaluation there is no ``grad_norm``.
     """
     metrics = reduce_metrics(result["all_mb_metrics"], getattr(loss_fn, "metric_reductions", {}))
     metrics["loss"] = float(torch.as_tensor(result["loss"], dtype=torch.float64).mean())
@@ -47,17 +47,22 @@ def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunctio
 def trained_sequences(
     batch: Mapping[str, Any], result: Mapping[str, Any], loss_fn: LossFunction
 ) -> Sequences:
-    """Return the sequences of a batch that was trained on, for the throughput of its phase; ``result`` is the
-    result of ``Policy.train``."""
+    """Describe the sequences of a training call, to compute the throughput of its phase.
+
+    Args:
+        batch: the batch.
+        result: result of ``Policy.train``.
+        loss_fn: loss function of the call.
+    """
     scored = scored_tokens(batch) if getattr(loss_fn, "skips_masked", False) else None
     if reads_values(loss_fn):
         scored = int(
             batch["input_lengths"].sum()
-        )  # A score layer, which is small, has an output for every token.
+        )  # A scalar head is cheap, but computes a value for each token.
     return Sequences(batch["input_lengths"].numpy(), positions=result.get("positions"), scored=scored)
 
 
 def scored_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens of a batch whose log-probabilities a pass under its masks computes; the
-    first token of a row has none."""
+    """Return the number of tokens whose log-probabilities a forward pass computes: those under the masks,
+    without the first token of each row."""
     return int(under_mask(batch)[:, 1:].count_nonzero())

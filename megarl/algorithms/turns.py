@@ -1,6 +1,5 @@
-"""Time-sharing of devices by several models, of which only one at a time has its parameters there. It has
-nothing
-to do with the turns of a conversation."""
+"""Time-sharing of devices between several models, of which one at a time has its parameters on the devices.
+Unrelated to the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Time-sharing of the devices by the models of a run. A single model keeps them, and nothing is moved
-    here.
+    """Time-sharing of the devices between the models of a run. With a single model nothing is ever moved.
 
     Args:
-        models: by role; those that have workers. Any of them may be on the devices.
+        models: models with workers, by role. Each of them may be on the devices at first.
     """
 
     def __init__(self, models: Mapping[Role, Policy]) -> None:
         self._models = models
+        # After the start each model may still be loaded, so the first `take` offloads all others.
         self._may_be_there = set(models)
 
     def take(self, role: Role) -> None:

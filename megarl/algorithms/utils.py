@@ -1,4 +1,4 @@
-"""Arithmetic that the losses share, and seeding."""
+"""Arithmetic shared by the losses, and seeding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megarl.distributed.device import seed_everything
 
-# Keeps an empty mask at 0 / epsilon = 0, and is below half a unit in the last place of any float32 count of 1
-# or more.
+# Makes the mean of an empty mask 0 / epsilon = 0. Less than half an ulp of any float32 count from 1 on, so
+# that other means are unchanged.
 _EPSILON = 1e-8
 
 
@@ -20,19 +20,19 @@ def masked_mean(
     dim: int | None = None,
     global_normalization_factor: Tensor | float | None = None,
 ) -> Tensor:
-    """Return ``sum(values * mask) / (factor + 1e-8)``, where the factor is the mask's sum unless a global one
-    is given.
+    """Return ``sum(values * mask) / (factor + 1e-8)``. The factor is the sum of the mask, unless a global
+    factor is given.
 
     Values under a zero mask never reach the result, not even NaN or infinity. An empty mask gives exactly 0.
 
     Args:
         values: any shape, float or bool.
-        mask: same shape (or broadcastable), weights that are 0 where a value does not count.
+        mask: same shape or broadcastable; weights, 0 for values that do not count.
         dim: dimension to reduce; None reduces all.
-        global_normalization_factor: the divisor, for example the valid tokens of the whole global batch.
+        global_normalization_factor: the divisor, such as the number of valid tokens in the global batch.
     """
     weights = mask.to(values.dtype if values.is_floating_point() else torch.float32)
-    # Do not use a product alone: 0 times NaN or infinity is NaN.
+    # where before the product: 0 times NaN or infinity is NaN.
     kept = (
         torch.where(
             weights != 0,
@@ -60,17 +60,19 @@ def calculate_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) for each token sampled from the policy.
 
-    With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d,
-    unbiased; ``k2`` d^2 / 2, biased, but its gradient is the divergence's; ``k3`` exp(d) - d - 1, unbiased
-    and negative only by rounding, which exceeds its value for small d. Autograd through the result gives
-    gradients of the value, which stop at a clamp and are not those of the divergence for k1 and k3;
-    ``ClippedPGLossFn`` has the correct ones. Same shape and dtype as the inputs.
+    With ``d = reference - policy`` (J. Schulman, "Approximating KL Divergence", 2020): ``k1`` is -d and
+    unbiased. ``k2`` is d^2 / 2 and biased, but its gradient is that of the KL. ``k3`` is exp(d) - d - 1 and
+    unbiased; it is negative only by rounding, whose error exceeds the value for small d.
+
+    Autograd through the result differentiates the value. That gradient stops at a clamp, and for k1 and k3 it
+    is not the gradient of the KL; ``ClippedPGLossFn`` computes the correct one. The result has the shape and
+    dtype of the inputs.
 
     Args:
-        logprobs, logprobs_reference: same shape, float; of the policy and of the reference.
-        kl_type: which estimator.
-        input_clamp_value: d is clamped to plus and minus this; None for no clamp.
-        output_clamp_value: the estimate is clamped likewise; None for no clamp.
+        logprobs, logprobs_reference: log-probabilities of the policy and the reference, float, same shape.
+        kl_type: the estimator.
+        input_clamp_value: clamp d to plus and minus this; None for no clamp.
+        output_clamp_value: clamp the estimate to plus and minus this; None for no clamp.
     """
     difference = logprobs_reference - logprobs
     if input_clamp_value is not None:
@@ -90,10 +92,10 @@ def calculate_kl_penalty_joschu2020(
     input_clamp_value: float | None = None,
     output_clamp_value: float | None = None,
 ) -> Tensor:
-    """Call ``calculate_kl`` with the estimator k3, under the name that the NeMo-RL policy API has for it."""
+    """Call ``calculate_kl`` with the estimator k3. Exists for its name in the NeMo-RL policy API."""
     return calculate_kl(logprobs_policy, logprobs_reference, "k3", input_clamp_value, output_clamp_value)
 
 
 def set_seed(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch (all devices) of this process."""
+    """Seed Python, numpy and torch (all devices) in this process."""
     seed_everything(seed)

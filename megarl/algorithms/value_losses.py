@@ -1,6 +1,6 @@
-"""Losses of values, for models that score (``LossInputType.VALUE``): a reward model's and a value model's.
+"""Losses of models with a scalar head (``LossInputType.VALUE``): reward models and value models.
 
-The sources of the equations are in ``megarl/algorithms/README.md``.
+``megarl/algorithms/README.md`` lists the sources of the equations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megarl.observe.metrics import Reduction
 
 
 class PreferenceLoss:
-    """Bradley-Terry loss: ``mean(-log sigmoid(r_chosen - r_rejected))``, where r is the model's score at the
-    last token of an answer.
+    """Bradley-Terry loss of a reward model: ``mean(-log sigmoid(r_chosen - r_rejected))``, where r is the
+    score at the last token of an answer.
 
-    Rows alternate chosen and rejected. The mean is over the pairs of the global batch: the normaliser is
-    ``global_valid_seqs / 2``. A pair counts when both of its rows do. ``accuracy`` is the share of pairs
-    whose chosen answer has the higher score (equal scores are not correct), ``margin`` the mean of ``r_chosen
-    - r_rejected``.
+    Rows alternate between chosen and rejected, and a pair counts if both of its rows do. The mean is over the
+    pairs of the global batch: the normaliser is ``global_valid_seqs / 2``. ``accuracy`` is the share of pairs
+    in which the chosen answer has the higher score (equal scores count as wrong); ``margin`` is the mean of
+    ``r_chosen - r_rejected``.
     """
 
     loss_type = LossType.SEQUENCE_LEVEL
@@ -52,7 +52,7 @@ class PreferenceLoss:
         """Return loss and metrics, see ``LossFunction``.
 
         Raises:
-            BatchError: a key is missing, a shape does not fit, or the number of rows is odd.
+            BatchError: a column is missing, a shape does not match, or the number of rows is odd.
         """
         _check("PreferenceLoss", data, values, {"sample_mask": 1, "input_lengths": 1})
         if values.shape[0] % 2:
@@ -67,7 +67,7 @@ class PreferenceLoss:
             return masked_mean(of_pairs, pair_mask, global_normalization_factor=global_valid_seqs / 2)
 
         rewards = last_values(values, data["input_lengths"])
-        # Mask before the loss: the gradient of a NaN that does not count would be 0 times NaN.
+        # Mask first: the gradient of a NaN under a zero mask would be 0 times NaN.
         rewards = torch.where(pair_mask.repeat_interleave(2) != 0, rewards, 0.0)
         chosen, rejected = rewards[::2], rewards[1::2]
         loss = pair_mean(-logsigmoid(chosen - rejected))
@@ -83,18 +83,19 @@ class PreferenceLoss:
 
 
 class ValueLoss:
-    """Half the mean squared error of a value model over the valid tokens of the global batch, with PPO's clip
-    of values.
+    """Half the mean squared error of a value model over the valid tokens of the global batch, with PPO's
+    value clipping.
 
-    For a token with return R, value v of the state before it, and v_0 that value when the batch was sampled::
+    For a token with return R, value v of the state before it, and v_0 the value at sampling time::
 
         loss = 1/2 mean(max((v - R)^2, (v_0 + clip(v - v_0, -value_clip, value_clip) - R)^2))
 
     The value of the state before token t is the model's output at token t - 1. ``clipped_share`` is the share
-    of tokens whose clipped error is the larger one, so that they have no gradient, or one towards the bound.
+    of tokens whose clipped error is the larger one. Their gradient is 0, so the value is not moved further
+    from v_0.
 
     Args:
-        value_clip: largest change of a value that is rewarded; None for no clip.
+        value_clip: maximum change of a value since sampling; None for no clipping.
 
     Raises:
         ConfigError: ``value_clip`` is not above 0.
@@ -126,17 +127,17 @@ class ValueLoss:
     def __call__(
         self, data: BatchedDataDict, global_valid_seqs: Tensor, global_valid_toks: Tensor, values: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics, see ``LossFunction``. The data has ``returns`` and ``prev_values`` [B, S]:
-        column t is of token t, and of the state before it.
+        """Return loss and metrics, see ``LossFunction``. The data has ``returns`` and ``prev_values``, [B,
+        S]; column t is the return of token t, and the value of the state before it.
 
         Raises:
-            BatchError: a key is missing or a shape does not fit.
+            BatchError: a column is missing, or a shape does not match.
         """
         _check("ValueLoss", data, values, {"sample_mask": 1, "token_mask": 2, "returns": 2, "prev_values": 2})
         sample_mask = data["sample_mask"].to(values.dtype)
         mask = data["token_mask"][:, 1:].to(values.dtype) * sample_mask[:, None]
 
-        # Use where instead of a product, because 0 times infinity is NaN.
+        # where, not a product: 0 times infinity is NaN.
         def visible(column: Tensor) -> Tensor:
             return torch.where(mask != 0, column, 0.0)
 
@@ -149,11 +150,11 @@ class ValueLoss:
             visible(data["prev_values"][:, 1:]),
         )
         error = clipped = (current - returns).square()
-        # This is the clip of OpenAI's PPO2.
+        # Value clipping as in OpenAI's PPO2.
         if self.value_clip is not None:
             moved = current - previous
             near = previous + moved.clamp(-self.value_clip, self.value_clip)
-            # Within the clip both errors are the same number, which rounding would make two.
+            # Within the clip both errors are equal in theory, but not after rounding.
             clipped = torch.where(moved.abs() > self.value_clip, (near - returns).square(), error)
         loss = 0.5 * mean(torch.maximum(error, clipped))
         metrics = {
@@ -167,14 +168,18 @@ class ValueLoss:
 
 
 def last_values(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return [B]: from each row of ``values`` [B, S] the entry at its last token; ``lengths`` [B] int counts
-    its tokens, at least 1. Differentiable."""
+    """Return the value at the last token of each row, [B], from ``values`` [B, S]. ``lengths`` [B] int is the
+    number of tokens per row, at least 1. Differentiable."""
     return values.gather(1, lengths.long()[:, None] - 1).squeeze(1)
 
 
 def _check(loss: str, data: BatchedDataDict, values: Tensor, keys: Mapping[str, int]) -> None:
-    """Refuse a micro-batch that lacks one of the keys, each with its number of dimensions, or in which one
-    has another shape."""
+    """Check that a micro-batch has the given columns, with shapes that match the values. ``keys`` maps each
+    to its number of dimensions.
+
+    Raises:
+        BatchError: it does not.
+    """
     for key, dimensions in keys.items():
         shape: Sequence[int] = values.shape[:dimensions]
         if key not in data:

@@ -1,6 +1,5 @@
-"""A tokenizer's chat template: the text that it writes for messages, the format of tool calls that it
-expects, and
-how it ends a turn."""
+"""A tokenizer's chat template: rendering of messages, the format of tool calls that it expects, and the
+tokens with which it ends a turn."""
 
 from __future__ import annotations
 
@@ -25,44 +24,44 @@ if TYPE_CHECKING:
 ChatMessage = Mapping[str, Any]
 
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template that joins the contents of the messages and adds nothing."""
+"""Chat template that concatenates the contents of the messages and adds nothing."""
 
 RENDER_SECONDS = 10.0
-"""Maximum seconds that a template may take for one conversation."""
+"""Time limit in seconds for rendering one conversation."""
 
-# Maximum address space that rendering may add to the process.
+# Address space in bytes that rendering may add to the process.
 _RENDER_BYTES = 4 << 30
 
 _FREE_CHARACTERS, _CHARACTERS_A_CHARACTER = 1 << 20, 100
 """Limit on the length of a rendered text: the first number of characters, plus the second for each character
 of its messages and tools."""
 
-# Name of the function through which transformers gives templates the date.
+# Function with which transformers gives templates the date.
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _RESULT_MARKS = "<tool_response>", "</tool_response>"
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-# Markers of letters and digits that no template writes by itself, trims or escapes.
+# Probe texts of letters and digits, which no template writes by itself, trims or escapes.
 PROBE, FOLLOWING, REASONED = "probed1value", "following2turn", "reasoned3text"
 ASKED = {"role": "user", "content": "asked0first"}
 _NAME, _IDENTIFIER = "look_up", "call00001"
 
 
 def shows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template reads the tools that it is given."""
+    """Return whether the chat template uses the variable ``tools``."""
     return re.search(r"\btools\b", str(tokenizer.chat_template)) is not None
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with the values of a run.
+    """A tokenizer's chat template with the variables of a run.
 
     Args:
-        tokenizer: from ``get_tokenizer``.
-        values: values that the template reads, such as ``enable_thinking``.
-        date: date of the template's clock (``strftime_now``); None for the time of the call.
+        tokenizer: tokenizer from ``get_tokenizer``.
+        values: variables for the template, such as ``enable_thinking``.
+        date: fixed date for ``strftime_now``; None for the current time.
 
     Raises:
-        DataError: the template does not read one of the values.
+        DataError: the template does not use one of the variables.
     """
 
     def __init__(
@@ -81,29 +80,28 @@ class ChatTemplate:
                     "that it would do nothing; the "
                     f"template begins {self.text[:60]!r}. Fix: remove it, or correct its name"
                 )
-        # A value that is passed to the call hides the function of the same name, which transformers gives
-        # every template.
+        # A variable passed to the call hides transformers' own function of the same name.
         self._clock = {"strftime_now": date.strftime} if date is not None and self.reads_clock else {}
         self._date = date if self._clock else None
 
     @property
     def is_passthrough(self) -> bool:
-        """True if the template only joins the contents of messages."""
+        """True if the template only concatenates the contents of messages."""
         return self.text == PASSTHROUGH_TEMPLATE
 
     @property
     def reads_clock(self) -> bool:
-        """True if its output depends on the day."""
+        """True if the output depends on the date."""
         return reads_clock(self.text)
 
     @property
     def marks_turns(self) -> bool:
-        """True if ``{% generation %}`` marks the assistant's turns."""
+        """True if the template marks assistant turns with ``{% generation %}``."""
         return _MARKS_TURNS.search(self.text) is not None
 
     @property
     def identity(self) -> list[Any]:
-        """Everything except the messages that its texts depend on, as JSON types."""
+        """Everything except the messages that determines the output, as JSON types, for cache keys."""
         return [self.text, self._values, None if self._date is None else self._date.isoformat()]
 
     def render(
@@ -114,17 +112,18 @@ class ChatTemplate:
         *,
         for_generation: bool = False,
     ) -> str:
-        """Return the text of messages.
+        """Render messages to text.
 
         Args:
-            messages: as a record holds them; tool calls are converted to the template's format.
-            tools: given to the template.
-            origin: names the record in errors.
-            for_generation: continue to where the assistant's next turn begins.
+            messages: messages as in a record; tool calls are converted to the format that the template
+                expects.
+            tools: tools that the template shows.
+            origin: location of the record, for error messages.
+            for_generation: add the header of the assistant's next turn.
 
         Raises:
-            DataError: the template fails, takes more than ``RENDER_SECONDS`` or 4 GiB, or writes far more
-                than its input.
+            DataError: the template fails, exceeds ``RENDER_SECONDS`` or 4 GiB, or writes far more than its
+                input.
         """
         options = {"tokenize": False, "add_generation_prompt": for_generation}
         text = str(self._apply(messages, tools, origin, options))
@@ -142,8 +141,8 @@ class ChatTemplate:
     def encode_marked(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, and for each 1 if ``{% generation %}`` marks it. Errors as
-        in ``render``."""
+        """Return the token ids of a conversation, and a mask that is 1 on tokens inside ``{% generation %}``.
+        Errors are those of ``render``."""
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(messages, tools, origin, options)
         return list(found["input_ids"]), list(found["assistant_masks"])
@@ -164,7 +163,7 @@ class ChatTemplate:
                 f"{len(given)} messages; it begins "
                 f"{self.text[:60]!r}. Fix: correct the template, or leave the record out"
             ) from None
-        # Catch everything, because a template is a program that may fail in any way.
+        # A template is a program that may fail in any way.
         except (Exception, MemoryError) as error:
             where = self._failing_turn(given, tools, options) if len(given) > 1 else ""
             raise RecordError(
@@ -186,24 +185,22 @@ class ChatTemplate:
     def _failing_turn(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
-        """Return the name of the turn at which a template fails: the first one after the longest prefix that
-        it can render."""
+        """Describe the turn at which the template fails, for a message: the one after the longest prefix that
+        can be rendered."""
         place = len(messages) - 1
         while place > 0:
             try:
                 self._call(messages[:place], tools, options)
                 break
-            # Name OutOfTimeError, because it is not an Exception: otherwise libraries would catch it and
-            # continue.
+            # OutOfTimeError does not derive from Exception, so that libraries cannot swallow it.
             except (Exception, OutOfTimeError):
                 place -= 1
         return f" to turn {place + 1} of {len(messages)}, of {messages[place]['role']!r}"
 
     def _with_calls(self, message: ChatMessage, origin: str) -> ChatMessage:
-        """Return a message with its tool calls and results in the template's format."""
+        """Convert the tool calls and results in a message to the format that the template expects."""
         if message["role"] == "tool" and "<tool_response>" in self.text:
-            # Remove the marks that data in Hermes' form have, because the template would write them a second
-            # time.
+            # Hermes-style data already contain the marks, which the template would write a second time.
             content, (opening, closing) = str(message.get("content")).strip(), _RESULT_MARKS
             if not (content.startswith(opening) and content.endswith(closing)):
                 return message
@@ -233,7 +230,7 @@ class ChatTemplate:
             return given
         what = f"{origin}: the arguments {given[:60]!r} of the tool call {call.get('name')!r}"
         try:
-            # An empty text means a call without arguments.
+            # An empty text means no arguments.
             parsed = json.loads(given or "{}")
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{what} are no JSON: {error}. Fix: write a JSON object") from error
@@ -243,10 +240,10 @@ class ChatTemplate:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """True if the template expects the arguments of a tool call as JSON text, as DeepSeek's do, instead
-        of an object."""
+        """True if the template expects the arguments of a tool call as JSON text (as DeepSeek's does) rather
+        than as an object."""
         as_object = self._probe(_call_turn({"key": PROBE}))
-        # The repr of a dictionary in the output shows that the template expects text.
+        # A dictionary's repr in the output shows that the template expected text.
         if as_object is not None and PROBE in as_object and f"'{PROBE}'" not in as_object:
             return False
         as_text = self._probe(_call_turn(json.dumps({"key": PROBE})))
@@ -254,13 +251,13 @@ class ChatTemplate:
 
     @cached_property
     def _writes_none(self) -> bool:
-        """True if the template would write the word None, or fail, for a tool call without content."""
+        """True if the template fails on a tool call without content, or writes the word None for it."""
         turn = self.call_of(PROBE)
         with_none = self._probe({**turn, "content": None})
         return self._probe(turn) is not None and (with_none is None or "None" in with_none)
 
     def _probe(self, *turns: ChatMessage) -> str | None:
-        """Return the text of a user's turn and these turns; None if the template cannot render them."""
+        """Render a user turn followed by these turns. Return None if the template cannot."""
         try:
             return str(self._call([ASKED, *turns], (), {"tokenize": False, "add_generation_prompt": False}))
         except (Exception, OutOfTimeError):
@@ -268,11 +265,11 @@ class ChatTemplate:
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Token ids with which it ends the last turn of the assistant, with and without a tool call; empty if
-        it writes none.
+        """Token ids with which the template ends the assistant's last turn, with and without a tool call.
+        Empty if it writes none.
 
-        They are found by rendering short conversations. The token that ends an earlier turn need not be one:
-        after Harmony's ``<|end|>`` a model continues.
+        They are found by rendering short conversations. A token that ends an earlier turn does not count:
+        Harmony's ``<|end|>``, for example, does not stop generation.
         """
         if self.is_passthrough:
             return ()
@@ -282,15 +279,15 @@ class ChatTemplate:
         if followed is not None:
             between = followed.rpartition(FOLLOWING)[0]
             if last:
-                # Keep the tokens that both ends share: Command A closes a response and then the turn, whereas
-                # Phi ends the turn, and then the text if no turn follows.
+                # Keep what the last turn and an earlier turn share. Command A closes the response and then
+                # the turn; Phi ends the turn, and then the text if no turn follows.
                 shared = itertools.takewhile(
                     lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False)
                 )
                 last = [token for token, _ in shared] or last[:1]
             else:
-                # GLM writes no end of a turn: its models stop at the mark of the next role, which directly
-                # follows the turn.
+                # GLM writes no end of turn: its models stop at the mark of the next role, directly after the
+                # turn.
                 last = [
                     token
                     for token in self._specials_after(between)[:1]
@@ -301,7 +298,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
 
     def _specials_after(self, text: str | None) -> list[int]:
-        """Return the ids of the special tokens after the probe in a text."""
+        """Return the ids of the special tokens that follow the probe in a rendered text."""
         if text is None or PROBE not in text:
             return []
         rest = text.rpartition(PROBE)[2]
@@ -310,39 +307,38 @@ class ChatTemplate:
         return [number for number in ids if number in special]
 
     def _follows_directly(self, text: str, token: int) -> bool:
-        """Return whether a token directly follows the probe, so that nothing else can be the end of
-        the turn."""
+        """Return whether a token directly follows the probe, so that nothing else can end the turn."""
         rest = text.rpartition(PROBE)[2]
         return rest.lstrip().startswith(str(self._tokenizer.convert_ids_to_tokens(token)))
 
     def last_boundary(self, text: str) -> int:
-        """Return where the last special token, markup tag or line of a text ends; 0 if there is none.
+        """Return the end of the last special token, markup tag or white space in a text; 0 if there is none.
 
-        The common prefix of two rendered texts may end inside a token of both, as ``<t`` of ``<think>`` and
-        ``<tool_call>``.
+        The common prefix of two rendered texts may end inside a token, such as ``<t`` for ``<think>`` and
+        ``<tool_call>``. This finds the last safe position.
         """
         ends = [match.end() for match in self._markup.finditer(text)]
         return max(ends, default=0)
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:
-        # Sort by length, longest first: a pattern takes the first alternative that matches, and one token may
-        # begin another.
+        # Longest first: a pattern takes the first alternative that matches, and one token may be a prefix of
+        # another.
         added = sorted(map(str, self._tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, filter(None, added)), r"\s+"]))
 
     def call_of(self, value: str, names: Sequence[tuple[str, str]] = ((_NAME, _IDENTIFIER),)) -> ChatMessage:
-        """Return a turn of the assistant that calls tools with this argument, in the template's format.
+        """Build an assistant turn that calls tools, in the format that the template expects.
 
         Args:
-            value: of the argument.
+            value: value of each call's only argument.
             names: name of each tool, and the id of its call.
         """
         arguments: Any = {"key": value}
         return _call_turn(json.dumps(arguments) if self._wants_text else arguments, names)
 
     def writes_responses(self) -> bool:
-        """Return whether the template writes assistant turns; a template for prompts only does not."""
+        """Return whether the template renders assistant turns. Templates for prompts only do not."""
         return PROBE in (self._probe({"role": "assistant", "content": PROBE}) or "")
 
 
@@ -355,32 +351,31 @@ def _call_turn(arguments: Any, names: Sequence[tuple[str, str]] = ((_NAME, _IDEN
 
 
 def reads_clock(template: str) -> bool:
-    """Return whether a template's output depends on the day on which it is rendered."""
+    """Return whether a template's output depends on the date of rendering."""
     return _CLOCK.search(template) is not None
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of a tokenizer's special tokens, including those that only a template writes."""
+    """Return the ids of all special tokens, including those that only a template writes."""
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Limit the time and memory of a template, which is a program that came with a model.
+    """Limit the time and memory of a template, which is untrusted code that comes with a model.
 
-    The limit on address space applies to the whole process while the block runs. It is far above the current
-    size, so that other threads do not reach it.
+    The address space limit applies to the whole process while the context is active. It is far above the
+    current size, so that other threads do not reach it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = status_bytes("VmSize") + _RENDER_BYTES
-    # Only lower the limit, so that a stricter one that is already set stays.
+    # Only lower the limit: a stricter one may already be set.
     lowers = soft == resource.RLIM_INFINITY or wanted < soft
     if lowers:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
     try:
-        # Set no limit within another: a process has a single alarm, and the inner limit's end would stop the
-        # outer clock.
+        # No nested time limit: a process has a single alarm, which the end of the inner limit would cancel.
         with contextlib.nullcontext() if is_limited() else time_limit(RENDER_SECONDS):
             yield
     finally:

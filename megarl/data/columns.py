@@ -1,4 +1,4 @@
-"""Columns found by their common names, if a data source does not name its fields."""
+"""Inference of a data source's field keys from common column names, if the source does not set them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Reading = dict[str, Any]
-"""Keys of a data source that name the fields of its records."""
+"""Maps field keys of a data source (such as ``prompt_key``) to field names."""
 
 
 class Kind(Enum):
-    """Purpose of the records: answers to learn, references to compare responses with, or pairs of answers."""
+    """Use of the records: answers to train on, reference answers for a reward, or preference pairs."""
 
     ANSWERS = "answers"
     REFERENCES = "reference answers"
@@ -60,11 +60,12 @@ _MEANING = {
     "extra_keys": "further fields",
 }
 _BESIDE_TEXTS = ("input", "summary", "labels", "test_list", *itertools.chain(*_PAIRS))
-"""Further columns beside which a text may not be all that is to be learned."""
+"""If a row also has one of these columns, its text may not be all that should be trained on."""
 _ADVICE = "prompt_key and answer_key with the names of the fields, or messages_key for whole conversations"
 _ADVICE_OF_TEXTS = f"{_ADVICE}, or prompt_key=[] and answer_key for texts by themselves"
 _ANSWERED = "{'prompt': ..., 'answer': ...}"
-# For data without columns of the usual names: what is missing, what to write, and an example of a record.
+# Parts of the error message if no columns have common names: what is missing, what to write, and an example
+# of a record.
 _WANTED = {
     Kind.ANSWERS: ("prompts with answers nor conversations", _ADVICE_OF_TEXTS, _ANSWERED),
     Kind.REFERENCES: ("prompts with reference answers nor conversations", _ADVICE, _ANSWERED),
@@ -80,10 +81,12 @@ _WANTED = {
 
 
 def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = False) -> None:
-    """Fill in a source's missing field keys from its first record; keys that the source sets are kept.
+    """Fill in a source's missing field keys from the columns of its first record. Keys that the source sets
+    are kept.
 
     Raises:
-        DataError: no columns have common names, or they can be read in several ways; says what to write.
+        DataError: no columns have common names, or there are several ways to read them; the message says what
+            to write.
     """
     if _is_complete(source, kind):
         _warn_of_unread(source)
@@ -94,7 +97,7 @@ def complete_source(source: DataSource, kind: Kind, skips_bad_records: bool = Fa
     faults = [_fault_of_reading(row, each, kind, origin) for each in readings]
     if faults and all(faults):
         raise DataError(f"{source_name(source)}: {faults[0]}")
-    # Never guess, because training on the wrong column raises no error.
+    # Never guess: training on the wrong column raises no error.
     if len(readings) > 1:
         texts = list[str]()
         for reading in readings:
@@ -136,7 +139,7 @@ def _is_complete(source: DataSource, kind: Kind) -> bool:
 
 
 def _warn_of_unread(source: DataSource) -> None:
-    """Warn of tools and a system message in a file's first record that no key names."""
+    """Warn if the first record of a file has tools or a system message that no key of the source names."""
     if "path" not in source or set_module(source) is not None:
         return
     none: Row = ("", {})
@@ -177,7 +180,7 @@ def _in_words(value: str | Sequence[str]) -> str:
 
 
 def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterator[Reading]:
-    """Yield all ways to read a record that agree with the source's own keys."""
+    """Yield all ways to read a record that are consistent with the source's own keys."""
     own_prompt, own_answer = source.get("prompt_key"), source.get("answer_key")
     prompts = list(_prompts(row, kind)) if own_prompt is None else [own_prompt]
     if kind is Kind.PAIRS:
@@ -194,7 +197,8 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
 
 
 def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
-    """Return the reading of a row that is a text by itself, as language models are trained on."""
+    """Return the reading of a row that consists of a single text, as in language-model pre-training. Empty
+    for any other row."""
     usual = (_PROMPTS, _TEXTS, _ANSWERS, _FINAL_ANSWERS, _CONVERSATIONS, _SYSTEMS, _TOOLS, _BESIDE_TEXTS)
     others = set(itertools.chain(*usual)) & row.keys() or any(map(source.get, FIELD_KEYS))
     text = row.get("text")
@@ -222,7 +226,7 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
         ):
             continue
         reading = {"chosen_key": chosen, "rejected_key": rejected}
-        # Ignore a prompt next to whole conversations: it adds nothing, and may be only a part of their
+        # Ignore a prompt next to complete conversations: it adds nothing, and may be only part of their
         # beginning.
         first_role = next(iter(_roles(row.get(str(chosen)))), "assistant")
         if source.get("prompt_key") is None and first_role != "assistant":
@@ -232,21 +236,21 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
 
 
 def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
-    """Yield the fields that may hold the prompt."""
+    """Yield the fields, or lists of fields, that may hold the prompt."""
     names = _present(row, _PROMPTS)
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
-        # Accept a name that only one data set uses (LiveCodeBench, MBPP) if another field identifies the set,
-        # because elsewhere the name means something else.
+        # These names are specific to one data set (LiveCodeBench, MBPP) and mean something else elsewhere, so
+        # require another field of that set.
         names += [
             name
             for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
             if {name, of_set} <= row.keys()
         ]
     for name in names:
-        # Add further fields of the same prompt: Alpaca's input, Dolly's context, and the starting code of
-        # programming tasks.
+        # Further fields of the same prompt: Alpaca's input, Dolly's context, starter code of programming
+        # tasks.
         behind = (
             ["input", "context"]
             if name == "instruction"
@@ -266,7 +270,7 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
 
 
 def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
-    """Yield the fields that may hold the answer."""
+    """Yield the fields, or lists of fields, that may hold the answer."""
     if kind is Kind.ANSWERS:
         yield from _present(row, _ANSWERS)
         return
@@ -278,11 +282,11 @@ def _answers(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
         if any(row.get(name) is not None for name in together[:2]):
             names = _present(row, together)
             yield names if len(names) > 1 else names[0]
-    # Accept "test" only if it holds a test function (KodCode), because the name means anything elsewhere.
+    # "test" may mean anything, so require that it contains a test function (KodCode).
     tests = (*_TESTS, "test") if "def test" in str(row.get("test")) else _TESTS
-    # Prefer a final answer: a worked solution next to it is not the reference.
+    # Prefer a final answer over a worked solution, which is not the reference.
     for name in _present(row, (*tests, *_FINAL_ANSWERS)) or _present(row, _SOLUTIONS):
-        # Add the field that names the function which a row's tests call (DeepCoder).
+        # Add the field that names the function under test (DeepCoder).
         yield [name, "metadata"] if name in _TESTS and _names_function(row.get("metadata")) else name
 
 
@@ -291,13 +295,13 @@ def _names_function(metadata: Any) -> bool:
 
 
 def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the names of fields that a record has, without those that are null unless all of them are."""
+    """Return the names of the fields that a record has. Null fields are dropped, unless all are null."""
     found = [name for name in names if name in row]
     return [name for name in found if row[name] is not None] or found
 
 
 def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
-    """Return a description of what a reading leaves out of the prompt, or None."""
+    """Return a message about what a reading would leave out of the prompt, or None."""
     named = next(reading[key] for key in ("prompt_key", "messages_key", "chosen_key") if key in reading)
     keys = fields_of_key(named)
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
@@ -306,15 +310,15 @@ def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, orig
 def _beside(
     row: Mapping[str, Any], source: DataSource, found: Reading, origin: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a record's companions: its system message, its tools, and the fields of verl's
-    rewards."""
+    """Yield keys for a record's secondary fields: its system message, its tools, and the fields that verl's
+    rewards read."""
     if source.get("system_key") is None:
-        # Use 0 as the default, so that a missing field differs from one that holds null.
+        # The default 0 distinguishes a missing field from null.
         systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
         yield from (("system_key", name) for name in systems[:1])
     if source.get("tools_key") is None:
         tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
-        # Data sets in Hermes' form list the tools in the system message as well.
+        # Hermes-style data list the tools in the system message as well.
         tools = [] if _system_lists_tools(row, found, origin) else tools
         yield from (("tools_key", name) for name in tools[:1])
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
@@ -328,7 +332,7 @@ def _beside(
 
 
 def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> bool:
-    """Return whether the system message of a record contains a list of tools as text."""
+    """Return whether a record's system message already lists the tools as text."""
     first = found.get("messages_key") or found.get("chosen_key") or found["prompt_key"]
     systems: list[Any] = list(map(row.get, _SYSTEMS))
     # Ignore the error here, because the reader of the record reports it.
@@ -348,7 +352,7 @@ def _are_tools(row: Mapping[str, Any], source: DataSource, name: str) -> bool:
 
 
 def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: Kind) -> bool:
-    """Return whether the reference answers are GSM8K's solutions, of which only the text after ``####`` is
+    """Return whether the reference answers are GSM8K solutions, of which only the text after ``####`` is
     compared."""
     own = any(source.get(key) is not None for key in FIELD_KEYS)
     is_reading = found == {"prompt_key": "question", "answer_key": "answer"} and kind is Kind.REFERENCES
@@ -356,7 +360,7 @@ def _is_gsm8k(row: Mapping[str, Any], source: DataSource, found: Reading, kind: 
 
 
 def _roles(value: Any) -> list[str | None]:
-    """Return the roles of stored messages; empty for any other value."""
+    """Return the roles of stored messages. Empty for any other value."""
     try:
         found = as_messages(value, "", "")
     except RecordError:

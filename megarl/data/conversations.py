@@ -1,20 +1,17 @@
-"""Token ids of whole conversations, and the spans of them that the assistant says.
+"""Token ids of complete conversations, and the spans of the assistant's turns in them.
 
-The ids come from one tokenization of the chat template's text for the whole conversation, so nothing is
-trained
-on that the template would write differently. The assistant's turns are found in that text as spans of
-characters:
+The ids come from a single tokenization of the rendered conversation, so no text is trained on that the
+template would render differently. The assistant's turns are located in the rendered text as character spans:
 
-* A turn begins where the template's text for the preceding turns ends, as when a response is generated. A
-  template may rewrite turns once others follow (Qwen3 drops reasoning, Phi ends the last turn differently).
-  Then the turn begins after the text that the template writes between the previous message and a generated
-  response.
-* It includes the token with which the template ends the turn. If generation does not stop at that token, such
-  as Harmony's ``<|end|>``, the token is not learned.
+* A turn starts where the rendering of the preceding turns ends, as it does when a response is generated. A
+  template may render a turn differently once others follow (Qwen3 drops reasoning, Phi ends the last turn
+  differently). Then the turn starts after the header that the template writes between the previous message
+  and a generated response.
+* A turn includes the token with which the template ends it. If generation does not stop at that token, as
+  with Harmony's ``<|end|>``, the token has no loss.
 
-A message's part of the text is found by rendering the conversation once more with a mark in its place: the
-text
-after the mark is the text after the message.
+To locate a message, the conversation is rendered again with a mark in place of the message: the text after
+the mark is the text after the message.
 """
 
 from __future__ import annotations
@@ -34,22 +31,22 @@ from megarl.errors import RecordError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names of the field in DeepSeek's API, in vLLM and in Harmony's template.
+# Field names of reasoning in DeepSeek's API, in vLLM, and in Harmony's template.
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_MARK = re.compile(r"\s*[<\[|/]+(?:start_|begin_of_)?th(?:ink|ought)", re.IGNORECASE)
 _SHOWN = 40
-# Minimum length in characters of a content that identifies its position in the rendered text.
+# A content with at least this many characters hardly occurs in the rendered text by chance.
 _TELLING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedConversation:
-    """A whole conversation as a model is trained on it.
+    """A tokenized conversation for training.
 
     Attributes:
-        ids: its tokens.
-        targets: spans [start, end) of the tokens that the assistant says: disjoint, in order.
-        dropped_reasoning: turns whose reasoning the template leaves out, because a later user's turn follows.
+        ids: token ids.
+        targets: token spans [start, end) of the assistant's turns, disjoint and in order.
+        dropped_reasoning: number of turns whose reasoning the template omits, because a user turn follows.
     """
 
     ids: list[int]
@@ -59,13 +56,13 @@ class EncodedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ConversationEncoder:
-    """Encodes conversations with a chat template.
+    """Tokenizes conversations with a chat template.
 
     Attributes:
-        tokenizer: from ``get_tokenizer``.
-        template: of the tokenizer.
-        stop_tokens: ids that end a response when it is generated.
-        leading_tokens: tokens before every text.
+        tokenizer: tokenizer from ``get_tokenizer``.
+        template: the tokenizer's chat template.
+        stop_tokens: token ids that end a generated response.
+        leading_tokens: token ids (BOS) that precede every text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -74,37 +71,39 @@ class ConversationEncoder:
     leading_tokens: list[int]
 
     def led(self, ids: list[int]) -> list[int]:
-        """Return the tokens of a text with those that begin every text, unless it begins with them: a text
-        that a template rendered has its own begin token, and a model knows only one."""
+        """Prepend the leading tokens (BOS) unless the ids already start with them. A chat template may write
+        BOS itself, and models are trained with exactly one."""
         leading = self.leading_tokens
         return ids if ids[: len(leading)] == leading else leading + ids
 
     def encode(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
     ) -> EncodedConversation:
-        """Return the tokens of a conversation and the spans that the assistant says.
+        """Tokenize a conversation, and locate the assistant's turns.
 
-        If the template has ``{% generation %}`` marks, they define the targets.
+        If the template has ``{% generation %}`` marks, these define the targets.
 
         Args:
-            messages: of any roles; the last one is the assistant's.
-            tools: given to the template.
-            origin: names the record in errors.
+            messages: messages of any roles; the last one is the assistant's.
+            tools: tools that the template shows.
+            origin: location of the record, for error messages.
 
         Raises:
-            RecordError: the template cannot be applied, leaves out what a turn says, or the positions of
-                turns are ambiguous.
+            RecordError: the template fails, omits part of what the assistant says, or the position of a turn
+                is ambiguous.
         """
         spoken = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.marks_turns:
             return self._by_marks(messages, tools, origin, spoken)
         whole = _Whole(self.template, messages, tools, origin)
-        # Encode the whole text at once: parts that are encoded separately have other tokens at their borders.
+        # Tokenize the text as a whole: tokens at borders differ if parts are tokenized separately.
         text = _TokenizedText.of(self.tokenizer, whole.text, origin)
         spans, dropped = list[tuple[int, int]](), 0
         floor = 0
         for place in spoken:
             start = whole.start_of_turn(place)
+            # Overlapping turns mean that a position was found wrongly. Training on them would train on user
+            # text.
             if start < floor:
                 raise whole.fault(place, "begins before the end of the turn before it")
             first, end, over = self._tokens_of_turn(whole, text, place, start)
@@ -119,12 +118,11 @@ class ConversationEncoder:
         return EncodedConversation(led, [(start + shift, end + shift) for start, end in spans], dropped)
 
     def _close(self, ids: list[int], spans: list[tuple[int, int]]) -> None:
-        """End the last turn with a token at which generation stops, if the template writes none after it."""
+        """Append a stop token to the last turn, if the template does not write one after it."""
         first, end = spans[-1]
         if end > first and ids[end - 1] in self._all_stops:
             return
-        # White space after the turn, such as a line feed, is not part of what a model generates before it
-        # stops.
+        # Drop white space after the turn, which a model would not generate before it stops.
         del ids[end:]
         ids.append(self._closing_token)
         spans[-1] = (first, len(ids))
@@ -142,7 +140,8 @@ class ConversationEncoder:
     def _tokens_of_turn(
         self, whole: _Whole, text: _TokenizedText, place: int, start: int
     ) -> tuple[int, int, int]:
-        """Return the first token of a turn, the token after its last one, and where its text ends."""
+        """Return the index of a turn's first token, the index after its last token, and the character offset
+        of its end."""
         first = text.first_token_saying(whole.text, start)
         said = whole.end_of_said(place, start)
         bound = whole.start_of_content(place + 1)
@@ -154,7 +153,7 @@ class ConversationEncoder:
             if text.ids[token] in stops:
                 return first, token + 1, text.starts[token]
             token += 1
-        # No token ends the turn, so that its text reaches to where the template's own text of the turn ends.
+        # Without an end token, the turn ends where the template's own text for it ends.
         end = whole.end_of_turn(place, said)
         return first, text.last_token_up_to(end), end
 
@@ -167,7 +166,7 @@ class ConversationEncoder:
     ) -> EncodedConversation:
         ids, mask = self.template.encode_marked(messages, tools, origin)
         spans = list(_runs_of_ones(mask))
-        # A span that begins at the first token leaves no prompt, and an example needs one.
+        # A span that starts at the first token leaves no prompt, which an example needs.
         if not spans or len(spans) > len(spoken) or spans[0][0] == 0:
             raise RecordError(
                 f"{origin}: the conversation has {len(spoken)} turns of the assistant, in the text of the "
@@ -187,8 +186,8 @@ class ConversationEncoder:
                 f"the first marked text is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% "
                 "generation %} of policy.tokenizer.chat_template"
             )
-        # Include the end token: marks are often put around the content alone, and a model that never learns
-        # the end of a turn does not stop.
+        # Include the end token: marks often enclose the content only, and a model that is not trained on the
+        # end of a turn does not stop.
         ends = [
             end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops)
             for _, end in spans
@@ -198,8 +197,8 @@ class ConversationEncoder:
 
 
 def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bool:
-    """Return whether each text is the content of one of the assistant's turns; a template may mark only some
-    of them."""
+    """Return whether each marked text contains the content of an assistant turn, in order. A template may
+    mark only some turns."""
     left = iter(turns)
     return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
 
@@ -215,7 +214,11 @@ def _runs_of_ones(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _check_spans(spans: Sequence[tuple[int, int]], origin: str) -> None:
-    """Refuse spans that are empty, overlap or are out of order."""
+    """Check that no span is empty, overlaps another or is out of order.
+
+    Raises:
+        RecordError: one is.
+    """
     before = 0
     for number, (start, end) in enumerate(spans, 1):
         if not before <= start < end:
@@ -230,11 +233,11 @@ def _check_spans(spans: Sequence[tuple[int, int]], origin: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizedText:
-    """The tokens of a text.
+    """Token ids of a text with their character offsets.
 
     Attributes:
         ids: token ids.
-        starts, ends: first character of each token, and the one after its last.
+        starts, ends: offset of each token's first character, and the offset after its last one.
     """
 
     ids: Sequence[int]
@@ -249,22 +252,21 @@ class _TokenizedText:
         offsets = found["offset_mapping"]
         starts = list[int]()
         for start, end in offsets:
-            # A token without characters (an inserted space) starts where the token before it ends.
+            # A token without characters (an inserted space) starts where the previous one ends.
             starts.append(start if end > start or not starts else max(start, starts[-1]))
         return cls(list(found["input_ids"]), starts, [end for _, end in offsets])
 
     @classmethod
     def _by_prefixes(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
-        """Tokenize as ``of`` does with a tokenizer without offsets: the characters of each token are counted
-        by decoding.
+        """Do what ``of`` does for a tokenizer without offsets: count the characters of each token by decoding
+        prefixes.
 
         Raises:
             RecordError: the tokens do not decode to the text.
         """
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        # Decode prefixes, because a single token may be part of a character, or lose its space when it is
-        # decoded alone.
+        # Decode prefixes: a single token may be part of a character, or lose its space when decoded alone.
         ends = [len(tokenizer.decode(ids[: number + 1], **options)) for number in range(len(ids))]
         if tokenizer.decode(ids, **options) != text:
             raise RecordError(
@@ -275,14 +277,15 @@ class _TokenizedText:
         return cls(ids, [0, *ends[:-1]], ends)
 
     def first_token_from(self, character: int) -> int:
-        """Return the first token that begins at or after a character."""
+        """Return the index of the first token that starts at or after a character offset."""
         return bisect.bisect_left(self.starts, character)
 
     def first_token_saying(self, text: str, character: int) -> int:
-        """Return the first token that stands for a visible character of the text from ``character`` on.
+        """Return the index of the first token that contains a visible character at or after a character
+        offset.
 
-        If a prompt ends in a space (``Assistant: ``), that space and the first word of the response are often
-        one token.
+        It may start before the offset: if a prompt ends with a space (``Assistant: ``), the space and the
+        first word of the response are often one token.
         """
         token = self.first_token_from(character)
         while token and text[character : self.ends[token - 1]].strip():
@@ -290,12 +293,12 @@ class _TokenizedText:
         return token
 
     def last_token_up_to(self, character: int) -> int:
-        """Return the position after the last token that ends at or before a character."""
+        """Return the index after the last token that ends at or before a character offset."""
         return bisect.bisect_right(self.ends, character)
 
 
 class _Whole:
-    """The text of a whole conversation, and the positions of its messages in it."""
+    """A rendered conversation, in which messages can be located."""
 
     def __init__(
         self,
@@ -306,7 +309,7 @@ class _Whole:
     ) -> None:
         self.template, self.messages, self.tools, self.origin = template, messages, tools, origin
         self.text = self._render(messages)
-        # Cache these, because each one takes a rendering of the whole conversation.
+        # Cached, because each entry takes one rendering of the whole conversation.
         self._around_marks: dict[int, tuple[str, str] | None] = {}
 
     def _render(self, messages: Sequence[ChatMessage], *, for_generation: bool = False) -> str:
@@ -315,19 +318,20 @@ class _Whole:
     @cached_property
     def _mark(self) -> str:
         mark = "mark7here"
+        # A conversation may contain the mark itself; a random one then takes its place.
         while mark in self.text:
             mark = f"mark{os.urandom(8).hex()}here"
         return mark
 
     def start_of_turn(self, place: int) -> int:
-        """Return where the assistant's turn begins, after everything that the template writes before a
-        generated response.
+        """Return the offset at which an assistant turn starts, after everything that the template writes
+        before a generated response.
 
         Raises:
-            RecordError: the position is ambiguous.
+            RecordError: the offset is ambiguous.
         """
         prompt = self._render(self.messages[:place], for_generation=True)
-        # In the usual case the earlier turns are written as they were when this one was generated.
+        # Usual case: earlier turns are rendered the same when others follow.
         if self.text.startswith(prompt):
             return len(prompt)
         after = self._end_of_content(place - 1)
@@ -345,18 +349,17 @@ class _Whole:
         return after + shared
 
     def _end_of_header(self, place: int, after: int, expected: str, found: str) -> int:
-        """Return where the text that the template adds before a generated response ends, if it occurs once
-        after the preceding message.
+        """Return the offset after the header that the template writes before a generated response, if the
+        header occurs exactly once after the preceding message.
 
-        A template may end the preceding message differently if others follow (Hermes: a line feed after the
-        results of tools).
+        This is needed if a template ends the preceding message differently once others follow (Hermes: a line
+        feed after tool results).
 
         Raises:
-            RecordError: it does not; with the expected and the found text.
+            RecordError: it does not occur exactly once; the message shows the expected and the found text.
         """
         plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
-        # Render with and without the generation prompt: the difference is what the template adds before a
-        # response.
+        # The difference between both renderings is the header of a generated response.
         header = prompt.removeprefix(plain)
         opened = _REASONING_MARK.search(header)
         if opened and "</" not in header[opened.start() :] and header not in self.text[after:]:
@@ -379,8 +382,7 @@ class _Whole:
         return after + between.index(header) + len(header)
 
     def end_of_said(self, place: int, start: int) -> int:
-        """Return a character after everything that an assistant's message says, but before the end of its
-        turn.
+        """Return an offset after everything that an assistant message says, but before the end of its turn.
 
         Raises:
             RecordError: the template does not write the message.
@@ -399,7 +401,7 @@ class _Whole:
         return found
 
     def start_of_content(self, place: int) -> int:
-        """Return where the content of a message begins, or the end of the text if there is no such
+        """Return the offset at which a message's content starts, or the end of the text if there is no such
         message."""
         if place >= len(self.messages):
             return len(self.text)
@@ -412,7 +414,7 @@ class _Whole:
         return len(around[0])
 
     def end_of_turn(self, place: int, said: int) -> int:
-        """Return where a turn ends that no token ends."""
+        """Return the offset at which a turn without an end token ends."""
         if place == len(self.messages) - 1:
             return len(self.text)
         alone = self._render(self.messages[: place + 1])
@@ -428,17 +430,19 @@ class _Whole:
         )
 
     def _only_place_of(self, place: int) -> int | None:
-        """Return where a message's content begins if it occurs once in the text, so that no further rendering
-        is needed; else None.
+        """Return the offset of a message's content if it occurs exactly once in the text, else None. This
+        saves another rendering.
 
-        White space around it might be the template's, and a short content may occur in the text by chance.
+        Contents with surrounding white space are excluded, because the template may have added it; so are
+        short contents, which may occur by chance.
         """
         content = self.messages[place].get("content") or ""
         is_telling = len(content) >= _TELLING and content == content.strip()
         return self.text.find(content) if is_telling and self.text.count(content) == 1 else None
 
     def _end_of_calls(self, place: int) -> int | None:
-        """Return the start of the text of tool calls that stays the same when the last argument changes."""
+        """Return the offset from which the text no longer depends on the arguments of the last tool call.
+        Return None if the template does not write them exactly once."""
         *calls, last = self.messages[place]["tool_calls"]
         marked = self._text_with(
             place, {**self.messages[place], "tool_calls": [*calls, with_arguments(last, {"key": self._mark})]}
@@ -450,8 +454,8 @@ class _Whole:
         return len(self.text) - shared
 
     def _around_mark(self, place: int) -> tuple[str, str] | None:
-        """Return the text that the template writes before and after a mark that replaces a message's content;
-        None if the template leaves the mark out."""
+        """Render with a mark in place of a message's content. Return the text before and after the mark, or
+        None if the template omits it."""
         if place not in self._around_marks:
             before, mark, behind = self._text_with(place, self._with_mark(place)).rpartition(self._mark)
             self._around_marks[place] = (before, behind) if mark else None
@@ -464,7 +468,7 @@ class _Whole:
         return {**self.messages[place], "content": self._mark}
 
     def fault(self, place: int, what: str) -> RecordError:
-        """Return the error for a turn of the assistant."""
+        """Build the error for an assistant turn."""
         return _fault(self.origin, place, len(self.messages), what)
 
 
@@ -478,17 +482,20 @@ def _fault(origin: str, place: int, turns: int, what: str) -> RecordError:
 
 
 def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str, origin: str) -> bool:
-    """Return whether the reasoning of a turn, if any, is in its text.
+    """Return whether the template wrote the reasoning of an assistant turn. True if the turn has none.
+
+    Templates omit the reasoning of earlier turns on purpose; everything else that is trained on must be
+    written.
 
     Args:
-        messages: of the conversation.
-        place: position of the assistant's message.
-        text: the chat template's text for it.
-        origin: names the record in errors.
+        messages: the conversation.
+        place: index of the assistant's message.
+        text: the template's text for that message.
+        origin: location of the record, for error messages.
 
     Raises:
-        RecordError: the template left out a part that is to be learned: the turn's content, its tool calls,
-            or reasoning that no user's turn follows. Templates leave earlier reasoning out on purpose.
+        RecordError: the template omits the turn's content, its tool calls, or reasoning that no user turn
+            follows.
     """
     message, written = messages[place], _joined(text)
     visible = visible_text(message)
@@ -516,14 +523,14 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
 
 
 def _is_prefill(shared: str, left_out: str) -> bool:
-    """Return whether a turn differs from a generated one only by an opened block of reasoning.
+    """Return whether a turn differs from a generated one only by an opened reasoning block.
 
-    Templates of reasoning models begin a response for them (``<think>``), and leave that out of turns without
+    Templates of reasoning models open a generated response with ``<think>``, and omit this in turns without
     reasoning.
 
     Args:
-        shared: common beginning of both.
-        left_out: continuation of only the generated one.
+        shared: common prefix of both texts.
+        left_out: continuation that only the generated turn has.
     """
     is_inside_block = "<think>" in shared.rpartition("</think>")[2] and "</think>" in left_out
     return not is_inside_block and _REASONING_MARK.match(left_out) is not None
@@ -531,7 +538,7 @@ def _is_prefill(shared: str, left_out: str) -> bool:
 
 def _shared_length(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
-    # Compare slices by bisection, because a loop over characters takes seconds for long conversations.
+    # Bisection over slices; a loop over characters would take seconds for long conversations.
     alike, bound = 0, min(len(first), len(second))
     while alike < bound:
         middle = (alike + bound + 1) // 2
@@ -543,13 +550,12 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def visible_text(message: ChatMessage) -> str:
-    """Return what a message of the assistant says after its reasoning."""
+    """Return the content of an assistant message after its reasoning."""
     return str(message.get("content") or "").rpartition("</think>")[2].strip()
 
 
 def reasoning_of(message: ChatMessage) -> str:
-    """Return the reasoning of a message, from a field of its own or from a ``<think>`` block in its
-    content."""
+    """Return the reasoning of a message, from a separate field or from a ``<think>`` block in its content."""
     for name in _REASONING_FIELDS:
         if isinstance(message.get(name), str):
             return str(message[name])
@@ -558,15 +564,15 @@ def reasoning_of(message: ChatMessage) -> str:
 
 
 def with_arguments(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with other arguments."""
+    """Return a copy of a tool call with its arguments replaced."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a tool call, parsed if they are JSON text. A template that writes them as they
-    are needs no JSON."""
+    """Return the arguments of a tool call. JSON text is parsed; a text that is not JSON is returned
+    unchanged, because a template may write it as it is."""
     function = call["function"] if isinstance(call.get("function"), Mapping) else call
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -578,7 +584,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def _calls_of(message: ChatMessage) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the values of the arguments of each tool call."""
+    """Yield the name of each tool call, and the values of its arguments as texts."""
     for call in message.get("tool_calls") or ():
         function = call["function"] if isinstance(call.get("function"), Mapping) else call
         yield str(function.get("name", "")), list(_leaves(arguments_of(call)))
@@ -598,12 +604,13 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _is_written(value: str, written: str) -> bool:
-    """Return whether a text occurs in another one, unchanged or with the escapes of JSON."""
-    # Include the capitalised form, because Jinja prints true and false as Python does.
+    """Return whether a rendered text contains a value, unchanged or with JSON escapes. White space is
+    ignored."""
+    # Jinja prints true and false capitalised, as Python does.
     forms = (value, value.capitalize(), json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
     return any(_joined(form) in written for form in forms)
 
 
 def _joined(text: str) -> str:
-    """Return a text without white space, which templates strip and indent."""
+    """Remove all white space, since templates strip and indent texts."""
     return "".join(text.split())

@@ -1,5 +1,5 @@
-"""Tokenized data sets: prompts (reinforcement learning), and prompts with answers (supervised
-fine-tuning)."""
+"""Tokenized data sets: prompts with reference answers (reinforcement learning), and prompts with answers to
+train on (supervised fine-tuning, preferences)."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of records that are tokenized in one call, because fast tokenizers use several threads for it.
+# Maximum records per tokenizer call: fast tokenizers use several threads for a batch.
 _CHUNK = 1024
-# Number of characters that are tokenized together, each of which takes hundreds of bytes.
+# Maximum characters per tokenizer call, because each takes hundreds of bytes.
 _CHUNK_CHARACTERS = 2**21
-# Maximum length in characters of an answer that is tokenized although the model's input does not include it.
+# Longer answers are not tokenized unless the model's input includes them.
 _LONGEST_KEPT_ANSWER = 2**18
 _SHOWN = 5
-# Number of bytes of a source's tokens above which they are stored in files.
+# Tokens of a source are kept in memory up to this number of bytes, and in files beyond.
 _MOST_IN_MEMORY = 8 * 2**20
 
-# Number of the format of stored tables; a table of another format is made again.
+# Format version of stored tables. Tables of another version are rebuilt.
 _FORM = 8
 
 _COLUMNS = {
@@ -62,8 +62,8 @@ _COLUMNS = {
 _REMEMBERED_ANSWERS = 100_000
 
 FaultOfAnswer = Callable[..., str | Doubt | None]
-# Token ids of the prompt, token ids of the answer, and the spans of the answer that are trained on, flattened
-# as start, end, start, end, ... Without spans the whole answer is trained on.
+# Token ids of the prompt, token ids of the answer, and the spans with a loss, flattened as start, end, start,
+# end, ... Without spans the whole answer has a loss.
 _Tokens = tuple[list[int], list[int], list[int]]
 
 
@@ -72,17 +72,17 @@ class Example:
     """One tokenized record.
 
     Attributes:
-        index: position of its record in the data set, counted from 0.
+        index: index of the record in the data set, from 0.
         prompt_ids: tokens up to where the answer starts.
-        answer_ids: the reference answer's tokens with the end-of-sequence token. For a conversation in SFT,
-            all tokens from the first one that the assistant says; for a preference, all tokens of its last
-            turn and those that follow. Only the end-of-sequence token if the answer has over 262,144
-            characters and is not part of the model's input.
-        answer: the reference answer as text.
-        targets: spans [start, end) of prompt and answer that are learned; None for the whole answer.
-        env_name: environment named by its source.
-        fields: further fields of the record, by the source's keys (``extra_keys``).
-        is_chat: its prompt is stored as messages.
+        answer_ids: tokens of the answer, with the EOS token. For a conversation in SFT, all tokens from the
+            first assistant turn on. For a preference pair, all tokens from its last turn on. Only the EOS
+            token if the answer is longer than 262,144 characters and is not part of the model's input.
+        answer: text of the reference answer.
+        targets: token spans [start, end) within prompt plus answer that have a loss; None for the whole
+            answer.
+        env_name: environment that the source names.
+        fields: further fields of the record, listed in the source's ``extra_keys``.
+        is_chat: the data store the prompt as messages.
     """
 
     index: int
@@ -97,14 +97,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class SourceRange:
-    """The examples of a data set that come from one source.
+    """The records of a data set that come from one source.
 
     Attributes:
-        name: of the source, for messages.
-        start, end: its examples are at the positions [start, end); repeats are counted.
-        weight: its share of the sampled examples, relative to the other weights; None if each example appears
-            once per epoch.
-        env_name: environment named by the source.
+        name: name of the source, for messages.
+        start, end: range [start, end) of its records in the data set; repeats are counted.
+        weight: relative share of the source in the sampled records; None if each record appears once per
+            epoch.
+        env_name: environment that the source names.
     """
 
     name: str
@@ -114,16 +114,17 @@ class SourceRange:
     env_name: str | None = None
 
 
-# Search in pieces of this size, so that a stored column is never in memory as a whole.
+# Number of tokens searched at a time, so that a stored column is never fully in memory.
 _TOKENS_AT_ONCE = 2**22
 
 
 class Examples(Sequence[Example]):
-    """The examples of several tables, concatenated; an example is created when it is read.
+    """The examples of several tables, concatenated. An example is created when it is accessed.
 
     Args:
-        parts: tables, each with the number of repeats of its rows and the environment of its source.
-        of_record: consecutive examples per record: 1, or 2 for the better and the worse answer of a pair.
+        parts: for each source its table, the number of repeats of its rows, and the environment that it
+            names.
+        of_record: consecutive examples per record: 1, or 2 for the chosen and the rejected answer of a pair.
     """
 
     def __init__(self, parts: Sequence[tuple[Table, int, str | None]], of_record: int = 1) -> None:
@@ -143,7 +144,7 @@ class Examples(Sequence[Example]):
     def __getitem__(self, place: int | slice) -> Example | tuple[Example, ...]:
         if isinstance(place, slice):
             return tuple(self[each] for each in range(*place.indices(len(self))))
-        # Index by a range, which supports negative indices and raises IndexError as a list does.
+        # Indexing a range handles negative indices and raises IndexError, as for a list.
         index = range(len(self))[place]
         part, row = self.origin(index)
         table, _, env_name = self._parts[part]
@@ -158,8 +159,8 @@ class Examples(Sequence[Example]):
         )
 
     def origin(self, place: int) -> tuple[int, int]:
-        """Return the number of the source that an example comes from, and its position among the examples of
-        that source, without repeats."""
+        """Return the index of the source that contains an example, and the example's index within that
+        source, without repeats."""
         part = bisect.bisect_right(self._ends, place)
         return part, (place - (self._ends[part - 1] if part else 0)) % len(self._parts[part][0])
 
@@ -168,20 +169,21 @@ class Examples(Sequence[Example]):
         return [Examples([(table, 1, env_name)], self._of_record) for table, _, env_name in self._parts]
 
     def digest(self, first: int, last: int) -> str:
-        """Return the hexadecimal digest of the tokens of the examples [first, last) of a single source and of
-        their targets."""
+        """Return the hexadecimal digest of the tokens and targets of the examples [first, last). There must
+        be exactly one source."""
         [(table, _, _)] = self._parts
         digest = hashlib.blake2b(digest_size=16)
         for name in ("prompt", "answer", "targets"):
             column = table.columns[name]
-            # Include the lengths, because equal tokens may be divided into different rows.
+            # Include the lengths: equal tokens may be divided into rows differently.
             digest.update(column.lengths[first:last].tobytes())
             starts = column.starts[first : last + 1]
             digest.update(column.values[int(starts[0]) : int(starts[-1])].tobytes())
         return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
-        """Return the number of tokens of each example, [examples] int64."""
+        """Return the number of tokens of each example, [examples] int64. Answers count only if
+        ``with_answers``."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         lengths = [sum(table.columns[name].lengths for name in columns) for table, _, _ in self._parts]
         return np.concatenate(
@@ -189,12 +191,14 @@ class Examples(Sequence[Example]):
         )
 
     def largest_token(self, with_answers: bool) -> int:
-        """Return the largest token id; -1 if there are no tokens."""
+        """Return the largest token id in prompts (and in answers if ``with_answers``); -1 if there are no
+        tokens."""
         columns = ("prompt", "answer") if with_answers else ("prompt",)
         return max(table.meta["largest"][name] for table, _, _ in self._parts for name in columns)
 
     def first_with(self, tokens: Collection[int], with_answers: bool) -> tuple[Example, int] | None:
-        """Return the first example that contains one of the tokens, and that token; None if there is none."""
+        """Return the first example that contains one of the given token ids, and that token id. Return None
+        if there is none."""
         first = 0
         for table, repeat, _ in self._parts:
             found = [
@@ -209,7 +213,7 @@ class Examples(Sequence[Example]):
 
 
 def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | None:
-    """Return the first row of a column that contains one of the tokens, and that token."""
+    """Return the first row of a column that contains one of the given token ids, and that token id."""
     for start in range(0, len(column.values), _TOKENS_AT_ONCE):
         values = column.values[start : start + _TOKENS_AT_ONCE]
         places = np.flatnonzero(np.isin(values, list(tokens)))
@@ -221,12 +225,12 @@ def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | Non
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Tokenized records in stored order; its length is the number of records.
+    """Tokenized records in stored order. Its length is the number of records.
 
     Attributes:
-        examples: of all records.
+        examples: examples of all records.
         fingerprint: digest of the records.
-        sources: the sources of the records, in their order.
+        sources: the sources of the records, in order.
         of_record: consecutive examples per record: 1, or 2 for the two answers of a pair.
     """
 
@@ -239,35 +243,34 @@ class Dataset:
         return len(self.examples) // self.of_record
 
     def select(self, indices: Iterable[int]) -> list[Example]:
-        """Return the examples of the records at these positions, in this order."""
+        """Return the examples of the records with these indices, in this order."""
         return [self.examples[place] for place in self.places(indices)]
 
     def places(self, indices: Iterable[int]) -> list[int]:
-        """Return the positions of these records' examples among all examples."""
+        """Convert record indices to the indices of their examples."""
         return [index * self.of_record + answer for index in indices for answer in range(self.of_record)]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Settings by which the records of a run become examples.
+    """Settings that determine how the records of a run become examples.
 
     Attributes:
-        config: the ``data`` section: templates, ``max_input_seq_length`` and the treatment of longer records.
-        tokenizer: from ``get_tokenizer``.
-        with_answers: True when the answer is part of the model's input, and so counts towards
-            ``max_input_seq_length``.
-        fault_of_answer: returns why a reference answer is unusable, a doubt about a usable one, or None;
-            called with the answer and, with ``names_environments``, with the name of the record's environment
-            or None.
-        judge: everything that ``fault_of_answer`` depends on, as JSON types, so that answers need not be
-            checked again at the next start.
-        template_kwargs: values that the chat template reads.
+        config: the ``data`` section: templates, ``max_input_seq_length``, and what to do with longer records.
+        tokenizer: tokenizer from ``get_tokenizer``.
+        with_answers: the answer is part of the model's input, so it counts towards ``max_input_seq_length``.
+        fault_of_answer: returns why a reference answer cannot be used, a ``Doubt`` about a usable one, or
+            None. It gets the answer and, with ``names_environments``, the name of the record's environment or
+            None.
+        judge: everything on which the results of ``fault_of_answer`` depend, as JSON types. If it is
+            unchanged, cached answers are not checked again.
+        template_kwargs: variables for the chat template.
         names_environments: the run's environments have names.
-        pairs: records are a better and a worse answer to a prompt.
-        stop_tokens: ids that end a generated response.
-        template_date: date of a chat template's clock.
-        tools: by the name of each environment with tools (None if it has no name), the tools given to the
-            chat template.
+        pairs: a record is a prompt with a chosen and a rejected answer.
+        stop_tokens: token ids that end a generated response.
+        template_date: fixed date for chat templates that read the clock.
+        tools: maps environment names to the tools that the chat template shows; the key None stands for an
+            only environment.
     """
 
     config: DataConfig
@@ -283,10 +286,10 @@ class Reading:
     tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def encoder(self, env_name: str | None = None) -> PromptEncoder:
-        """Return the encoder for the records of a source that names an environment."""
+        """Return the encoder for a source that names the environment ``env_name``."""
         templates = self.config.get("prompt_template"), self.config.get("system_prompt")
         tools = self.tools.get(env_name, ())
-        # Among several environments, the records of a source without a name name theirs.
+        # Without a name in the source, each record may name one of several environments.
         named = {} if env_name is not None or None in self.tools else self.tools
         return PromptEncoder(
             self.tokenizer,
@@ -300,12 +303,12 @@ class Reading:
 
     @property
     def skips_bad_records(self) -> bool:
-        """True if an unusable record is skipped, instead of refusing the whole source."""
+        """True if unusable records are skipped; False if they are errors."""
         return self.config.get("on_bad_record") == "skip"
 
     @property
     def kind(self) -> Kind:
-        """Purpose of the records."""
+        """The use of the records, which decides the columns to look for."""
         return Kind.PAIRS if self.pairs else Kind.ANSWERS if self.with_answers else Kind.REFERENCES
 
     @property
@@ -314,15 +317,15 @@ class Reading:
         return 2 if self.pairs else 1
 
     def judge_of(self, env_name: str | None) -> Callable[[str, Mapping[str, Any]], str | Doubt | None] | None:
-        """Return the function that finds the fault of an answer to a record with further fields, for a source
-        that names an environment; None if there is none.
+        """Return a function of an answer and its record's further fields that checks the answer, or None if
+        answers are not checked.
 
-        A record's own field ``env_name`` or ``task_name`` names its environment if its source does not.
+        ``env_name`` is the environment that the source names. If it is None, the record's own field
+        ``env_name`` or ``task_name`` names the environment.
         """
         if self.fault_of_answer is None:
             return None
-        # Cache results: thousands of records share an answer (0, A, yes), and a check may involve another
-        # process.
+        # Thousands of records share an answer (0, A, yes), and a check may involve another process.
         find = functools.lru_cache(_REMEMBERED_ANSWERS)(self.fault_of_answer)
         if not self.names_environments:
             return lambda answer, fields: find(answer)
@@ -332,15 +335,17 @@ class Reading:
 
 
 def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -> Dataset:
-    """Read and tokenize data sources, or reuse the tables of an earlier start.
+    """Read and tokenize data sources, or reuse the tables that an earlier run has cached.
 
-    A source that does not name the fields of its records gets the keys of the columns that were found.
+    If a source does not name the fields of its records, its missing keys are filled in from the columns
+    found.
 
     Raises:
-        DataError: a record is broken, empty or too long, or its answer is unusable; the message names it.
+        DataError: a record is broken, empty or too long, or its answer is unusable; the message names the
+            record.
     """
     given: Sequence[DataSource] = [sources] if isinstance(sources, Mapping) else sources
-    # Complete all sources before any is tokenized, so that a source without known columns is refused within
+    # Complete all sources before tokenizing any, so that a source without known columns is rejected within
     # seconds.
     for source in given:
         complete_source(source, reading.kind, reading.skips_bad_records)
@@ -348,7 +353,7 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
     for source in given:
         with phase(source_name(source), "records") as shown:
             tables.append(_read_source(source, reading, shown))
-    # Limit the cache only now, when all tables of this run are open: an open table is never removed.
+    # Trim the cache only after all tables of this run are open: an open table is never deleted.
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
     parts = [
@@ -365,8 +370,8 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
 
 
 def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
-    """Return the digest of all sources. A single source without repeats has its own digest, so that runs of
-    older versions can resume."""
+    """Combine the digests of all sources. A single source without repeats keeps its own digest, so that runs
+    of older versions can resume."""
     if len(parts) == 1 and parts[0][1] == 1:
         return parts[0][0]
     return _digest(parts)
@@ -375,7 +380,7 @@ def _fingerprint(parts: Sequence[tuple[str, int]]) -> str:
 def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
     encoder = reading.encoder(source.get("env_name"))
     digest = content_digest(source)
-    # The key identifies the table, because it includes everything that the tokens depend on.
+    # The key covers everything that determines the tokens.
     directory = cache_directory(reading.config) / _cache_key(source, reading, encoder, digest)
     table = read_table(directory)
     doubts = None
@@ -392,16 +397,18 @@ def _read_source(source: DataSource, reading: Reading, shown: Phase) -> Table:
 
 
 def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: str | None) -> str:
-    """Return the warnings about a table's reference answers, from its marker file if there is one.
+    """Return the warnings about a table's reference answers. They are stored in a marker file, so that the
+    next run need not check the answers again.
 
     Args:
-        table, source, reading: the table, and its inputs.
-        doubts: of answers that have just been checked.
+        table: the table.
+        source, reading: what it was built from.
+        doubts: warnings from the check while the table was built; None if it was loaded from the cache.
 
     Raises:
         DataError: answers had to be checked, and some are unusable.
     """
-    # The mark records that the answers have been checked and are usable.
+    # The marker file exists only if the answers were checked and are usable; it contains the warnings.
     mark = (
         table.directory / f"judged-{_digest([reading.judge, source.get('env_name')])}"
         if table.directory is not None
@@ -414,9 +421,9 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
             Examples([(table, 1, source.get("env_name"))]), reading.judge_of(source.get("env_name")), source
         )
     if mark is not None:
-        # Another user's cache may be read-only. In that case the answers are checked at every start.
+        # Another user's cache may be read-only; answers are then checked in every run.
         with contextlib.suppress(OSError):
-            # Write to a temporary file and rename it, because another run may read the mark at any time.
+            # Write and rename, because another run may read the marker at any time.
             unfinished = mark.with_name(f"{mark.name}.{os.getpid()}")
             unfinished.write_text(doubts, encoding="utf-8")
             unfinished.replace(mark)
@@ -424,7 +431,7 @@ def _doubts_about(table: Table, source: DataSource, reading: Reading, doubts: st
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Return the directory of the tables that are kept for the next start."""
+    """Return the directory of cached tables."""
     own = config.get("cache_dir")
     if own is not None:
         return Path(own).expanduser()
@@ -432,7 +439,7 @@ def cache_directory(config: DataConfig) -> Path:
 
 
 def bound_cache(config: DataConfig) -> None:
-    """Remove the least recently used tables from the cache if it is too large."""
+    """Delete the least recently used tables while the cache exceeds its size limit."""
     most = config.get("cache_gib", DEFAULT_CACHE_GIB)
     if most is None:
         return
@@ -444,8 +451,8 @@ def bound_cache(config: DataConfig) -> None:
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
-    """Return a digest of everything that the tokens and the refusals depend on: tokenizer, templates, limits,
-    and the stored bytes of the source."""
+    """Return a digest of everything that determines the token ids and the set of rejected records: tokenizer,
+    templates, length limits, and the source's stored bytes."""
     fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {
         "set": set_module(source)
     }
@@ -457,9 +464,9 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
         reading.with_answers,
     ]
     if reading.skips_bad_records:
-        # Include the judge and the environment that it asks, because they decide which records are skipped.
+        # The answer check decides which records are skipped, so its inputs are part of the key.
         limits += ["skip", reading.judge, at(source, "env_name")]
-    # Include the user's id: another user's table is not trusted, and must not occupy the name of this user's.
+    # Include the user id: another user's table is not trusted, and must not take the name of this user's.
     return _digest(
         [
             os.geteuid(),
@@ -474,13 +481,11 @@ def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, dig
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    # Identify the tokenizer by its content and not by its path, because the same name may later refer to
-    # other files.
+    # Hash the tokenizer's content, not its path: the same name may later refer to other files.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    # Include the versions: a bug fix in these libraries may change tokens although the tokenizer's files stay
-    # the same.
+    # Include the library versions: a bug fix there may change tokens although the files are the same.
     installed = list(map(env.installed_version, ("transformers", "tokenizers")))
     return [
         type(tokenizer).__name__,
@@ -498,7 +503,7 @@ def _digest(content: Any) -> str:
 
 @dataclass(slots=True)
 class _Offenders:
-    """Counts records of one fault, and keeps the first ones."""
+    """Counter of records with the same fault, with descriptions of the first few."""
 
     count: int = 0
     shown: list[str] = field(default_factory=list)
@@ -514,15 +519,15 @@ class _Offenders:
 
 
 class _Tokenization:
-    """Builds the table of a source, chunk by chunk, and refuses empty, too long or unusable records once all
-    have been read.
+    """Builds the table of one source, chunk by chunk. Empty, too long and unusable records are collected and
+    reported together after all have been read.
 
     Args:
-        source, reading, encoder: the source, and how it is read.
-        directory: of the table.
-        digest: of the source's bytes; a source whose bytes differ at the end was written meanwhile, and is
-            refused.
-        shown: counts the records.
+        source, reading, encoder: the source, and the settings for reading it.
+        directory: directory of the finished table.
+        digest: digest of the source's bytes before reading. If it differs at the end, the source was modified
+            in the meantime, which is an error.
+        shown: progress display of the number of records.
     """
 
     def __init__(
@@ -549,7 +554,7 @@ class _Tokenization:
         self._find = reading.judge_of(source.get("env_name"))
         self._control = _control_tokens(self._tokenizer)
         self._seen = self._seen_bad = self._kept = self._longest = 0
-        # Indices of records that were tokenized only in part, so that their lengths are lower bounds.
+        # Records that were tokenized only in part; their lengths are lower bounds.
         self._cut: set[int] = set()
         self._largest = dict.fromkeys(("prompt", "answer"), -1)
         self._empty, self._long, self._useless, self._controlled = (
@@ -563,10 +568,12 @@ class _Tokenization:
         self._bad, self._unreasoned, self._doubtful = _Offenders(), _Offenders(), _Offenders()
         self._untemplated = _Offenders()
         self._skips = reading.skips_bad_records
+        # Cleared when the template fails to render a prompt alone, so that it is not tried again for every
+        # record.
         self._writes_prompts = True
 
     def run(self) -> Table:
-        """Return the table; a refusal leaves nothing of it."""
+        """Build and return the table. If it fails, no files are left."""
         try:
             self._read()
             return self._writer.finish(
@@ -593,7 +600,7 @@ class _Tokenization:
         """Tokenize all records.
 
         Raises:
-            DataError: some are unusable, or another process wrote into the source meanwhile.
+            DataError: some records are unusable, or another process modified the source in the meantime.
         """
         try:
             for chunk in _chunks(self._records(), self._reading.of_record):
@@ -602,7 +609,7 @@ class _Tokenization:
             self._shown.total = None
             self._refuse()
         except DataError:
-            # Check for a change first: the record may be incomplete only because it is just being written.
+            # Check for changes first: the record may be incomplete only because the file is being written.
             self._require_unchanged()
             raise
         self._require_unchanged()
@@ -613,7 +620,8 @@ class _Tokenization:
             raise changed_while_read(path, "its content has changed since the reading began")
 
     def _records(self) -> Iterator[Record]:
-        """Yield the records of the source; a pair gives two, one with either answer."""
+        """Yield the records of the source. A preference pair gives two: the prompt with the chosen and with
+        the rejected answer."""
         on_bad = self._leave_out if self._skips else refuse
         if not self._reading.pairs:
             return read_records(self._source, on_bad)
@@ -631,12 +639,12 @@ class _Tokenization:
         except RecordError as error:
             if not self._skips:
                 raise
-            # Restore the counter, because the chunk is encoded again record by record and would count twice.
+            # Restore the counter: the chunk is encoded again record by record, and would count twice.
             self._unreasoned.count = dropped
             if len(records) == of_record:
                 self._leave_out(error)
                 return
-            # One record of the chunk cannot be encoded, so that each is encoded by itself.
+            # One record of the chunk fails, so encode each by itself to find it.
             for first in range(0, len(records), of_record):
                 self._add(records[first : first + of_record])
             return
@@ -648,7 +656,8 @@ class _Tokenization:
     def _add_record(
         self, made: Sequence[tuple[Record, str | None, _Tokens]], rows: dict[str, list[Any]]
     ) -> None:
-        """Add the example of a record, the two examples of a pair, or nothing if the record is unusable."""
+        """Append the examples of one record (two for a pair) to ``rows``, or nothing if the record is
+        unusable."""
         place, self._seen = self._seen, self._seen + 1
         record, text, (prompt, _, targets) = made[0]
         where = f"index {place} ({record.origin})"
@@ -657,8 +666,7 @@ class _Tokenization:
             for _, _, (prompt, answer, _) in made
         )
         self._longest = max(self._longest, length)
-        # Check the length before other faults, because a record that is left out need not have a usable
-        # answer.
+        # Check the length first: a record that is left out for its length may have any other fault.
         if length > self._limit:
             self._long.add(f"{where}: {'more than ' if place in self._cut else ''}{length} tokens")
             return
@@ -682,7 +690,7 @@ class _Tokenization:
             self._untemplated.add(where)
         self._kept += 1
         for record, _, (prompt, answer, targets) in made:
-            # Add only kept records to the fingerprint, because an order is an order of those.
+            # Only kept records enter the fingerprint, because the data order is an order of these.
             self._fingerprint.add(record)
             fields = json.dumps(record.fields).encode() if record.fields else b""
             chat = b"" if isinstance(record.prompt, str) else b"\1"
@@ -696,7 +704,7 @@ class _Tokenization:
     def _fault_of(
         self, made: Sequence[tuple[Record, str | None, _Tokens]], length: int, where: str
     ) -> tuple[_Offenders, str | None]:
-        """Return the counter for such records, and why a record is unusable, or None if it is usable."""
+        """Return why a record is unusable (None if it is usable), and the counter for this kind of fault."""
         record, _, (prompt, _, _) = made[0]
         if not length or not prompt:
             return self._empty, "0 tokens"
@@ -709,10 +717,10 @@ class _Tokenization:
         return self._useless, None if said is None else f"{record.answer[:80]!r}: {said}"
 
     def _encoded(self, records: Sequence[Record]) -> tuple[Iterable[str | None], Iterable[_Tokens]]:
-        """Return the text of each record's prompt, and its tokens."""
+        """Return the prompt text of each record, and its tokens."""
         of_record, with_answers = self._reading.of_record, self._reading.with_answers
-        # If the record is a prompt with an answer, or has answers to be compared, only the last turn is
-        # learned, whatever turns the prompt has.
+        # For a prompt with an answer, and for a preference pair, only the last turn has a loss, whatever
+        # turns the prompt contains.
         learned = [1 if self._reading.pairs or record.last is None else None for record in records]
         if with_answers:
             records = list(map(self._encoder.as_conversation, records))
@@ -725,7 +733,7 @@ class _Tokenization:
         answered = [self._answer(record.answer, place) for record, place in itertools.compress(placed, plain)]
         prompts = iter(self._encoder.encode_texts([text or "" for text in itertools.compress(texts, plain)]))
         answers = iter(encode_answers(self._tokenizer, answered))
-        # Return a generator: _add consumes it inside its try, where the error of a single conversation is
+        # A generator: `_add` consumes it inside its `try`, where the error of a single conversation is
         # caught.
         return texts, (
             (*self._encoder.split(record, next(prompts), next(answers)), [])
@@ -735,15 +743,15 @@ class _Tokenization:
         )
 
     def _beginning(self, text: str, place: int) -> str:
-        """Return the text of a record, or a beginning that exceeds the limit already."""
+        """Return a text, or only a beginning of it if that already exceeds the token limit."""
         beginning = self._encoder.beginning(text, self._limit)
         if len(beginning) < len(text):
             self._cut.add(place)
         return beginning
 
     def _beginning_of_turns(self, record: Record, place: int) -> list[int] | None:
-        """Return the tokens of the beginning of a conversation if that exceeds the limit already;
-        else None."""
+        """Return the tokens of a conversation's beginning if it already exceeds the token limit, else
+        None."""
         if _characters(record) <= long_text(self._limit):
             return None
         beginning = self._beginning(self._encoder.whole_text(record), place)
@@ -759,13 +767,14 @@ class _Tokenization:
             try:
                 return self._encoder.text(record)
             except DataError:
-                # Code that needs the prompt alone raises this error itself.
+                # Some templates cannot render the prompt alone. Callers that need it raise this error
+                # themselves.
                 self._writes_prompts = False
         return None
 
     def _conversation(self, record: Record, place: int, learned: int | None) -> _Tokens:
-        """Return the tokens of a conversation whose last ``learned`` turns of the assistant are learned; None
-        for all turns."""
+        """Return the tokens of a conversation. The last ``learned`` assistant turns have a loss; None means
+        all."""
         beginning = self._beginning_of_turns(record, place)
         if beginning is not None:
             return beginning, [], []
@@ -809,8 +818,12 @@ class _Tokenization:
             self._unwritten.add(f"{where}: a turn of {role!r}")
 
     def _refuse(self) -> None:
-        """Refuse records without tokens and records longer than the limit; none is dropped or truncated
-        silently."""
+        """Raise an error for unusable records, including those that exceed the length limit. No record is
+        dropped or truncated silently.
+
+        Raises:
+            DataError: there are such records, and the configuration does not skip them; or no record is left.
+        """
         _refuse_useless(self._useless, self._seen, self._source)
         what = (
             "pairs"
@@ -858,7 +871,8 @@ class _Tokenization:
             )
 
     def _longest_in_words(self) -> str:
-        """Return the length of the longest record in words, as far as it was read."""
+        """Format the longest record's length for a message. It is a lower bound if records were tokenized
+        only in part."""
         return f"{'more than ' if self._cut else ''}{self._longest}"
 
     def _notes(self) -> list[str]:
@@ -935,8 +949,8 @@ class _Tokenization:
 
 
 def _weights(record: Record) -> list[bool]:
-    """Return whether each turn of the assistant in a conversation is learned. A turn whose message has the
-    weight 0, as in OpenAI's files, is not.
+    """Return one flag per assistant turn of a conversation: false for a turn with ``"weight": 0``, as in
+    OpenAI's files, which has no loss.
 
     Raises:
         RecordError: a weight is neither 0 nor 1, or all are 0.
@@ -963,11 +977,10 @@ def _weights(record: Record) -> list[bool]:
 
 
 def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tuple[int, int]]:
-    """Return the spans of the turns that are learned.
+    """Return the token spans without those of assistant turns with weight 0.
 
     Raises:
-        RecordError: the chat template marks spans that are not the turns, so that it is unknown which of them
-            has the weight 0.
+        RecordError: there is not one span per turn, so the spans of weight 0 are unknown.
     """
     weights = _weights(record)
     if all(weights):
@@ -983,8 +996,8 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
 
 
 def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
-    """Yield chunks with a limited number of records and characters; ``together`` consecutive records, such as
-    both of a pair, stay in one chunk."""
+    """Yield chunks with a limited number of records and characters. Groups of ``together`` consecutive
+    records, such as the two of a pair, stay in the same chunk."""
     chunk, characters = list[Record](), 0
     for record in records:
         chunk.append(record)
@@ -998,7 +1011,7 @@ def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:
 
 
 def _characters(record: Record) -> int:
-    """Return the number of characters in a record's texts."""
+    """Return the number of characters in a record's prompt and answer."""
     return sum(map(len, texts_of(record.prompt))) + len(record.answer)
 
 
@@ -1007,7 +1020,11 @@ def _judged(
     find: Callable[[str, Mapping[str, Any]], str | Doubt | None] | None,
     source: DataSource,
 ) -> str:
-    """Check the answers of a table, and return the doubts about them."""
+    """Check all answers of a table, and return the warnings about them.
+
+    Raises:
+        DataError: some answers are unusable.
+    """
     useless, doubtful = _Offenders(), _Offenders()
     for example in examples:
         said = None if find is None else find(example.answer, example.fields)
@@ -1043,8 +1060,8 @@ def _refuse_useless(useless: _Offenders, seen: int, source: DataSource) -> None:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Return a pattern of the texts that the tokenizer reads as control tokens; in a prompt they could end a
-    turn, or begin another."""
+    """Return a pattern of all texts that the tokenizer reads as special tokens, or None. Inside a prompt,
+    such a text could end a turn or start another."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     names = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""})
     return re.compile("|".join(map(re.escape, names))) if names else None

@@ -1,6 +1,5 @@
-"""Messages in the formats of other tools (ShareGPT, HH text, JSON text, content parts, function calls),
-converted
-to ``role`` and ``content``."""
+"""Conversion of messages in other tools' formats (ShareGPT, HH transcripts, JSON text, content parts,
+function calls) to ``role`` and ``content``."""
 
 from __future__ import annotations
 
@@ -17,24 +16,25 @@ _ROLES = {
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
 }
-# Roles of turns whose content is a JSON list of calls.
+# Roles of messages whose content is a JSON list of calls.
 _CALLS = frozenset({"function_call", "tool_call"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-# Require a blank line, which HH puts before each turn: the words alone may occur inside of a turn.
+# HH puts a blank line before each turn; without it, the words may occur inside a turn.
 _SPEAKER = re.compile(r"(?:\A\n*|\n\n)(Human|Assistant):")
 _PYTHON_LIST = re.compile(r"\s*\[\s*\{\s*'")
 
 
 def as_messages(value: Any, key: str, origin: str) -> Any:
-    """Return stored messages as ``{"role", "content"}``; any other value unchanged.
+    """Convert stored messages to ``{"role", "content"}`` form. Any other value is returned unchanged.
 
     Args:
-        value: a list of messages, its JSON text, or a transcript with ``Human:`` and ``Assistant:`` (HH).
-        key: field of the messages.
-        origin: of the record.
+        value: a list of messages, its JSON text, or an HH transcript with ``Human:`` and ``Assistant:``.
+        key: field that holds the messages, for error messages.
+        origin: location of the record, for error messages.
 
     Raises:
-        RecordError: a content part is not text, or a function call is not JSON; says what to write.
+        RecordError: a content part is not text, or a function call is not JSON; the message says how to fix
+            it.
     """
     if isinstance(value, str):
         value = messages_in_json(value) or _messages_in_transcript(value) or value
@@ -48,21 +48,22 @@ def as_messages(value: Any, key: str, origin: str) -> Any:
 
 
 def as_prompt(value: Any, key: str, origin: str) -> Any:
-    """Return the messages of a prompt, or its text.
+    """Convert a stored prompt to messages, or return it as text.
 
-    A text is parsed as messages only if it cannot be meant as text: JSON of messages, or an HH transcript
-    that ends where the assistant is to speak.
+    A text is parsed as messages only if it can hardly be meant as text: JSON of messages, or an HH transcript
+    that ends with ``Assistant:``.
     """
     if not isinstance(value, str):
         return as_messages(value, key, origin)
     found = messages_in_json(value)
     if found is None and value.startswith("\n\nHuman:") and value.rstrip().endswith("\n\nAssistant:"):
+        # Drop the empty turn behind the final "Assistant:", which the response will fill.
         found = (_messages_in_transcript(value) or [])[:-1]
     return as_messages(found, key, origin) if found else value
 
 
 def messages_in_json(text: str) -> list[Any] | None:
-    """Return the messages in a text that is a JSON list, or None for any other text."""
+    """Parse a text that is a JSON list of messages. Return None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -73,7 +74,7 @@ def messages_in_json(text: str) -> list[Any] | None:
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value is a list of objects that each name a role."""
+    """Return whether a value is a non-empty list of objects that all have a role."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -82,8 +83,7 @@ def are_messages(value: Any) -> bool:
 
 
 def role_of(message: Mapping[str, Any]) -> str | None:
-    """Return the role of a stored message, from the field with a common name for it; None if it has
-    no role."""
+    """Return the role of a stored message under its common name, or None if it has no role."""
     given = message.get("role") if message.get("role") is not None else message.get("from")
     if not isinstance(given, str):
         return None
@@ -92,7 +92,7 @@ def role_of(message: Mapping[str, Any]) -> str | None:
 
 
 def advice_for_text(text: str) -> str:
-    """Return what to write instead of a text in which no messages were found."""
+    """Return the fix for an error message about a text in which no messages were found."""
     if _PYTHON_LIST.match(text):
         return "the text is Python's print of a list, not JSON: write json.dumps(messages)"
     return (
@@ -114,17 +114,18 @@ def _messages_in_transcript(text: str) -> list[dict[str, str]] | None:
 def _message(
     given: Mapping[str, Any], key: str, place: int, origin: str, pending: list[str]
 ) -> dict[str, Any]:
-    """Return one message; ``pending`` holds the ids of converted calls without a result so far."""
+    """Convert one message. ``pending`` holds the ids of converted calls whose results have not come yet."""
     where = f"{origin}: {key}[{place}]"
     message = dict(given)
     role = role_of(message)
+    # ShareGPT names the fields of a message from and value.
     if message.get("role") is None and message.get("from") is not None:
         message["role"] = message.pop("from")
     if message.get("content") is None and message.get("value") is not None:
         message["content"] = message.pop("value")
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_parts(message["content"], where)
-    # The check of roles refuses the message later, and reports its position.
+    # The later check of roles rejects the message and reports its position.
     if role is None:
         return message
     if message.get("tool_calls"):
@@ -147,7 +148,7 @@ def _message(
 
 
 def _objects(calls: Any, where: str) -> list[Any]:
-    """Return the calls of a message as objects; the list and each call may be JSON text."""
+    """Return the tool calls of a message as objects. The list and each call may be JSON text."""
     calls = _parsed_calls(calls, where) if isinstance(calls, str) else calls
     if isinstance(calls, Mapping):
         calls = [calls]
@@ -171,7 +172,7 @@ def _tool_call(call: Any, place: int, number: int, where: str) -> dict[str, Any]
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise _no_call(call, where)
     function = {"name": call["name"], "arguments": call.get("arguments", {})}
-    # Use nine letters and digits, because Mistral's templates accept no other id.
+    # Mistral's templates require ids of exactly nine letters and digits.
     return {"id": f"c{place:05d}{number:03d}", "type": "function", "function": function}
 
 

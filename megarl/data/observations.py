@@ -1,14 +1,12 @@
-"""Token ids of an environment's messages, appended to what the policy sampled: no sampled token is encoded
-again.
+"""Tokenization of an environment's messages as a suffix of the sampled tokens, which are not tokenized again.
 
-The suffix of an observation is the text that the chat template writes after a turn of the assistant. A short
-conversation is rendered with a mark in the assistant's turn, the observation after it, and up to where the
-assistant speaks next; the text after the mark is tokenized. Sampled tokens usually end with the token that
-ends
-the turn, which the suffix then does not repeat.
+The suffix of an observation is the text that the chat template writes after an assistant turn. To find it, a
+short conversation is rendered: a mark as the assistant's turn, the observation, and the header of the
+assistant's next turn. The text after the mark is tokenized. Sampled tokens usually end with the token that
+ends the turn, and the suffix then does not repeat it.
 
-Some templates render an earlier response differently once a user's turn follows it: they leave its reasoning
-out. The model's next prompt then does not begin with the sampled tokens, and ``History`` returns that prompt.
+Some templates render an earlier response differently once a user turn follows, without its reasoning. The
+next prompt then does not start with the sampled tokens, and ``History`` computes it.
 """
 
 from __future__ import annotations
@@ -35,22 +33,21 @@ if TYPE_CHECKING:
 
 _ORIGIN = "an observation"
 
-# A content with characters that a template may change.
+# A test content with characters that a template may escape or trim.
 _ODD_CONTENT = 'a "b" {c}, [d]\n\n\\e é 你|f: g'
 
-# Limit the number of frames: a kind of message includes the names and ids of calls, and their number in a run
-# is unbounded.
+# Bound of the frame cache: the key includes names and ids of calls, of which a run has any number.
 _MOST_FRAMES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Text and tokens that a template writes around a content.
+    """The fixed text and tokens that a template writes around an observation's content.
 
     Attributes:
-        head: tokens up to, but without, the mark before the content.
+        head: tokens before the last special mark that precedes the content.
         before: text from that mark to the content.
-        behind: text from the content to the mark after it.
+        behind: text from the content to the next special mark.
         tail: tokens from that mark on.
     """
 
@@ -66,14 +63,14 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class ObservationEncoder:
-    """Encodes observations with a chat template.
+    """Tokenizes observations with a chat template.
 
     Attributes:
-        tokenizer: from ``get_tokenizer``.
-        template: of the tokenizer, with the run's values.
-        stop_token_ids: tokens that end a sampled response.
-        rewritten: the template's rendering of an earlier response once a user's turn follows, if it differs
-            from the response itself, for example without reasoning; None if both are equal.
+        tokenizer: tokenizer from ``get_tokenizer``.
+        template: its chat template with the run's variables.
+        stop_token_ids: token ids that end a sampled response.
+        rewritten: description of how the template changes an earlier response once a user turn follows, such
+            as dropping its reasoning; None if responses stay unchanged.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -94,11 +91,11 @@ class ObservationEncoder:
         object.__setattr__(self, "rewritten", self._find_rewritten())
 
     def encode(self, messages: Sequence[ChatMessage], last: int | None) -> list[int]:
-        """Return the tokens between a response and the beginning of the next one.
+        """Return the tokens from the end of a response to the start of the next one.
 
         Args:
-            messages: the environment's messages, with ``role`` and ``content``.
-            last: last token of the response; None for a response without tokens.
+            messages: the environment's messages with ``role`` and ``content``.
+            last: last token of the response; None for an empty response.
 
         Raises:
             RecordError: the template cannot write such messages after a response.
@@ -113,10 +110,10 @@ class ObservationEncoder:
         return self._behind_turn(ids, last)
 
     def check_role(self, role: str) -> None:
-        """Refuse a template that silently leaves out messages of a role after a response.
+        """Check that the template writes messages of a role after a response.
 
         Raises:
-            RecordError: it does, or cannot write them.
+            RecordError: it omits them silently, or cannot write them.
         """
         if role in self._written_roles or self.template.is_passthrough:
             return
@@ -136,17 +133,17 @@ class ObservationEncoder:
     def encode_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], origin: str
     ) -> list[int]:
-        """Return the tokens of a conversation up to where the assistant speaks."""
+        """Tokenize a conversation, including the header of the assistant's next turn."""
         return self.tokens(self.template.render(messages, tools, origin, for_generation=True))
 
     @property
     def is_harmony(self) -> bool:
-        """True if a response consists of messages of several channels, which the template writes from
-        fields."""
+        """True if a response is a sequence of messages in channels (Harmony), which the template writes from
+        message fields."""
         return "<|channel|>" in self.template.text
 
     def history(self, prompt: Sequence[int]) -> History | None:
-        """Return the history of a conversation that begins with a prompt; None if the template keeps earlier
+        """Return the history of a conversation with this prompt, or None if the template keeps earlier
         responses unchanged."""
         return None if self.rewritten is None else History(self, prompt)
 
@@ -170,8 +167,8 @@ class ObservationEncoder:
                 later = self.template.render([ASKED, turn, following], origin=_ORIGIN)
             except DataError:
                 continue
-            # Expect a response as the template writes a last turn. Templates that never write reasoning, such
-            # as R1's, are an exception.
+            # The reference is the response as a last turn. Templates that never write reasoning, such as
+            # R1's, are an exception: for them it is the generated text itself.
             is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
             shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
             if not later.startswith(shown):
@@ -185,17 +182,17 @@ class ObservationEncoder:
         return None
 
     def _framed(self, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the tokens after a response without rendering, if the template writes a fixed frame around
-        the content of this kind of message.
+        """Tokenize an observation without rendering, if the template writes a fixed frame around the content
+        of such messages. Return None otherwise.
 
         Rendering takes ten times as long as the rest of a turn. Contents that a template might inspect are
-        rendered.
+        always rendered.
         """
         if len(messages) != 1:
             return None
         message = messages[0]
         content = message.get("content")
-        # A template may parse JSON, look for markup or trim white space, so that such contents are rendered.
+        # A template may parse JSON, look for markup or trim white space, so render such contents.
         if (
             not isinstance(content, str)
             or content != content.strip()
@@ -203,15 +200,15 @@ class ObservationEncoder:
             or "<" in content
         ):
             return None
-        # Use a list instead of a generator: this runs once per turn, and a generator takes longer for a few
-        # items. Texts identify a kind, because other values may equal each other and be written differently.
+        # A list, because this runs every turn and a generator is slower for few items. Texts only: other
+        # values may be equal and still be written differently, such as 1 and True.
         kind = tuple([item for item in message.items() if item[0] != "content"])
         try:
             frame = self._frames[kind]
         except (KeyError, TypeError):
             if len(self._frames) >= _MOST_FRAMES or not all(isinstance(value, str) for _, value in kind):
                 return None
-            # A template that leaves the role out has no frame for it, and one that fails has its own error.
+            # If the template omits the role, there is no frame; if it fails, it raises its own error.
             frame = self._frames[kind] = self._find_frame(dict(kind))
         return None if frame is None else frame.around(content, self._encode)
 
@@ -222,31 +219,32 @@ class ObservationEncoder:
         if texts != [f"{before}{content}{behind}" for content in contents]:
             return None
         cut = self._cut_frame(before, behind)
-        # The tokenizers library decides whether the parts may be encoded separately, by a comparison of both
-        # results.
+        # Compare with the tokens of the whole text: that decides whether the parts may be tokenized
+        # separately.
         is_right = all(
             cut.around(content, self._encode) == self.tokens(text)
             for content, text in zip(contents, texts, strict=True)
         )
-        # Otherwise the frame stays text, which is encoded together with each content.
+        # Otherwise keep the frame as text, which is tokenized together with each content.
         return cut if is_right else _Frame([], before, behind, [])
 
     def _cut_frame(self, before: str, behind: str) -> _Frame:
-        """Return a frame, encoded once up to the last mark before the content and from the first mark after
-        it."""
+        """Build a frame whose outer parts are tokenized once: up to the last special mark before the content,
+        and from the first one after it."""
         marks = self._marks
         last = max((match for match in marks.finditer(before)), key=lambda match: match.start(), default=None)
         first = marks.search(behind)
         start, end = (0 if last is None else last.start()), (len(behind) if first is None else first.start())
-        # Include the mark on both sides: a text that begins with a mark is encoded as text that follows one.
+        # The mark is on both sides, because text at the very start may be tokenized differently from text
+        # after a mark.
         head = self.tokens(before[: last.end()])[:-1] if last is not None else []
         return _Frame(head, before[start:], behind[:end], self.tokens(behind[end:]))
 
     def _behind_response(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text that the template writes for messages after a response.
 
-        A tool's message follows a call if the template can write one: some templates refuse it after anything
-        else.
+        Tool messages are rendered after a tool call if the template can write one, because some templates
+        reject them after anything else.
         """
         names = [
             (str(message.get("name")), str(message.get("tool_call_id")))
@@ -275,50 +273,51 @@ class ObservationEncoder:
         )
 
     def _behind_turn(self, ids: list[int], last: int | None) -> list[int]:
-        """Return a suffix without the end of the turn if that was sampled, and with it if it was not.
+        """Remove the end of the turn from a suffix if it was sampled, and keep it otherwise.
 
-        The text between the mark and the end of the turn closes a call, which the response has written
-        itself.
+        The text before the end of the turn closes a tool call, which the response has written itself, so it
+        is always removed.
         """
         if last in self.stop_token_ids and last in ids:
             return ids[ids.index(last) + 1 :]
         end = 0
-        # Loop instead of asking a generator, which takes longer: usually the first token is special.
+        # A loop is faster than a generator here: usually the first token is special.
         for place, token in enumerate(ids):
             if token in self._special:
                 end = place
                 break
-        # Harmony ends a last turn with a different token from the one that it writes if a turn follows, and
-        # the sampled token replaces it. A token at which generation stops is kept: GLM's turns end with the
-        # mark of the next role, and the policy may have sampled another role's.
+        # Harmony ends a last turn with another token than an earlier turn, and the sampled token replaces it.
+        # But keep a token at which generation stops: GLM's turns end with the mark of the next role, and the
+        # policy may have sampled the mark of another role.
         is_other_end = (
             last in self.stop_token_ids and bool(ids) and ids[end] in self._special - set(self.stop_token_ids)
         )
         return ids[end + is_other_end :]
 
     def added_places(self, text: str) -> list[int]:
-        """Return where added tokens begin that a tokenizer recognises as a whole, independently of their
-        surroundings."""
+        """Return the offsets of added tokens, which the tokenizer recognises as a whole, independently of
+        their surroundings."""
         names = sorted(map(str, self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         return (
             [match.start() for match in re.finditer("|".join(map(re.escape, names)), text)] if names else []
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a part of a rendered text."""
+        """Tokenize a part of a rendered text."""
         return self._encode(text)
 
 
 class History:
-    """A conversation under a template that renders earlier responses differently, followed from turn to turn.
+    """Tracks a conversation under a template that renders earlier responses differently, and computes its
+    next prompts.
 
-    The conversation's own prompt stays the same, token by token, except for the text that the template writes
-    at its end for the response alone, such as the mark that opens reasoning. The rest is what the template
-    writes after a short prompt that replaces it.
+    The original prompt is kept token by token, except for what the template writes at its end only for the
+    response, such as an opening ``<think>``. Everything after it is rendered behind a short stand-in for the
+    prompt.
 
     Args:
-        encoder: with the template.
-        prompt: first tokens of the conversation.
+        encoder: encoder with the template.
+        prompt: token ids of the conversation's first prompt.
     """
 
     def __init__(self, encoder: ObservationEncoder, prompt: Sequence[int]) -> None:
@@ -329,18 +328,18 @@ class History:
         self._is_apart = False
 
     def follow(self, said: Sequence[int], messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the model's prompt after messages follow a response.
+        """Add a response and the messages that follow it, and compute the next prompt.
 
         Args:
-            said: tokens of the response.
+            said: token ids of the response.
             messages: the environment's messages.
 
         Returns:
-            None if the prompt begins with everything that was sampled since the last prompt, so that the
-            messages are only appended.
+            Token ids of the next prompt. None if it starts with everything sampled since the last prompt, so
+            that the messages only need to be appended.
         """
         tokenizer = self._encoder.tokenizer
-        # Remove the stop token, because the template writes the end of the turn itself.
+        # Drop the stop token: the template writes the end of the turn itself.
         kept = said[:-1] if len(said) and said[-1] in self._encoder.stop_token_ids else said
         text = str(
             tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -351,19 +350,19 @@ class History:
         try:
             self._shown = self._encoder.template.render(self._messages, origin=_ORIGIN, for_generation=True)
         except DataError:
-            # The template cannot write the whole conversation, so that only the suffix is used.
+            # The template cannot render the whole conversation, so only append the suffix.
             self._shown = shown
             return None
         if self._encoder.is_harmony and all(message.get("role") == "tool" for message in messages):
-            # Only append here: Harmony models write a call differently from their template, and keep the
-            # reasoning before calls until they have given their final answer.
+            # Only append: Harmony models write calls differently from their template, and keep the reasoning
+            # before calls until the final answer.
             self._is_apart = True
             return None
         goes_on, self._is_apart = self._shown.startswith(shown) and not self._is_apart, False
         return None if goes_on else self._rewritten_prompt()
 
     def _rewritten_prompt(self) -> list[int] | None:
-        # Split at a position where tokens do not depend on the text before it.
+        # Split where tokens do not depend on the preceding text.
         for begin in reversed(self._encoder.added_places(self._asked)):
             end_of_prompt = self._encoder.tokens(self._asked[begin:])
             if (
@@ -375,11 +374,11 @@ class History:
 
 
 def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the added tokens that split a text before any other processing: the tokens on one
+    """Return a pattern of the added tokens at which the tokenizer always splits a text, so that tokens on one
     side do not depend on the other side.
 
-    Left out are those that absorb the spaces around them, that are searched in the normalized text or between
-    words, and that share characters with the begin or end of another one.
+    Excluded are tokens that absorb surrounding spaces, that are matched in normalised text or as whole words
+    only, and that overlap with another added token.
     """
     added = list(tokenizer.added_tokens_decoder.values())
     names = list(map(str, added))
@@ -393,19 +392,19 @@ def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether a text may contain two tokens at positions that share characters."""
+    """Return whether two tokens may occur in a text at positions that share characters."""
     shared = range(1, min(len(one), len(other)) + 1)
     return one in other or any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in shared)
 
 
 _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
 _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)
-# Atomic groups, and ``match`` rather than ``search``: a text without a call is read once.
+# Atomic groups, and ``match`` rather than ``search``, so that a text without a call is scanned only once.
 _CALL = re.compile(r"(?>.*?to=functions\.([\w.-]++))(?>.*?<\|message\|>)(.*?)(?=<\||\Z)", re.DOTALL)
 
 
 def _harmony_turn(text: str) -> ChatMessage:
-    """Return a response of several channels as the template expects it: the final message, or the call, and
+    """Parse a Harmony response into the message that the template expects: the final answer or the call, and
     the reasoning before it."""
     final, call, analysis = _FINAL.findall(text), _CALL.match(text), _ANALYSIS.findall(text)
     thinking = {"thinking": analysis[-1]} if analysis else {}

@@ -1,5 +1,5 @@
-"""Records of prompt and answer, and pairs of them: how the fields of a row are read, and which rows are
-refused."""
+"""Records (prompt and answer) and preference pairs: how they are read from the fields of a row, and which
+rows are rejected."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ChatMessage = Mapping[str, Any]
 Found = TypeVar("Found")
 
 _SYSTEM = frozenset({"system", "developer"})
-# For each role, the roles that may follow it; None is the beginning. A turn of the assistant may call several
-# tools, each of which has its own result.
+# Roles that may follow each role; None is the start. An assistant turn may call several tools, each with a
+# result of its own.
 _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     None: _SYSTEM | {"user"},
     "system": frozenset({"user"}),
@@ -38,7 +38,7 @@ _FOLLOWS: Mapping[str | None, frozenset[str]] = {
     "tool": frozenset({"tool", "assistant"}),
 }
 
-# Up to this number, float64 represents every integer exactly.
+# float64 represents every integer up to this one exactly.
 _EXACT_WHOLE = 2**53
 _RECORD_KEYS = ("messages_key", "prompt_key", "answer_key")
 _STATEMENT = re.compile(r"^\s*assert\b", re.MULTILINE)
@@ -57,25 +57,26 @@ _FIELDS_WITH_TESTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A warning about a usable reference answer. Records with one are counted, but not refused."""
+    """A warning about a usable reference answer. Records with a doubt are counted and reported, but not
+    rejected."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One problem.
+    """One prompt with its answer, before tokenization.
 
     Attributes:
-        prompt: plain text, or chat messages with ``role`` and ``content``; () if the answer is a text by
-            itself.
-        answer: the answer to learn, or the reference that a reward compares with.
-        origin: location for messages: ``train.jsonl line 7``.
-        last: the last turn of a conversation, the assistant's, as it is stored; None if the answer is not a
-            turn.
-        tools: given to the chat template.
-        system: the system message from a field of its row, which replaces that of the run; None for no field.
-        fields: further fields, by the source's keys, as JSON types.
+        prompt: plain text, or chat messages with ``role`` and ``content``; () if the answer is a text without
+            a prompt.
+        answer: the answer to train on, or the reference answer for a reward.
+        origin: location for messages, such as ``train.jsonl line 7``.
+        last: the assistant's last turn of a conversation, as stored; None if the answer is not a turn.
+        tools: tools that the chat template shows.
+        system: system message from a field of the row, which replaces the run's; None if there is no such
+            field.
+        fields: further fields of the row, by the source's keys, as JSON types.
     """
 
     prompt: str | tuple[ChatMessage, ...]
@@ -88,38 +89,41 @@ class Record:
 
     @property
     def has_system(self) -> bool:
-        """True if its messages begin with a system message of their own."""
+        """True if the prompt's messages start with a system message."""
         first = () if isinstance(self.prompt, str) else self.prompt[:1]
         return any(message["role"] in _SYSTEM for message in first)
 
 
 OnBadRecord = Callable[[RecordError], None]
-"""A function that is called with the error of an unusable record; it raises that error unless such records
-are skipped."""
+"""Function that is called with the error of an unusable record. It raises the error, unless such records are
+skipped."""
 
 
 def refuse(error: RecordError) -> None:
-    """Raise the error of an unusable record."""
+    """Raise the error of an unusable record: the default ``on_bad``."""
     raise error
 
 
 def read_records(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[Record]:
-    """Yield the records of a source in their stored order, at most ``max_samples``, reading each when it is
-    requested.
+    """Yield a source's records in stored order, at most ``max_samples``. Rows are read lazily.
 
     Args:
-        source: the source to read.
-        on_bad: called for each broken record.
+        source: the data source.
+        on_bad: called with the error of each broken record.
 
     Raises:
-        DataError: the source does not exist, is empty, or a record is broken; the message names the file and
-            the line (or the row).
+        DataError: the source does not exist or is empty, or a record is broken; the message names file and
+            line (or row).
     """
     return _some_of(_all_records(source, named_set(source), on_bad), source, on_bad, "records")
 
 
 def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, what: str) -> Iterator[Found]:
-    """Yield at most ``max_samples`` records. A source without any is an error, unless all were skipped."""
+    """Yield at most ``max_samples`` elements.
+
+    Raises:
+        DataError: there are none, and no records were skipped.
+    """
     one = None
     for one in itertools.islice(found, source.get("max_samples")):
         yield one
@@ -131,8 +135,8 @@ def _some_of(found: Iterator[Found], source: DataSource, on_bad: OnBadRecord, wh
 
 
 def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord) -> Iterator[Record]:
-    """Yield the records of all rows. Of a set that stores records several times, each is yielded once, with
-    the fields of its first row."""
+    """Yield the records of all rows. If a known data set contains duplicates (``NamedSet.once``), only the
+    first row of each problem is used."""
     seen = set[bytes]()
     for origin, row in rows_of(source):
         try:
@@ -144,7 +148,7 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
             on_bad(error)
             continue
         if known is not None and known.once:
-            # Store a digest of 16 bytes for each record instead of its texts.
+            # A 16-byte digest per record takes less memory than its texts.
             said = hashlib.blake2b(
                 json.dumps([record.prompt, record.answer], default=_in_json).encode(), digest_size=16
             ).digest()
@@ -155,17 +159,17 @@ def _all_records(source: DataSource, known: NamedSet | None, on_bad: OnBadRecord
 
 
 def read_preferences(source: DataSource, on_bad: OnBadRecord = refuse) -> Iterator[tuple[Record, Record]]:
-    """Yield the prompt of each row with its better and with its worse answer, in stored order, at most
-    ``max_samples`` pairs.
+    """Yield a source's preference pairs in stored order, at most ``max_samples``. A pair is two records: the
+    prompt with the chosen answer, and with the rejected one.
 
     Args:
-        source: its rows have a text or messages for the prompt and for each answer, or two conversations that
-            differ in their last turn.
-        on_bad: called for each broken row.
+        source: data source whose rows have a prompt and two answers (texts or messages), or two conversations
+            that differ only in the last turn.
+        on_bad: called with the error of each broken row.
 
     Raises:
         DataError: the source does not exist, or a row is broken or has answers to different prompts; the
-            message names the file and the line.
+            message names file and line.
     """
     return _some_of(_all_pairs(source, on_bad), source, on_bad, "pairs")
 
@@ -179,7 +183,7 @@ def _all_pairs(source: DataSource, on_bad: OnBadRecord) -> Iterator[tuple[Record
 
 
 def _without_weights(prompt: str | Sequence[Any]) -> Any:
-    """Return a prompt without the message fields that only SFT reads."""
+    """Remove the message field ``weight``, which only SFT reads, from a prompt."""
     if isinstance(prompt, str):
         return prompt
     turns = list[Any]()
@@ -195,7 +199,7 @@ def _without_weights(prompt: str | Sequence[Any]) -> Any:
 def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
     origin, row = stored
     require_object(row, "a prompt and two answers a row", origin)
-    # Keys of one's own may lead into the completions.
+    # A user's own keys may be paths into the completions, so leave the row as it is then.
     row = ranked_pair(row, origin) if source["chosen_key"] == "chosen" else row
     chosen, rejected = (
         _with_system(_answered_record(row, key, source, origin), row, source)
@@ -212,18 +216,18 @@ def _pair(stored: Row, source: DataSource) -> tuple[Record, Record]:
 
 
 def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-    """Return a row of NeMo-RL's form, a context with two ranked completions, as a prompt with two answers;
-    any other row unchanged.
+    """Convert a row in NeMo-RL's format (a context with two ranked completions) to a prompt with a chosen and
+    a rejected answer. Any other row is returned unchanged.
 
     Raises:
-        RecordError: there are not two completions, or their ranks do not say which is better.
+        RecordError: there are not exactly two completions, or their ranks do not order them.
     """
     completions = row.get("completions")
     if not {"context", "completions"} <= row.keys() or "chosen" in row or not isinstance(completions, list):
         return row
     ranks: list[Any] = [each.get("rank") if isinstance(each, Mapping) else None for each in completions]
     are_numbers = all(isinstance(rank, int | float) for rank in ranks)
-    # NaN is neither lower nor higher.
+    # NaN ranks compare as neither lower nor higher.
     if len(ranks) != 2 or not are_numbers or not (ranks[0] < ranks[1] or ranks[1] < ranks[0]):
         raise RecordError(
             f"{origin}: 'completions' has the ranks {str(ranks)[:60]}, and a pair has two completions, the "
@@ -237,14 +241,17 @@ def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
-    """Return a record with the system message of its row, if the source names a field for it that is not
-    null."""
+    """Set a record's system message from the field that the source names, if the field is not null.
+
+    Raises:
+        RecordError: the conversation has a different system message of its own.
+    """
     key = source.get("system_key")
     value = None if key is None else value_of(row, key, record.origin)
     if key is None or value is None:
         return record
     if value != "" and record.has_system and not isinstance(record.prompt, str):
-        # Some data sets store the system message of a conversation twice.
+        # Some data sets store a conversation's system message twice.
         if record.prompt[0].get("content") == value:
             return record
         raise RecordError(
@@ -255,7 +262,12 @@ def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> 
 
 
 def require_object(row: Any, form: str, origin: str) -> None:
-    """Refuse a row that is not an object; a line that could not be read arrives as its error."""
+    """Check that a row is a JSON object. For a line that could not be parsed, the row is the error itself,
+    which is raised.
+
+    Raises:
+        RecordError: it is not.
+    """
     if isinstance(row, RecordError):
         raise row
     if not isinstance(row, Mapping):
@@ -264,7 +276,7 @@ def require_object(row: Any, form: str, origin: str) -> None:
 
 
 def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origin: str) -> Record:
-    """Return the prompt of a row with one of its answers."""
+    """Build the record of a row's prompt with one of its two answers."""
     value, tools = value_of(row, key, origin), tools_of(row, source, origin)
     prompt_key = source.get("prompt_key")
     before: str | tuple[ChatMessage, ...] = (
@@ -272,7 +284,7 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
     )
     if isinstance(value, str):
         value = messages_in_json(value) or value
-    # Some data sets store an answer as a single message without a list around it.
+    # Some data sets store an answer as one message without a list.
     elif are_messages([value]):
         value = [value]
     if isinstance(value, list) or prompt_key is None:
@@ -292,8 +304,8 @@ def _answered_record(row: Mapping[str, Any], key: str, source: DataSource, origi
 
 
 def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
-    """Return whether a conversation begins with the prompt that its row stores too, as preference sets often
-    do."""
+    """Return whether a conversation starts with the prompt, as in preference sets that store the prompt
+    twice."""
     if not asked or len(value) <= len(asked):
         return False
     pairs = zip(value, asked, strict=False)
@@ -304,21 +316,20 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value of a table that JSON lacks, such as the date of a message, in a form that it has."""
+    """Convert a value that JSON lacks, such as a date in a table, for serialization."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 class Fingerprint:
-    """Digest of all prompts and answers in order. A resumed run compares it, so that it never continues with
-    other data."""
+    """Digest of all prompts and answers, in order. A resumed run compares it to detect that the data have
+    changed."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def add(self, record: Record) -> None:
-        """Add the next record."""
-        # Add only the fields that a record has, so that the digests of plain records equal those in older
-        # checkpoints.
+        """Add the next record to the digest."""
+        # Only fields that a record has, so that digests of plain records match those in older checkpoints.
         content: list[Any] = [record.prompt, record.answer]
         if record.last is not None or record.tools:
             content += [record.last, record.tools]
@@ -364,8 +375,8 @@ def _record(row: Any, source: DataSource, known: NamedSet | None, origin: str) -
 def _prompt_in(
     row: Mapping[str, Any], key: str | list[str], origin: str, is_padded: bool
 ) -> str | tuple[ChatMessage, ...]:
-    """Return the prompt of a row. The texts of several fields are joined by blank lines, without empty
-    ones."""
+    """Return the prompt of a row. Texts of several fields are joined by blank lines; empty ones are
+    dropped."""
     if not key:
         return ()
     first, *others = fields_of_key(key)
@@ -378,8 +389,8 @@ def _prompt_in(
 
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
-    """Return the reference answer of a row. That of several fields is a JSON object with the last parts of
-    their names as keys."""
+    """Return the reference answer of a row. Several fields become a JSON object whose keys are the last parts
+    of the field names."""
     if isinstance(key, str):
         return answer_of(value_of(row, key, origin), key, origin)
     found = {str(_steps(name)[-1]): value_of(row, name, origin) for name in key}
@@ -393,7 +404,7 @@ def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str
 
 
 def value_of(row: Mapping[str, Any], key: str, origin: str) -> Any:
-    """Return the value of a row at a key, which may lead into objects and lists. Errors as in
+    """Return the value of a row at a key, which may be a path into objects and lists. Errors are those of
     ``value_at``."""
     return value_at(row, key, _steps(key), origin)
 
@@ -404,20 +415,24 @@ def _steps(key: str) -> tuple[str | int, ...]:
 
 
 def text_of(value: Any, key: str, origin: str) -> str:
-    """Return a text, or a number as text: a whole number without a fraction, any other as the shortest text
-    that reads back as the same number."""
+    """Return a text or a number as text. An integral number has no fraction; any other is the shortest text
+    that parses to the same number.
+
+    Raises:
+        RecordError: the value is neither a text nor a finite number.
+    """
     if isinstance(value, str):
         refuse_half_characters([value], key, origin)
         return value
-    # Exclude bool, which is an int in Python: true is not an answer.
+    # bool is a subclass of int, but true is not an answer.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
-        # Write a whole number without decimals: a table's column holds integers as floats as soon as one row
-        # is empty. From 2**53 on a float may stand for several integers.
+        # Arrow stores integers as floats as soon as one row is empty, so write 3.0 as 3. From 2**53 on, a
+        # float may stand for several integers.
         return str(int(value)) if value.is_integer() and abs(value) < _EXACT_WHOLE else repr(value)
     if isinstance(value, Decimal) and value.is_finite():
-        # A column of a table may hold exact decimals, padded with zeros to the column's scale.
+        # Decimal columns pad values with zeros to the column's scale.
         text = f"{value or Decimal(0):f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
     fix = "write a text or a number"
@@ -430,8 +445,8 @@ def text_of(value: Any, key: str, origin: str) -> str:
 
 
 def answer_of(value: Any, key: str, origin: str) -> str:
-    """Return a reference answer as text, from a text, a number, the only message of an assistant, or tests as
-    the JSON that ``code`` reads.
+    """Convert a reference answer to text. It may be a text, a number, a single assistant message, or tests,
+    which become the JSON that the reward ``code`` reads.
 
     Raises:
         RecordError: it is none of them.
@@ -453,8 +468,8 @@ def _text_of_turn(messages: Sequence[ChatMessage], key: str, origin: str) -> str
 
 
 def _are_tests(value: Any) -> bool:
-    """Return whether a value holds tests: statements (MBPP), inputs with outputs (APPS, PRIME), or lists of
-    them (LiveCodeBench)."""
+    """Return whether a value holds tests of a program: statements (MBPP), inputs with outputs (APPS, PRIME),
+    or lists of them (LiveCodeBench)."""
     if isinstance(value, Mapping):
         return {"inputs", "outputs"} <= value.keys() or not _FIELDS_WITH_TESTS.isdisjoint(value)
     if not isinstance(value, list) or not value:
@@ -470,7 +485,11 @@ def texts_of(prompt: str | Sequence[ChatMessage]) -> list[str]:
 
 
 def refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) -> None:
-    """Refuse a lone surrogate, which JSON can write and no tokenizer reads."""
+    """Reject texts with a lone surrogate, which JSON can contain and no tokenizer accepts.
+
+    Raises:
+        RecordError: a text contains one.
+    """
     for text in [texts] if isinstance(texts, str) else texts:
         try:
             text.encode()
@@ -484,10 +503,16 @@ def refuse_half_characters(texts: str | Sequence[str], key: str, origin: str) ->
 
 
 def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str | tuple[ChatMessage, ...]:
-    """Return a text, a number as text, or messages of any roles; ``is_padded`` as in ``conversation``.
+    """Convert a stored prompt to a text or to messages of any roles.
+
+    Args:
+        value: the stored value.
+        key: its field, for error messages.
+        origin: location of the record, for error messages.
+        is_padded: see ``conversation``.
 
     Raises:
-        DataError: it is none of them; names the key.
+        DataError: it is neither; the message names the key.
     """
     value = as_prompt(value, key, origin)
     if isinstance(value, str) or (isinstance(value, int | float | Decimal) and not isinstance(value, bool)):
@@ -527,19 +552,18 @@ def _conversation_record(row: Mapping[str, Any], source: DataSource, origin: str
 
 
 def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> tuple[ChatMessage, ...]:
-    """Return messages whose roles are in a valid order, without fields that are null, which columns of a
-    table have everywhere.
+    """Check a conversation, and return its messages without null fields.
 
     Args:
-        value: of the record.
-        key: field of the value.
-        origin: of the record, for messages.
-        is_padded: it comes from a table, whose rows all have the keys of all tool calls, null if a call has
-            none.
+        value: the stored value.
+        key: its field, for error messages.
+        origin: location of the record, for error messages.
+        is_padded: the row comes from an Arrow table, in which every tool call has the argument keys of all
+            calls, with null for missing ones.
 
     Raises:
-        DataError: it is not a list of messages, a message is empty, or a role is out of order; names the
-            message.
+        DataError: it is not a list of messages, a message is empty, or the roles are in an invalid order; the
+            message names the position.
     """
     value = as_messages(value, key, origin)
     if not isinstance(value, list) or not value:
@@ -578,8 +602,8 @@ def conversation(value: Any, key: str, origin: str, is_padded: bool = False) -> 
 
 
 def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
-    """Return a message without fields that are null, except its content; a message of a table also without
-    those of its tool calls."""
+    """Remove null fields from a message, except ``content``. For a message from a table, also from its tool
+    calls."""
     kept = {name: each for name, each in message.items() if each is not None or name == "content"}
     if is_padded and "tool_calls" in kept:
         kept["tool_calls"] = without_padding(kept["tool_calls"])
@@ -587,10 +611,10 @@ def _without_nulls(message: ChatMessage, is_padded: bool) -> ChatMessage:
 
 
 def without_padding(value: Any) -> Any:
-    """Return a value of a table without the keys that are null.
+    """Remove null keys from a value of an Arrow table, at any depth.
 
-    Arrow gives every row the keys of all rows: the arguments ``{"city": "Rome"}`` next to ``{"zone": "UTC"}``
-    are read as ``{"city": "Rome", "zone": None}``.
+    Arrow gives every row the keys of all rows: next to ``{"zone": "UTC"}``, the arguments ``{"city":
+    "Rome"}`` are read as ``{"city": "Rome", "zone": None}``.
     """
     if isinstance(value, Mapping):
         return {key: without_padding(inner) for key, inner in value.items() if inner is not None}
@@ -598,7 +622,11 @@ def without_padding(value: Any) -> Any:
 
 
 def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str, Any]:
-    """Return the further fields of a record."""
+    """Return the further fields of a record (``extra_keys``).
+
+    Raises:
+        RecordError: a value cannot be represented as JSON.
+    """
     found = {key: value_of(row, key, origin) for key in source.get("extra_keys", [])}
     for key, value in found.items():
         try:
@@ -612,13 +640,16 @@ def _fields(row: Mapping[str, Any], source: DataSource, origin: str) -> dict[str
 
 
 def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools of a record; empty if its field is null or empty."""
+    """Return the tools of a record. Empty if the source names no field for them, or the field is empty.
+
+    Raises:
+        RecordError: the field is neither a list of objects nor JSON of one.
+    """
     key = source.get("tools_key")
     if key is None:
         return ()
     value = value_of(row, key, origin)
-    # Remove the padding: Arrow gives every tool the parameters of all tools, with null for those that it
-    # lacks.
+    # Arrow gives every tool the parameters of all tools, with null for missing ones.
     if is_table(source):
         value = without_padding(value)
     if isinstance(value, str) and value.strip():
@@ -640,7 +671,7 @@ def tools_of(row: Mapping[str, Any], source: DataSource, origin: str) -> tuple[M
 
 def _tool(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a tool in OpenAI's format, which templates expect: a bare function (``functions``, ShareGPT's
-    ``tools``) is wrapped into one."""
+    ``tools``) is wrapped."""
     is_bare = (
         isinstance(given.get("name"), str)
         and "parameters" in given

@@ -1,5 +1,5 @@
-"""Rows of a data source as they are stored: JSON lines or one JSON list, parquet and CSV files, and data sets
-of the ``datasets`` library."""
+"""Readers of data sources, which yield rows as stored: JSON Lines or one JSON list, parquet and CSV files,
+and data sets of the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from megarl.config.data_sources import DataSource
 
 Row = tuple[str, Any]
-"""Location of a row, for messages (``train.jsonl line 7``), and its value: an object is a record, an error
-stands for a line that could not be read."""
+"""A row's location for messages (``train.jsonl line 7``) and its value. The value is usually an object; for a
+line that could not be parsed it is the error."""
 
+# Rows per parquet batch, and lines between two checks of a file's size.
 _READ_TOGETHER = 1024
 LONGEST_LINE = 2**24
-"""Maximum characters of a line in a data file, more than the four million tokens of any context have."""
+"""Maximum characters of a line in a data file. Four million tokens, more than any context, have fewer."""
 _NAMING = "such as prompt_key, answer_key or messages_key"
 _NAMING_FIELDS = frozenset({*FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -37,18 +38,18 @@ _IN_ONE_LINE = "; jq -c . makes a line of each object"
 
 @dataclass(frozen=True, slots=True)
 class NamedSet:
-    """The published form of a data set that sources may name.
+    """Published format of a known data set, which a source can select by ``name``.
 
     Attributes:
-        hub: its id.
-        prompt_key: field of the prompt; may lead into objects and lists.
-        answer_key: field of the answer, likewise.
+        hub: id on the Hugging Face hub.
+        prompt_key: field of the prompt, or a path into objects and lists.
+        answer_key: field of the answer, or a path.
         split: default split.
-        subsets: subsets that are read one after another by default.
-        answer: converts the answer's text to the reference; raises ValueError for an answer that does not
-            have the published form.
-        once: leave out rows with the prompt and the answer of an earlier row, because the set is published
-            with copies of each problem.
+        subsets: default subsets, which are concatenated.
+        answer: converts the answer's text to the reference answer; raises ValueError for a text in another
+            format.
+        once: drop rows with the same prompt and answer as an earlier row, because the set is published with
+            copies of each problem.
     """
 
     hub: str
@@ -61,7 +62,7 @@ class NamedSet:
 
 
 def named_set(source: DataSource) -> NamedSet | None:
-    """Return the set that a source names; None for a source with field keys of its own."""
+    """Return the known data set that a source selects, or None if the source has field keys of its own."""
     module = set_module(source)
     if module is None:
         return None
@@ -69,16 +70,15 @@ def named_set(source: DataSource) -> NamedSet | None:
 
 
 def source_name(source: DataSource) -> str:
-    """Return the name of a source for messages."""
+    """Describe a source for messages."""
     return f"data set {source['name']}" if source.get("path") is None else f"data file {source['path']}"
 
 
 def rows_of(source: DataSource) -> Iterator[Row]:
-    """Yield all rows of a source in their stored order.
+    """Yield all rows of a source in stored order.
 
     Raises:
-        DataError: the source does not exist, or cannot be read; the message names the file and the line (or
-            the row).
+        DataError: the source does not exist or cannot be read; the message names file and line (or row).
     """
     path = source.get("path")
     if path is None or Path(path).is_dir():
@@ -93,10 +93,10 @@ def rows_of(source: DataSource) -> Iterator[Row]:
 
 
 def number_of_rows(source: DataSource) -> int:
-    """Return the maximum number of rows of a source; blank lines are counted too.
+    """Return an upper bound on the number of rows of a source; blank lines of JSON Lines count too.
 
     Raises:
-        DataError: as ``rows_of``.
+        DataError: see ``rows_of``.
     """
     path = source.get("path")
     if path is None or Path(path).is_dir():
@@ -108,21 +108,21 @@ def number_of_rows(source: DataSource) -> int:
     if Path(path).suffix.lower() not in _DELIMITERS and _holds_list(_file(path)):
         return sum(1 for _ in rows_of(source))
     with _file(path).open("rb") as lines:
-        # Add one, because the last line may have no line feed.
+        # Plus one: the last line may lack a line feed.
         return sum(piece.count(b"\n") for piece in iter(lambda: lines.read(1 << 20), b"")) + 1
 
 
 def is_table(source: DataSource) -> bool:
-    """Return whether the rows of a source come from Arrow, which gives every row the keys of all rows."""
+    """Return whether a source is read as an Arrow table, in which every row has the keys of all rows."""
     path = source.get("path")
     return path is None or Path(path).is_dir() or Path(path).suffix.lower() == ".parquet"
 
 
 def content_digest(source: DataSource) -> str:
-    """Return the hexadecimal digest of the stored bytes of a source, read at the speed of the disk.
+    """Return the hexadecimal digest of a source's stored bytes.
 
     Raises:
-        DataError: as ``rows_of``.
+        DataError: see ``rows_of``.
     """
     path = source.get("path")
     digest = hashlib.blake2b(digest_size=16)
@@ -132,7 +132,7 @@ def content_digest(source: DataSource) -> str:
         loaded = _loaded(source)
         files = [Path(each["filename"]) for _, rows in loaded for each in rows.cache_files]
         digest.update(json.dumps([[part, len(rows), str(rows.features)] for part, rows in loaded]).encode())
-        # Add the library's own digest, which alone identifies rows that were selected from the files.
+        # Rows that were selected from the files are identified only by the library's own digest.
         digest.update(
             json.dumps(
                 [rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]
@@ -154,7 +154,7 @@ def _file_digest(file: Path) -> bytes:
 def _file(path: str) -> Path:
     kind = special_kind(Path(path))
     if kind is not None:
-        # Refuse a pipe: reading it would wait, and its content could not be read a second time.
+        # Reading a pipe would block, and a second reading would fail.
         raise DataError(
             f"data file {path} is {kind}, not a file. Fix: write its output into a file, and give "
             "the path of that file"
@@ -168,7 +168,7 @@ def _file(path: str) -> Path:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """Yield (origin, JSON value) of every line that is not blank, or of every item of one list."""
+    """Yield (origin, JSON value) for each line that is not blank, or for each element of a JSON list."""
     try:
         yield from (_json_items if _holds_list(path) else _json_lines)(path)
     except UnicodeDecodeError as error:
@@ -182,20 +182,20 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _open_json(path: Path) -> TextIO:
-    # Use utf-8-sig, because programs on Windows begin files with a byte order mark, which is not JSON.
+    # utf-8-sig, because Windows programs start files with a byte order mark, which is not JSON.
     return path.open(encoding="utf-8-sig")
 
 
 def _holds_list(path: Path) -> bool:
-    """Return whether a file is one list, unlike lines of which each is a value, such as a list."""
+    """Return whether a JSON file is a single list, as opposed to JSON Lines whose values may be lists."""
     try:
         with _open_json(path) as lines:
             texts = filter(str.strip, iter(lambda: lines.readline(LONGEST_LINE + 1), ""))
             first = next(texts, "")
-            # A list on one line is parsed with its rows; only where lines follow does the first one decide.
+            # A one-line list is validated with its rows. If more lines follow, the first line decides.
             return first.lstrip().startswith("[") and (next(texts, None) is None or not _is_json(first))
     except (UnicodeDecodeError, OSError):
-        # The reader of the rows reports it.
+        # The reader of the rows reports the error.
         return False
 
 
@@ -237,7 +237,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
     number = 0
     with _open_json(path) as lines:
         size = os.fstat(lines.fileno()).st_size
-        # Read one character more than is allowed, so that a line that is too long is detected without
+        # Read at most one character more than allowed, so that a line that is too long is detected without
         # reading all of it.
         while line := lines.readline(LONGEST_LINE + 1):
             number += 1
@@ -248,8 +248,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                     f"starts {line[:60]!r}. Fix: write one JSON object a line"
                 )
             if number % _READ_TOGETHER == 0:
-                # Check the size: a file to which a program appends faster than it is read would have no
-                # end.
+                # A file to which another program appends faster than it is read would never end.
                 _require_size(path, lines.fileno(), size)
             if line.strip():
                 yield origin, _parse(line, origin)
@@ -263,8 +262,8 @@ def _require_size(path: Path, descriptor: int, size: int) -> None:
 
 
 def changed_while_read(path: str | Path, how: str) -> DataError:
-    """Return the error for a file that was written while it was read, so that its records belong to no single
-    version."""
+    """Build the error for a file that was modified while it was read, so that its rows may come from
+    different versions."""
     return DataError(
         f"data file {path} changed while it was read: {how}. Fix: let its writer finish, or give a copy of "
         "the file"
@@ -272,15 +271,15 @@ def changed_while_read(path: str | Path, how: str) -> DataError:
 
 
 def _parse(line: str, origin: str) -> Any:
-    """Return the value of a line of JSON, or the error for its reader to raise: the lines after it can still
-    be read."""
+    """Parse a line of JSON. Return the error instead of raising it, because the reader may go on with the
+    next line."""
     try:
         value = json.loads(line)
-        # Check the depth, because a value that can be parsed may still be too deep to be written or shown.
+        # A value that can be parsed may still be nested too deeply to be written or shown.
         if line.count("[") + line.count("{") > DEEPEST:
             check_depth(value, "it")
         return value
-    # json raises RecursionError if a value nests too deeply.
+    # json raises RecursionError if a value is nested too deeply.
     except (ValueError, RecursionError, ConversionError) as error:
         too_deep = isinstance(error, RecursionError | ConversionError)
         problem = f"it nests deeper than {DEEPEST} levels" if too_deep else str(error)
@@ -298,7 +297,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            # Read in batches, because a file may be larger than memory.
+            # In batches, because a file may be larger than memory.
             for batch in file.iter_batches(_READ_TOGETHER):
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
@@ -312,19 +311,18 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file with a header. Every cell stays text, so that 007 does not become a
+    """Yield the rows of a CSV file with a header line. All cells stay text, so that 007 does not become a
     number."""
     import pyarrow
     from pyarrow import csv
 
-    # Allow line feeds in values: cells may hold whole texts and programs, whose lines Arrow would otherwise
-    # read as rows.
+    # Cells may contain whole texts and programs, whose lines Arrow would otherwise read as rows.
     parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix.lower()], newlines_in_values=True)
-    # Make blocks as large as the longest row, because a row must fit into a block.
+    # A row must fit into a block.
     reading = csv.ReadOptions(block_size=LONGEST_LINE)
     number = 0
     try:
-        # Open the file twice: types can only be given by column names, which are in the first line.
+        # Open the file twice: column types need column names, which are in the first line.
         with csv.open_csv(path, read_options=reading, parse_options=parsing) as header:
             names = header.schema.names
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -334,6 +332,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 f"{names.count(twice[0])} times. Fix: "
                 "give each column a name of its own, in a first line"
             )
+        # An empty cell is an empty text and not null: null would be an error in a required field.
         texts = csv.ConvertOptions(
             column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
         )
@@ -344,7 +343,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     yield f"{path} row {number}", row
                     number += 1
-    # If a name is not UTF-8, Arrow raises Python's UnicodeDecodeError.
+    # Arrow raises UnicodeDecodeError if a column name is not UTF-8.
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(
             f"data file {path} cannot be read as CSV, after {number} rows: {error}. Fix: write UTF-8 with a "
@@ -355,13 +354,13 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _loaded(source: DataSource) -> list[tuple[str, Any]]:
-    """Return the parts, with names, of a data set by name, of a local folder of data files, or of one written
-    by ``save_to_disk``."""
+    """Load a data set by name, from a local folder of data files, or from a folder written by
+    ``save_to_disk``. Return its parts with their names."""
     known = named_set(source)
     place = source.get("path") or (known.hub if known is not None else source["name"])
     split = source.get("split") or (known.split if known is not None else "train")
     own = source.get("subset")
-    # A user's own folder has no subsets.
+    # A local folder has no subsets.
     subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
     found = [
         (
@@ -376,10 +375,13 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
 
 
 def _refuse_guesses(loaded: Any, source: DataSource, known: NamedSet | None, hub: str | None) -> None:
-    """Refuse JSON files of a directory, or of the hub, if the library changes a field that is read.
+    """Reject JSON files in a folder or on the hub if the ``datasets`` library converts a field that is read.
 
-    In a field with texts in some records and numbers in others, it turns the text 08 into the number 8, and
-    1e3 into 1000; a field whose texts all look like dates becomes dates.
+    If a field is a text in some records and a number in others, the library turns the text 08 into 8 and 1e3
+    into 1000. A field whose texts all look like dates becomes dates.
+
+    Raises:
+        DataError: it converts a field that is read.
     """
     if loaded.info.builder_name != "json":
         return
@@ -414,7 +416,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
             "directory"
         )
     if Path(place).is_dir() and any(each.suffix.lower() in _DELIMITERS for each in Path(place).rglob("*")):
-        # Refuse CSV files here: the library would guess types, and turn the answer 007 into 7.
+        # load_dataset would guess types, and turn the answer 007 into 7.
         fix = "give the path of each file, as a list of sources"
         raise DataError(
             f"data set {place} has CSV files, whose cells stay text only if each file is read by "
@@ -426,7 +428,7 @@ def _load(place: str, subset: str | None, split: str) -> Any:
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(place, subset, split=split)
     except Exception as error:
-        # The library and its transports raise errors of many unrelated classes.
+        # The datasets library and its transports raise errors of many unrelated classes.
         raise DataError(
             f"data set {place} (subset {subset}, split {split}) cannot be loaded: {type(error).__name__}: "
             f"{error}. "
@@ -435,15 +437,15 @@ def _load(place: str, subset: str | None, split: str) -> Any:
 
 
 def _was_saved_to_disk(path: Path) -> bool:
-    # Look for files that save_to_disk writes, because load_dataset refuses such a directory.
+    # load_dataset rejects directories written by save_to_disk, so recognise these by their files.
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def value_at(row: Mapping[str, Any], key: str, steps: tuple[str | int, ...], origin: str) -> Any:
-    """Return the value of a row at a key; a field with the whole key as its name comes first.
+    """Return the value of a row at a key. A field whose name is the whole key takes precedence over the path.
 
     Raises:
-        RecordError: there is no such value; says how far the path leads and what is there.
+        RecordError: there is no such value; the message tells how far the path leads and what is found there.
     """
     if key in row:
         return row[key]

@@ -1,6 +1,5 @@
-"""The order in which records are used: a pure function of seed and epoch, with a small state that can be
-saved and
-resumed."""
+"""The order in which records are used. It is a pure function of seed and epoch, with a small state for
+checkpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from megarl.errors import DataError, UnusableCheckpointError
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array[int]:
-    """Return a permutation of ``range(size)`` that depends only on the arguments, not on the Python or
-    library version.
+    """Return a permutation of ``range(size)`` that depends only on the arguments, not on the version of
+    Python or a library.
 
-    It is Fisher-Yates over ``random.Random.random``, whose sequence for a seed Python promises to keep. It
-    takes eight bytes per record; a list would take five times that.
+    This is a Fisher-Yates shuffle with ``random.Random.random``, whose sequence for a given seed Python
+    guarantees. The result takes 8 bytes per record; a list would take 40.
     """
     order = array("q", range(size))
     if shuffle:
-        # Seed with a text, which is hashed, so that no two pairs of seed and epoch share an order, as sums of
-        # both would. Do not call shuffle(): its result may change with Python's version.
+        # A text seed is hashed, so that no two pairs of seed and epoch share an order, as with their sum.
+        # shuffle() is avoided: its result may change with Python's version.
         draw = random.Random(f"{seed}:{epoch}").random
         for last in range(size - 1, 0, -1):
             other = int(draw() * (last + 1))
@@ -35,7 +34,7 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool = True) -> array
 
 
 class Sampler(ABC):
-    """Returns record indices, and can be saved and resumed at any of them.
+    """Yields record indices. Its state can be saved and restored between any two indices.
 
     Attributes:
         identity: everything that determines the order, as JSON types.
@@ -51,7 +50,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def taken(self) -> int:
-        """Number of indices returned so far, which is the ordinal, from 0, of the next one."""
+        """Number of indices returned so far; this is also the ordinal, from 0, of the next one."""
 
     @abstractmethod
     def take(self, count: int) -> list[int]:
@@ -59,29 +58,33 @@ class Sampler(ABC):
 
     @abstractmethod
     def _place(self) -> dict[str, Any]:
-        """Return the position of the next index, as it is stored in a checkpoint."""
+        """Return the current position, to be stored in a checkpoint."""
 
     @abstractmethod
     def _go_to_place(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that a state holds; refuse a broken one."""
+        """Restore a position that ``_place`` returned.
+
+        Raises:
+            UnusableCheckpointError: the state is malformed.
+        """
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON-ready state: position of the next index, and what determines the order."""
+        """Return the state as JSON types: ``identity`` and the current position."""
         return {**self.identity, **self._place()}
 
     def differs_in(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return the differences from a state of other data or another order: name to (value here, value
-        there); empty if there are none."""
+        """Compare ``identity`` with that of a state. Return a mapping from each differing name to (value
+        here, value there)."""
         return {
             key: (value, state.get(key)) for key, value in self.identity.items() if state.get(key) != value
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that ``state()`` described.
+        """Restore a state.
 
         Raises:
             UnusableCheckpointError: the state belongs to other data, weights, seed or shuffling, or is
-                broken.
+                malformed.
         """
         for key, (here, there) in self.differs_in(state).items():
             raise UnusableCheckpointError(
@@ -95,18 +98,14 @@ class Sampler(ABC):
 
 
 class ResumableSampler(Sampler):
-    """Returns record indices epoch after epoch; every record once per epoch.
-
-    A batch may extend over the end of an epoch. The state is small JSON; after ``load_state`` the next index
-    is exactly the one that would have been next.
-    """
+    """Yields each record index once per epoch, epoch after epoch. A batch may cross the end of an epoch."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, data_fingerprint: str = "") -> None:
         """Args:
-            size: number of records, 1 or more.
-            seed: the run's seed.
+            size: number of records, at least 1.
+            seed: seed of the run.
             shuffle: False keeps the stored order in every epoch.
-            data_fingerprint: digest of the records, kept in the state and compared on resume.
+            data_fingerprint: digest of the records, stored in the state and compared on resume.
 
         Raises:
             DataError: there are no records.
@@ -125,7 +124,7 @@ class ResumableSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
+        """Number of completed epochs."""
         return self._epoch
 
     @property
@@ -134,7 +133,7 @@ class ResumableSampler(Sampler):
         return self._epoch * self.size + self._position
 
     def go_to(self, taken: int) -> None:
-        """Go to the position after ``taken`` indices."""
+        """Move to the position after ``taken`` indices."""
         self._go_to(*divmod(taken, self.size))
 
     def take(self, count: int) -> list[int]:
@@ -144,8 +143,8 @@ class ResumableSampler(Sampler):
             chunk = self._order[self._position : self._position + count - len(taken)]
             taken += chunk
             self._position += len(chunk)
-            # Begin the next epoch at once and not at the next call, so that a saved position is always less
-            # than the size.
+            # Start the next epoch now rather than at the next call, so that a saved position is always below
+            # the size.
             if self._position == self.size:
                 self._go_to(self._epoch + 1, 0)
         return taken
@@ -175,14 +174,12 @@ class ResumableSampler(Sampler):
 
 
 class MixtureSampler(Sampler):
-    """Returns indices of several sources by weight; within each source every record once per epoch of the
-    source.
+    """Mixes several sources by weight. Within a source, each record occurs once per epoch of that source.
 
-    After n indices a source with the share w of the weights has had more than w n - 1 and less than w n + 1
-    of them, for every n: of the sources that are behind, the one that is due the soonest comes next (R.
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Computed in whole numbers,
-    and without random numbers: only the weights decide which source comes next. Consecutive sources have
-    consecutive indices.
+    After n indices, a source with share w of the weights has had more than w n - 1 and fewer than w n + 1 of
+    them. To achieve this, the next index comes from the source that is due soonest among those that lag
+    behind (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). The choice uses
+    integer arithmetic and no random numbers. Indices of consecutive sources are consecutive.
     """
 
     def __init__(
@@ -194,17 +191,18 @@ class MixtureSampler(Sampler):
         data_fingerprint: str = "",
     ) -> None:
         """Args:
-            sizes: records of each source.
-            weights: of each source, more than 0; 0.1 means a tenth, not the nearest binary fraction.
-            seed: the run's seed.
+            sizes: number of records per source.
+            weights: weight per source, above 0. Taken as exact decimals: 0.1 means one tenth, not the nearest
+                binary fraction.
+            seed: seed of the run.
             shuffle: False keeps the stored order of each source in every epoch.
-            data_fingerprint: digest of all records, kept in the state and compared on resume.
+            data_fingerprint: digest of all records, stored in the state and compared on resume.
 
         Raises:
-            DataError: a source has no records, or a weight is not more than 0.
+            DataError: a source has no records, or a weight is not above 0.
         """
-        # repr gives the decimal number as it was written. Fraction(0.1) would be the nearest binary number,
-        # and shares would drift.
+        # repr gives the decimal as written; Fraction(0.1) would be the nearest binary fraction, and shares
+        # would drift.
         exact = [Fraction(repr(weight)) for weight in weights]
         if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
             raise DataError(
@@ -213,18 +211,19 @@ class MixtureSampler(Sampler):
             )
         total = sum(exact)
         common = math.lcm(*(weight.denominator for weight in exact)) * total.denominator
-        # Count in integers, so that no share drifts, however long the run is.
+        # Integers, so that no share drifts however long the run is.
         self._whole = [int(weight * common) for weight in exact]
         self._total = sum(self._whole)
         self._offsets = [0, *accumulate(sizes)]
-        # Shuffle each source with a different seed: with the same seed, two sources of one size would have
-        # the same order.
+        # A different seed per source: two sources of the same size would otherwise have the same order.
         self._samplers = [
             ResumableSampler(size, seed + _APART * place, shuffle, data_fingerprint)
             for place, size in enumerate(sizes)
         ]
         self.identity = {
             "sizes": list(sizes),
+            # Normalised, because weights 1 and 2 give the same order as 2 and 4; as text, because JSON has no
+            # fractions.
             "weights": [str(weight / total) for weight in exact],
             "seed": seed,
             "shuffle": shuffle,
@@ -233,12 +232,12 @@ class MixtureSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """Number of times that as many indices were returned as all sources have records."""
+        """Number of indices returned so far divided by the number of records of all sources, rounded down."""
         return self.taken // self._offsets[-1]
 
     @property
     def taken(self) -> int:
-        """Number of indices returned so far, of all sources."""
+        """Number of indices returned so far from all sources together."""
         return sum(self._taken())
 
     def _taken(self) -> list[int]:
@@ -260,9 +259,9 @@ class MixtureSampler(Sampler):
     def _next(self, number: int, taken: Sequence[int]) -> int:
         """Return the source of the index with this number, counted from 1.
 
-        With k sources and the share w, sources with w n - taken >= 1 / (2k - 2) are behind, and the one with
-        the least (1 - 1 / (2k - 2) - (w n - taken)) / w is due first. Both sides are multiplied by the sum of
-        weights and by 2k - 2.
+        With k sources and share w, sources with w n - taken >= 1 / (2k - 2) lag behind; the one with the
+        smallest (1 - 1 / (2k - 2) - (w n - taken)) / w is due first. To stay in integers, both sides are
+        multiplied by the sum of weights and by 2k - 2.
         """
         if len(taken) == 1:
             return 0
@@ -271,8 +270,8 @@ class MixtureSampler(Sampler):
             spread * (weight * number - given * self._total)
             for weight, given in zip(self._whole, taken, strict=True)
         ]
-        # This list is never empty: the lags add up to one index, so that one lag is at least 1 / k, and k <=
-        # 2k - 2 for two or more sources.
+        # Never empty: the lags add up to one index, so one of them is at least 1 / k, and k <= 2k - 2 for k
+        # >= 2.
         eligible = [source for source, lag in enumerate(behind) if lag >= self._total]
         return min(
             eligible,
@@ -301,5 +300,5 @@ class MixtureSampler(Sampler):
             sampler.go_to(count)
 
 
-# Added to the seed for each further source. It is larger than any seed of a run.
+# Offset between the seeds of sources, larger than any seed of a run.
 _APART = 2**64

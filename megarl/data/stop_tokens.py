@@ -1,4 +1,4 @@
-"""The tokens that end a response, collected from the different files of a model that name them."""
+"""The tokens that end a response, collected from all files of a model that declare them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_
 
 
 def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> dict[int, list[str]]:
-    """Return the token ids that end a response, each with the files that name it.
+    """Return the token ids that end a response, each with the files that declare it.
 
-    A model is trained to stop at any of them, and its files disagree: the tokenizer has one end of sequence,
-    ``generation_config.json`` a list (Llama 3 ends turns by ``<|eot_id|>``, Gemma by ``<end_of_turn>``), and
-    a base model's files do not name the token by which a chat template ends turns.
+    All are needed, because a model may stop at any of them and its files disagree. The tokenizer declares one
+    EOS token, ``generation_config.json`` a list (Llama 3 ends turns with ``<|eot_id|>``, Gemma with
+    ``<end_of_turn>``), and a base model's files omit the token with which its chat template ends turns.
 
     Args:
-        tokenizer: of the model; its end of sequence comes first.
+        tokenizer: the model's tokenizer; its EOS token comes first.
         model_name: Hugging Face id or directory of the model; None if only the tokenizer is known.
 
     Raises:
@@ -36,6 +36,7 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
     found: dict[int, list[str]] = {int(tokenizer.eos_token_id): ["tokenizer"]}
     for name in _FILES if model_name else ():
         for token in _ids_in(_content(str(model_name), name), name):
+            # Ids outside of the vocabulary cannot be sampled.
             if 0 <= token < len(tokenizer):
                 found.setdefault(token, []).append(name)
     for token in ChatTemplate(tokenizer).stop_tokens:
@@ -44,7 +45,7 @@ def stop_tokens_of(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -
 
 
 def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | None) -> str:
-    """Return the stop tokens in words, for the report of a dry run."""
+    """Describe the stop tokens and their origins, for the report of a dry run."""
     found = stop_tokens_of(tokenizer, model_name)
     return ", ".join(
         f"{tokenizer.convert_ids_to_tokens(token)!r} ({token}: {', '.join(places)})"
@@ -53,25 +54,26 @@ def describe_stop_tokens(tokenizer: PreTrainedTokenizerBase, model_name: str | N
 
 
 def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) -> dict[str, Any] | None:
-    """Return the contents of ``generation_config.json`` for an exported model; None for a model that needs no
-    such file.
+    """Return the contents of ``generation_config.json`` for an exported model. Return None if the model needs
+    no such file.
 
-    They are the model's own, which transformers need not accept. If its chat template ends turns by a token
-    that no file names, as for a base model trained on conversations, that token is added: a server of the
-    model would otherwise not stop there.
+    The model's own contents are kept, even if transformers would not accept them. If the chat template ends
+    turns with a token that no file declares, as for a base model trained on conversations, the token is
+    added. Otherwise a server of the exported model would not stop there.
 
     Args:
-        tokenizer: of the model.
-        model_name: Hugging Face id or directory that it was loaded from.
+        tokenizer: the model's tokenizer.
+        model_name: Hugging Face id or directory from which the model was loaded.
     """
     own, config = (_content(model_name, name) for name in _FILES)
-    # Older models have these settings in config.json, which transformers writes again without them.
+    # Older models store these settings in config.json, which transformers drops when it writes the file
+    # again.
     if not own and at(config, "do_sample"):
         own = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     stops = list(stop_tokens_of(tokenizer, model_name))
     in_own = list(_ids_in(own, _FILES[0]))
     known = {*in_own, *_ids_in(config, _FILES[1])}
-    # In this case a server of the model finds all stop tokens in config.json.
+    # A server then finds all stop tokens in config.json.
     if not own and set(stops) <= known:
         return None
     if set(stops) <= set(in_own):
@@ -81,7 +83,7 @@ def generation_config_of(tokenizer: PreTrainedTokenizerBase, model_name: str) ->
 
 def _ids_in(content: Mapping[str, Any], file: str) -> Iterator[int]:
     ends = content.get("eos_token_id")
-    # In a multimodal model, the section of its text model has the end token.
+    # A multimodal model declares the token in the section of its text model.
     if ends is None and isinstance(content.get("text_config"), dict):
         ends = content["text_config"].get("eos_token_id")
     for end in ends if isinstance(ends, list) else [ends]:
@@ -95,7 +97,7 @@ def _ids_in(content: Mapping[str, Any], file: str) -> Iterator[int]:
 
 
 def _content(model_name: str, file: str) -> Mapping[str, Any]:
-    """Return the contents of a JSON file of a model; empty if it has no such file.
+    """Read a JSON file of a model. Return an empty mapping if the model does not have it.
 
     Raises:
         ModelError: the file is damaged.
@@ -103,7 +105,7 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
     directory = Path(model_name).expanduser()
     try:
         path = directory / file if directory.is_dir() else _cached(model_name, file)
-    # A missing model is refused elsewhere.
+    # A missing model is reported elsewhere.
     except (OSError, ValueError):
         return {}
     if path is None or not Path(path).exists():
@@ -118,13 +120,13 @@ def _content(model_name: str, file: str) -> Mapping[str, Any]:
 
 
 def _cached(model_name: str, file: str) -> str | None:
-    """Return the path of a hub model's file on this disk, fetched if possible; None for a model without that
-    file."""
+    """Return the local path of a hub model's file, downloaded if necessary. Return None if the model does not
+    have it."""
     from transformers.utils import cached_file
 
-    # Pass a private option of transformers: without it, a file that a model does not have is an error.
+    # A private option of transformers: without it, a file that the model does not have is an error.
     options = {"_raise_exceptions_for_missing_entries": False}
-    # Try without the network first, so that a file that is stored locally does not wait for it.
+    # Try the local cache first, so that a file on disk does not wait for the network.
     found = cached_file(
         model_name, file, local_files_only=True, _raise_exceptions_for_connection_errors=False, **options
     )

@@ -1,5 +1,5 @@
-"""Tables of rows of different lengths, in memory or in files, written row by row and kept for the
-next start."""
+"""Tables of variable-length rows, in memory or in files. They are written row by row and cached on disk for
+later runs."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ logger = logging.getLogger(__name__)
 
 _META = "meta.json"
 _BLOCK = 2**20
+# Names of complete and of unfinished tables. ``bound_tables`` deletes nothing else, since a user may point
+# data.cache_dir at a directory with other files.
 _KEPT_NAME = re.compile(r"[0-9a-f]{32}")
 _PARTIAL_NAME = re.compile(r"\.[0-9a-f]{32}\.partial-\d+")
-# An unfinished table to which nothing was written for this number of seconds belongs to a run that was
-# killed.
+# An unfinished table without a write for this many seconds was left by a killed run.
 _ABANDONED_S = 86400.0
 
 
 class StoredValues:
-    """The numbers in a file, each read when it is requested.
+    """A 1-dimensional array in a file, of which slices are read on access.
 
-    The file is not mapped into memory: if another process truncated it, the next access would kill this
-    process without a message.
+    The file is not memory-mapped: if another process truncated it, the next access would kill this process
+    with SIGBUS.
 
     Args:
-        path: of the file.
-        dtype: numpy's name of the type of its numbers.
+        path: path of the file.
+        dtype: numpy dtype name of its numbers.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -59,8 +60,12 @@ class StoredValues:
         return self._count
 
     def require(self, owner: int, digest: str) -> None:
-        """Raise ValueError if another user has written the file, or may, or if its bytes differ from those
-        that were written."""
+        """Check that the file has been written by the user ``owner``, that nobody else may write it, and that
+        it has the given digest.
+
+        Raises:
+            ValueError: it fails one of these checks.
+        """
         _require_owner(self._path, os.fstat(self._descriptor), owner)
         with os.fdopen(os.dup(self._descriptor), "rb") as stream:
             stream.seek(0)
@@ -68,10 +73,10 @@ class StoredValues:
                 raise ValueError(f"{self._path.name} has other bytes than were written")
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Return the numbers at consecutive positions.
+        """Read a contiguous slice.
 
         Raises:
-            DataError: the file has become shorter, or can no longer be read.
+            DataError: the file was truncated, or can no longer be read.
         """
         start, stop, step = places.indices(self._count)
         assert step == 1
@@ -99,7 +104,8 @@ _FIX = "Fix: start the run again, which tokenizes the data again; find out who w
 
 
 def _read_all(descriptor: int, count: int, place: int) -> bytes:
-    """Return bytes of a file, fewer only at its end; the kernel returns at most 2 GiB at once."""
+    """Read ``count`` bytes at the offset ``place``, fewer only at the end of the file. A single pread returns
+    at most 2 GiB."""
     parts, missing = list[bytes](), count
     while missing and (part := os.pread(descriptor, missing, place + count - missing)):
         parts.append(part)
@@ -109,11 +115,11 @@ def _read_all(descriptor: int, count: int, place: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One field of all rows.
+    """One field of all rows, as a flat array.
 
     Attributes:
-        values: of all rows, concatenated, 1-dimensional.
-        starts: [rows + 1] int64; row r is ``values[starts[r]:starts[r + 1]]``.
+        values: 1-dimensional, the values of all rows concatenated.
+        starts: [rows + 1] int64 offsets; row r is ``values[starts[r]:starts[r + 1]]``.
     """
 
     values: np.ndarray | StoredValues
@@ -131,13 +137,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Table:
-    """Rows that have been written. While this object exists, ``bound_tables`` does not remove a table stored
-    in a directory.
+    """A complete table. While this object exists, ``bound_tables`` does not delete the table's directory.
 
     Attributes:
-        columns: by name; all have as many rows.
-        meta: further facts about them, as JSON types.
-        directory: where they are stored; None for memory.
+        columns: columns by name; all have the same number of rows.
+        meta: metadata, as JSON types.
+        directory: directory of the files; None if the table is in memory.
     """
 
     columns: Mapping[str, Column]
@@ -152,10 +157,11 @@ class TableWriter:
     """Writes a table.
 
     Args:
-        dtypes: numpy's name of the type of each column.
-        directory: where the table is stored once it is too large for memory; until ``finish``, in a directory
-            next to it that no reader takes for a table. None keeps everything in memory.
-        most_in_memory: bytes of values that are collected before they are written to files.
+        dtypes: numpy dtype name of each column.
+        directory: directory of the table, if it is too large for memory. Until ``finish``, the files are in a
+            temporary directory next to it, which no reader takes for a table. None keeps everything in
+            memory.
+        most_in_memory: size in bytes above which values are flushed to files.
     """
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None, most_in_memory: int) -> None:
@@ -167,7 +173,7 @@ class TableWriter:
         self._files: dict[str, BinaryIO] = {}
 
     def append(self, rows: Mapping[str, Sequence[Sequence[int] | bytes]]) -> None:
-        """Append the same number of rows to every column.
+        """Append rows. Every column must get the same number.
 
         Raises:
             OSError: they cannot be written.
@@ -182,7 +188,10 @@ class TableWriter:
             self._flush()
 
     def finish(self, meta: Mapping[str, Any]) -> Table:
-        """Return the table of all rows so far.
+        """Complete the table, and return it.
+
+        Args:
+            meta: metadata to store, as JSON types.
 
         Raises:
             OSError: it cannot be written.
@@ -203,23 +212,22 @@ class TableWriter:
             _add_up(self._partial / f"{name}.lengths", self._partial / f"{name}.starts")
         digests = {file.name: _file_digest(file) for file in sorted(self._partial.iterdir())}
         content = {"dtypes": self._dtypes, "digests": digests, "meta": dict(meta)}
+        # The metadata file has a digest of its own, because it holds the digests of all other files.
         text = json.dumps({**content, "digest": _digest_of(content)})
         (self._partial / _META).write_text(text, encoding="utf-8")
         for path in (self._partial, *self._partial.iterdir()):
-            # Remove the write permission of others, whatever the umask is, because a table that others can
-            # write is not trusted.
+            # Remove others' write permission, whatever the umask: a table that others can write is not
+            # trusted.
             path.chmod(path.stat().st_mode & ~stat.S_IWOTH)
-        # Read the owner from the file: a network file system may assign everything that root writes to the
-        # user nobody.
+        # Use the owner that the file has: a network file system may map root to the user nobody.
         owner = self._partial.stat().st_uid
-        # Mark the table as in use before it gets its name, so that no run that frees space removes it before
-        # it is read.
+        # Lock the table before it gets its final name, so that no other run deletes it before it is read.
         with (self._partial / _META).open() as meta_file:
             _use(meta_file.fileno())
             try:
                 rename_surely(self._partial, self._directory)
             except OSError:
-                # The name is taken, either by the table of a faster run or by a damaged one.
+                # The name is taken: another run was faster, or the existing table is damaged.
                 if read_table(self._directory, owner) is None:
                     shutil.rmtree(self._directory)
                     rename_surely(self._partial, self._directory)
@@ -230,7 +238,7 @@ class TableWriter:
         return table
 
     def discard(self) -> None:
-        """Remove the files of an unfinished table."""
+        """Delete the files of an unfinished table."""
         for file in self._files.values():
             file.close()
         if self._partial is not None:
@@ -241,7 +249,7 @@ class TableWriter:
         if self._partial is None:
             self._directory.parent.mkdir(parents=True, exist_ok=True)
             self._partial = self._directory.with_name(f".{self._directory.name}.partial-{os.getpid()}")
-            # Remove the directory of a process that was killed and had this process's number.
+            # A killed process with the same process id may have left this directory.
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir()
             names = [f"{name}.{part}" for name in self._dtypes for part in ("values", "lengths")]
@@ -255,12 +263,12 @@ class TableWriter:
 
 
 def read_table(directory: Path, owner: int | None = None) -> Table | None:
-    """Return a stored table, with its values left on disk; None if there is none, or if it cannot be trusted
-    because its bytes differ from those that were written, or another user wrote its files, or may.
+    """Open a cached table, whose values stay on disk. Return None if there is none or it cannot be trusted:
+    its bytes do not match their digests, or another user has written or may write its files.
 
     Args:
-        directory: of the table.
-        owner: of its files; None for this user.
+        directory: directory of the table.
+        owner: user id that must own the files; None for the current user.
     """
     user = os.geteuid() if owner is None else owner
     try:
@@ -284,30 +292,30 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         for name, column in columns.items():
             for part, stored in (("values", column.values), ("starts", column.starts)):
                 assert isinstance(stored, StoredValues)
-                # Compare every byte, because a byte that was corrupted on the disk would be trained on.
+                # Verify every byte: one that was corrupted on disk would be trained on.
                 stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         os.close(descriptor)
         logger.warning("%s is not used but written again: %s", directory, error)
         return None
-    # Close the descriptor only with the table, because it holds the lock of ``_use``.
+    # The descriptor holds the lock of ``_use``, so it stays open as long as the table exists.
     weakref.finalize(table, os.close, descriptor)
     return table
 
 
 def _use(descriptor: int) -> None:
-    """Keep a table from being removed while its file is open, and record the time of use.
+    """Lock a table against deletion while its metadata file is open, and update its time of last use.
 
     Raises:
-        BlockingIOError: it is being removed.
+        BlockingIOError: the table is being deleted.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:
-        # The file system has no locks, so that no table is removed there either.
+        # Without file locks no table is deleted either, so no lock is needed.
         return
     # The directory may belong to another user and be read-only.
     with contextlib.suppress(OSError):
@@ -315,13 +323,13 @@ def _use(descriptor: int) -> None:
 
 
 def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
-    """Remove the least recently used tables in a directory until the rest takes at most that many bytes.
+    """Delete the least recently used tables in a directory until the rest takes at most ``most_bytes``.
 
-    A table in use stays, whatever its size. Unfinished tables of a killed run are removed a day later.
+    Tables in use are kept, whatever their size. Unfinished tables are deleted one day after the last write.
     Nothing else in the directory is touched.
 
     Returns:
-        The directories that were removed.
+        The deleted directories.
     """
     removed = [each for each in _children(directory, _PARTIAL_NAME) if _is_abandoned(each)]
     for partial in removed:
@@ -347,7 +355,8 @@ def _children(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
 
 
 def _stats(directory: Path) -> list[os.stat_result]:
-    """Return the status of each file in a directory that still exists."""
+    """Return the stat results of a directory and its files. Files that disappear in the meantime are
+    skipped."""
     found = []
     for file in [directory, *directory.glob("*")]:
         with contextlib.suppress(OSError):
@@ -368,23 +377,22 @@ def _last_use_and_bytes(table: Path) -> tuple[float, int]:
 
 
 def _remove_unused(table: Path) -> bool:
-    """Remove a table unless it is in use, or its use cannot be determined; return whether it was removed."""
+    """Delete a table unless it is in use or its use cannot be determined. Return whether it was deleted."""
     hidden = table.with_name(f".{table.name}.partial-{os.getpid()}")
     try:
-        # Open for writing: NFS turns this lock into one of a byte range, which requires the permission to
-        # write.
+        # Open for writing: NFS implements this lock as a byte-range lock, which needs write permission.
         descriptor = os.open(table / _META, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Rename the table, which hides it in one step, so that no run finds a part of it.
+        # The rename hides the table atomically, so that no run sees part of it.
         rename_surely(table, hidden)
     except OSError:
         return False
     finally:
-        # Close the file before it is removed: NFS keeps an open file under another name, so that its
-        # directory could not be removed.
+        # Close the file before deleting it: NFS renames an open file instead, and its directory could not be
+        # deleted.
         os.close(descriptor)
     shutil.rmtree(hidden, ignore_errors=True)
     return True
@@ -404,11 +412,11 @@ def _values(row: Sequence[int] | bytes, dtype: str) -> np.ndarray:
 
 
 def _add_up(lengths: Path, starts: Path) -> None:
-    """Compute the starts of rows from their lengths, block by block."""
+    """Compute row offsets from row lengths, block by block, and delete the lengths."""
     total = 0
     with lengths.open("rb") as source, starts.open("wb") as target:
         target.write(np.zeros(1, np.int64).tobytes())
-        # Read integers of 8 bytes: a buffered read returns fewer bytes only at the end of the file.
+        # Whole 8-byte integers: a buffered read returns fewer bytes only at the end of the file.
         while block := source.read(8 * _BLOCK):
             ends = np.cumsum(np.frombuffer(block, np.int64)) + total
             target.write(ends.tobytes())

@@ -25,50 +25,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[ChatMessage]
-"""Plain text, or chat messages."""
+"""Plain text or chat messages."""
 
 _CHARACTERS_A_TOKEN, _FEW_CHARACTERS, _FEW_TOKENS = 8, 4096, 64
 """Length of the beginning, in characters, from which a text is found to be too long."""
 
-# Attribute of a tokenizer, with what ``get_tokenizer`` changed in it.
+# Attribute in which ``get_tokenizer`` records its changes to a tokenizer.
 _CHANGES = "changes_of_a_run"
 
-# A text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
+# Test text with white space that a tokenizer may drop or merge: two spaces, a line feed, a tab.
 _ALL_KEPT = "a  b\n\tc"
 
 
 def long_text(limit: int) -> int:
-    """Return the number of characters above which the beginning of a text is tokenized before the whole text,
-    with a limit of ``limit`` tokens."""
+    """Return the number of characters above which only the beginning of a text is tokenized first, given a
+    limit of ``limit`` tokens."""
     return _CHARACTERS_A_TOKEN * limit + _FEW_CHARACTERS
 
 
 def get_tokenizer(
     tokenizer_config: TokenizerConfig, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model, with a padding token and a chat template.
+    """Load the tokenizer of a model, and set its padding token and chat template.
 
     Args:
-        tokenizer_config: ``name`` (model name or directory) and, optionally, ``chat_template``: None joins
-            the messages and adds nothing, ``"default"`` (or an absent key) takes the tokenizer's own, any
-            other string is a Jinja template. A tokenizer without a template of its own joins the messages.
+        tokenizer_config: ``name`` (model name or directory) and optionally ``chat_template``. ``"default"``
+            (or an absent key) takes the tokenizer's own template, and falls back to concatenating the
+            messages. None always concatenates the messages. Any other string is a Jinja template.
         trust_remote_code: run tokenizer code that comes with the model.
 
     Raises:
-        ModelError: there is no tokenizer under that name, it has no end-of-sequence token, or the chat
-            template is not one.
+        ModelError: there is no tokenizer with this name, it has no EOS token, or the chat template is not a
+            template.
     """
     from transformers import AutoTokenizer
 
     name = tokenizer_config["name"]
     _refuse_special_files(name)
     try:
-        # Where mistral_common is installed, as with vLLM, transformers would read tekken.json by its class,
-        # which has neither chat templates nor other methods of a tokenizer.
+        # If mistral_common is installed, as with vLLM, transformers would load tekken.json as a class without
+        # chat templates and other methods.
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, mistral_format=False
         )
-    # The libraries raise these for files that are missing, damaged or of an unknown kind.
+    # Raised for files that are missing, damaged or of an unknown kind.
     except (OSError, ValueError, ImportError, KeyError, RecursionError) as error:
         fix = "set policy.tokenizer.name to the model that has the tokenizer, by name or directory"
         raise ModelError(
@@ -76,7 +76,7 @@ def get_tokenizer(
         ) from error
     tokenizer, loaded = _as_its_file_says(tokenizer, name), tokenizer
     if not tokenizer("0 a", add_special_tokens=False)["input_ids"]:
-        # For a directory without tokenizer files, transformers makes a tokenizer that knows no token.
+        # For a directory without tokenizer files, transformers builds a tokenizer with an empty vocabulary.
         raise ModelError(
             f"policy.tokenizer.name = {name!r}: there is no tokenizer. Fix: copy the files of the tokenizer "
             "there (tokenizer.json, "
@@ -95,7 +95,7 @@ def get_tokenizer(
         is_plain=tokenizer is not loaded,
     )
     setattr(tokenizer, _CHANGES, changes)
-    # Any token may be the padding, because lengths and masks exclude it.
+    # Any token can serve as padding: lengths and masks exclude it.
     if changes.is_padded:
         tokenizer.pad_token = tokenizer.eos_token
     if template is None:
@@ -111,13 +111,13 @@ def get_tokenizer(
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes of ``get_tokenizer`` to a tokenizer.
+    """Changes that ``get_tokenizer`` has made to a tokenizer.
 
     Attributes:
-        template: chat template of the run; None for none of its own.
-        own_template: chat template that the tokenizer came with.
-        is_padded: the tokenizer came without a padding token.
-        is_plain: its own class drops spaces, so that it is of the class of ``tokenizer.json`` alone.
+        template: the run's chat template; None if it does not set one.
+        own_template: original chat template.
+        is_padded: the padding token was added.
+        is_plain: the original class drops spaces, so the tokenizer was rebuilt from ``tokenizer.json`` alone.
     """
 
     template: str | None
@@ -127,14 +127,14 @@ class _Changes:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, *, scores: bool = False) -> None:
-    """Write the tokenizer of a run, as a trained model has it, over that of a model's directory.
+    """Write the tokenizer of a trained model into the model's directory, in place of the one there.
 
-    Its files are copied, since those that transformers 5 writes are not read by earlier releases, and the
-    run's chat template is written into them.
+    The original files are copied, because files written by transformers 5 cannot be read by earlier releases.
+    The run's chat template is then written into them.
 
     Args:
-        tokenizer: from ``get_tokenizer``; another one is saved as it is.
-        directory: directory with the files of the model that was trained.
+        tokenizer: tokenizer from ``get_tokenizer``; any other one is saved as it is.
+        directory: directory with the files of the trained model.
         scores: see ``as_published``.
     """
     from converters.checkpoint.artifacts import change_tokenizer, replace_tokenizer
@@ -152,7 +152,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, *, scor
 
 
 def _directory_of(name: str) -> Path | None:
-    """Return the directory of a tokenizer's files, or None if this host does not have it."""
+    """Return the local directory of a tokenizer's files, or None if they are not on this host."""
     from transformers.utils import cached_file
 
     directory = Path(name).expanduser()
@@ -160,27 +160,28 @@ def _directory_of(name: str) -> Path | None:
         return directory
     try:
         found = cached_file(name, "tokenizer_config.json", local_files_only=True)
-    # The path of a directory on the driver's disk is no id of the hub.
+    # The name may be a directory on the driver's disk, which is not a hub id.
     except (OSError, ValueError):
         return None
     return None if found is None else Path(found).parent
 
 
 def as_published(tokenizer: PreTrainedTokenizerBase, *, scores: bool = False) -> PreTrainedTokenizerBase:
-    """Return a tokenizer as a trained model has it, with the run's chat template or its own.
+    """Return the tokenizer for publication with a trained model: with the run's chat template, else the
+    original one.
 
-    ``chat_template: null`` is for prompts that were rendered beforehand. Whoever serves the model renders
-    them by its own template, so that is the one to write.
+    ``chat_template: null`` means that the prompts of the run were already rendered. A server of the model
+    renders prompts itself, so the original template is kept then.
 
     Args:
-        tokenizer: from ``get_tokenizer``; another one is returned as it is.
-        scores: whether the model scores. Who uses it pads batches by the token of the training; a language
-            model that came without a padding token has none.
+        tokenizer: tokenizer from ``get_tokenizer``; any other one is returned as it is.
+        scores: the model is a reward model. Its users pad batches, so an added padding token is kept. A
+            language model without an original padding token gets none.
     """
     changes: _Changes | None = getattr(tokenizer, _CHANGES, None)
     if changes is None:
         return tokenizer
-    # The run goes on with its own, and a shallow copy would share the special tokens.
+    # Deep copy: the run keeps its own tokenizer, and a shallow copy would share the special tokens.
     published = copy.deepcopy(tokenizer)
     published.chat_template = changes.template or changes.own_template
     if changes.is_padded and not scores:
@@ -189,7 +190,12 @@ def as_published(tokenizer: PreTrainedTokenizerBase, *, scores: bool = False) ->
 
 
 def _refuse_plain_text(template: str) -> None:
-    """Refuse a chat template that writes the same text for all messages, such as the path of a file."""
+    """Reject a chat template without any Jinja syntax, such as the path of a file: it would write the same
+    text for all messages.
+
+    Raises:
+        ModelError: it has none.
+    """
     if "{{" not in template and "{%" not in template:
         raise ModelError(
             f"policy.tokenizer.chat_template = {template[:80]!r} is no Jinja template: it would write this "
@@ -199,11 +205,11 @@ def _refuse_plain_text(template: str) -> None:
 
 
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that keeps the spaces and lines of a text, if ``tokenizer.json`` does.
+    """Rebuild a tokenizer from ``tokenizer.json`` if it drops white space that this file keeps.
 
-    transformers 5 builds the class named in ``tokenizer_config.json`` around the vocabulary alone. Many of
-    DeepSeek's models name Llama's class, which searches for SentencePiece's mark of a space in a byte-level
-    vocabulary, finds none, and silently drops every space.
+    transformers 5 builds the class named in ``tokenizer_config.json`` from the vocabulary alone. Many
+    DeepSeek models name Llama's class. It searches a byte-level vocabulary for SentencePiece's space mark,
+    finds none, and silently drops every space.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -211,7 +217,7 @@ def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrain
         return tokenizer
     try:
         plain = PreTrainedTokenizerFast.from_pretrained(name)
-    # There is no tokenizer.json, so that nothing states that the text has to be kept.
+    # No tokenizer.json, so nothing says that white space must be kept.
     except (OSError, ValueError):
         return tokenizer
     if not _keeps_all(plain):
@@ -231,11 +237,11 @@ def _keeps_all(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _refuse_special_files(name: str) -> None:
-    """Refuse a directory with a named pipe or similar instead of a file, which transformers would wait for
-    without end.
+    """Reject a directory that contains a named pipe or similar in place of a file, because transformers would
+    block on it.
 
     Raises:
-        ModelError: names it.
+        ModelError: there is one; the message names it.
     """
     directory = Path(name).expanduser()
     found = first_special(directory) if directory.is_dir() else None
@@ -250,7 +256,7 @@ NO_TEMPLATE = "{prompt}"
 
 
 class PromptEncoder:
-    """Encodes a record as token ids: prompt template, system prompt, chat template, tokenizer."""
+    """Encodes records as token ids: applies prompt template, system prompt, chat template and tokenizer."""
 
     def __init__(
         self,
@@ -264,18 +270,19 @@ class PromptEncoder:
         named_tools: Mapping[str | None, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
     ) -> None:
         """Args:
-            tokenizer: from ``get_tokenizer``.
-            prompt_template: text with ``{prompt}`` where a string prompt goes; chat messages are not changed.
-            system_prompt: put first as a system message, except before a conversation that has one.
-            template_kwargs: values that the chat template reads.
-            stop_tokens: ids that end a generated response (``stop_tokens_of``); the tokenizer's end of
-                sequence is always one.
-            date: date of a chat template's clock; None for the time of the call.
-            tools: given to the chat template for a record without tools of its own.
-            named_tools: likewise, by the environment that a record names.
+            tokenizer: tokenizer from ``get_tokenizer``.
+            prompt_template: text in which ``{prompt}`` is replaced by a plain-text prompt; not applied to
+                chat messages.
+            system_prompt: prepended as a system message, unless the conversation has one.
+            template_kwargs: variables for the chat template.
+            stop_tokens: token ids that end a generated response (``stop_tokens_of``); the EOS token is always
+                included.
+            date: fixed date for chat templates that read the clock; None for the current time.
+            tools: tools for the chat template, for records without tools of their own.
+            named_tools: tools by environment, for records that name one.
 
         Raises:
-            DataError: the prompt template has no ``{prompt}``, or the chat template does not read a value.
+            DataError: the prompt template lacks ``{prompt}``, or the chat template does not use a variable.
         """
         if prompt_template is not None and "{prompt}" not in prompt_template:
             raise DataError(
@@ -297,8 +304,8 @@ class PromptEncoder:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything that the tokens depend on besides the records and the tokenizer's vocabulary, as JSON
-        types."""
+        """Everything that determines the tokens except the records and the tokenizer's vocabulary, as JSON
+        types, for cache keys."""
         return [
             self.prompt_template,
             self._system,
@@ -310,47 +317,47 @@ class PromptEncoder:
         ]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt up to where the answer starts.
+        """Return the token ids of a prompt, up to where the answer starts.
 
-        A chat template writes special tokens itself. A template that only joins messages does not, so the
-        tokenizer adds the begin-of-sequence token that it puts before a text.
+        A real chat template writes BOS itself if the model wants it. For the template that only concatenates
+        messages, the BOS that the tokenizer would add is prepended.
         """
         return self.encode_records(
             [Record(prompt if isinstance(prompt, str) else tuple(prompt), "", "the prompt")]
         )[0]
 
     def encode_records(self, records: Sequence[Record]) -> list[list[int]]:
-        """Encode the prompts of many records at once, which is much faster than one by one.
+        """Return the token ids of many prompts. Tokenizing them together is much faster than one by one.
 
         Raises:
-            DataError: the chat template cannot be applied to a prompt; names the record.
+            DataError: the chat template fails on a prompt; the message names the record.
         """
         return self.encode_texts(list(map(self.text, records)))
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode the texts that ``text`` returned for many records."""
+        """Tokenize texts that ``text`` has rendered."""
         return list(map(self._conversations.led, _tokens(self._tokenizer, texts)))
 
     def beginning(self, text: str, limit: int) -> str:
-        """Return a text, or, if it certainly has more than ``limit`` tokens, only a beginning that also has
-        more.
+        """Return the text unchanged, or only its beginning if that alone exceeds ``limit`` tokens.
 
-        A tokenizer takes hundreds of bytes per character. The beginning has twice as many tokens as the
-        limit, so that a merge across its end does not matter.
+        This bounds the memory of the tokenizer, which takes hundreds of bytes per character. The beginning
+        has more than twice the limit of tokens, so that a token merged across its end does not matter.
         """
         size = long_text(limit)
         while size < len(text):
             if len(_tokens(self._tokenizer, [text[:size]])[0]) > 2 * limit + _FEW_TOKENS:
                 return text[:size]
+            # A text may have few tokens per character, such as long runs of spaces: try a longer beginning.
             size *= 2
         return text
 
     def as_conversation(self, record: Record) -> Record:
-        """Return a record whose answer is to be learned, with the answer as the assistant's turn if the chat
-        template writes such turns.
+        """Convert a record with a plain-text answer to a conversation, if the chat template can render
+        assistant turns.
 
-        So an answer given as text is encoded like the same answer given as messages. With a template for
-        prompts only, or one that joins the messages, the answer stays a text that follows the prompt.
+        The answer is then encoded like one that the data store as a message. With a template for prompts
+        only, or one that concatenates messages, the answer stays a text that follows the prompt.
         """
         if record.last is not None or record.prompt == () or not self._answers_are_turns:
             return record
@@ -361,34 +368,36 @@ class PromptEncoder:
         )
 
     def split(self, record: Record, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens that are given and those that are learned, of a prompt and its answer.
+        """Return the prompt tokens, which have no loss, and the answer tokens, which have a loss.
 
-        Of a text by itself, only the first token is given. The text may have begin and end tokens of its own.
+        If the record is a text without a prompt, its first token serves as the prompt. The text may already
+        contain BOS and EOS.
         """
         if record.prompt != ():
             return prompt, answer
         ids = answer if answer[: len(self._begin)] == self._begin else self._begin + answer
+        # The answer ends with an appended EOS; drop it if the text itself already ended with EOS.
         ids = ids[:-1] if ids[-2:-1] == ids[-1:] else ids
         return (ids[:1], ids[1:]) if min(len(answer), len(ids)) > 1 else ([], [])
 
     def whole_text(self, record: Record) -> str:
-        """Return the chat template's text of a whole conversation.
+        """Render a complete conversation.
 
         Raises:
-            DataError: it cannot be applied; names the record.
+            DataError: the chat template fails; the message names the record.
         """
         return self.chat_template.render(self._all_messages(record), record.tools, record.origin)
 
     def encode_conversation(self, record: Record) -> EncodedConversation:
-        """Return the tokens of a whole conversation, and where the assistant speaks
-        (``ConversationEncoder.encode``).
+        """Tokenize a complete conversation, and locate the assistant's turns (see
+        ``ConversationEncoder.encode``).
 
         Args:
-            record: with ``last``.
+            record: a record with ``last``.
 
         Raises:
-            RecordError: the template cannot be applied, or the positions of the turns are ambiguous; names
-                the record.
+            RecordError: the template fails, or the position of a turn is ambiguous; the message names the
+                record.
         """
         return self._conversations.encode(self._all_messages(record), record.tools, record.origin)
 
@@ -397,21 +406,21 @@ class PromptEncoder:
         return self._messages(record, (*record.prompt, record.last))
 
     def unwritten_role(self, record: Record, text: str) -> str | None:
-        """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
-        ``text``; None if all are there."""
+        """Return the role of a prompt message that the rendered ``text`` lacks, or None if all are there.
+        Only system and user messages are checked."""
         messages = self._prompt_messages(record)
-        # Do not check the other roles: tool calls and results may be written in another form, and reasoning
-        # may be left out.
+        # Other roles may be rendered differently: tool calls and results have other formats, and reasoning
+        # may be omitted.
         asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
         return next(
             (message["role"] for message in asked if (message.get("content") or "").strip() not in text), None
         )
 
     def text(self, record: Record) -> str:
-        """Return the chat template's text for a record's prompt, up to where the answer starts.
+        """Render a record's prompt, up to where the answer starts.
 
         Raises:
-            DataError: it cannot be applied; names the record.
+            DataError: the chat template fails; the message names the record.
         """
         if record.prompt == ():
             return ""
@@ -426,10 +435,10 @@ class PromptEncoder:
         return self._messages(record, self._asked(record))
 
     def _asked(self, record: Record) -> Sequence[ChatMessage]:
-        """Return the messages of a record's prompt."""
+        """Return a record's prompt as messages."""
         if not isinstance(record.prompt, str):
             return record.prompt
-        # Do not use str.format, because braces elsewhere in the template or the prompt are ordinary text.
+        # Not str.format: other braces in the template or the prompt are ordinary text.
         return [{"role": "user", "content": self.prompt_template.replace("{prompt}", record.prompt)}]
 
     def _messages(self, record: Record, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -440,16 +449,15 @@ class PromptEncoder:
 
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of answers, each followed by the end-of-sequence token."""
+    """Tokenize answers, and append the EOS token to each."""
     return [[*row, tokenizer.eos_token_id] for row in _tokens(tokenizer, answers)]
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Return a function that gives the token ids of one text, without the special tokens that the tokenizer
-    adds.
+    """Return a function that tokenizes one text without special tokens.
 
-    For one short text transformers takes longer than the tokenizers library, which is called directly if it
-    gives the same result.
+    For short texts the overhead of transformers exceeds the tokenization itself. So the tokenizers library is
+    called directly, if the tokenizer's class does not override the relevant methods.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -464,9 +472,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int
 
     def encode(text: str) -> list[int]:
         if backend.truncation is not None or backend.padding is not None:
-            # Another call has requested truncation or padding; transformers resets both here.
+            # Another call has set truncation or padding, which transformers resets.
             return _tokens(tokenizer, [text])[0]
-        # The fast variant omits the positions of tokens in the text, which are not needed here.
+        # The fast variant skips token offsets, which are not needed here.
         found: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return found
 
@@ -478,7 +486,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
 
 
 def _begin_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the begin-of-sequence token if the tokenizer puts it before every text, else nothing."""
+    """Return [BOS] if the tokenizer puts it before every text, else []."""
     bos = tokenizer.bos_token_id
     starts_with_it = list(tokenizer("")["input_ids"])[:1] == [bos]
     return [bos] if starts_with_it and bos != tokenizer.eos_token_id else []

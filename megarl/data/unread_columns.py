@@ -1,5 +1,5 @@
-"""Columns that are not read although prompts and answers make no sense without them: choices, pictures,
-labels, earlier turns, values of templates."""
+"""Detection of columns that are not read, although the records make no sense without them: choices, images,
+labels, earlier turns, template variables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _PLACE_OF_MEDIA = re.compile(r"<(?:image|video|audio)(?:[ _]?\d+)?>")
 
 
 def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: bool) -> str | None:
-    """Return which columns of a record the inferred keys do not read, and what to do; None if that does not
-    matter.
+    """Return a message about columns that inferred keys ignore although they matter, with its fix, or None.
 
-    This applies only to inferred keys: a user who names keys has decided against the other columns.
+    This check is only for inferred keys: a user who names keys has decided to ignore the other columns.
 
     Args:
         row: the first record of a source.
-        prompts: the values of the prompt's fields.
-        learns: the answers are learned.
+        prompts: values of the prompt fields.
+        learns: the answers are trained on.
     """
     media = _media_of(row)
     if media is not None:
@@ -36,13 +35,14 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
     for name in _CHOICES:
         choices = list(_texts(_of_json(row.get(name))))
         missing = next((text for text in choices if text.strip() not in written), None)
-        # A single choice is a setting and not a list of choices.
+        # A single "choice" is a setting, not a list of choices.
         if missing is not None and len(choices) > 1:
             return (
                 f"{name!r} holds choices that the prompt does not have, such as {missing[:40]!r}. Fix: write "
                 "them into the prompt, as 'A. ...', and the letter as the answer; for open questions name "
                 "prompt_key and answer_key"
             )
+    # KTO's format: one answer per row, and a label that is false for bad answers.
     if learns and isinstance(row.get("label"), bool):
         return (
             "'label' marks the good answers, but all answers would be learned. Fix: keep the "
@@ -64,10 +64,10 @@ def fault_of_columns(row: Mapping[str, Any], prompts: Sequence[Any], learns: boo
 
 
 def refuse_media(row: Mapping[str, Any], texts: Sequence[str], origin: str) -> None:
-    """Refuse a record whose text has a placeholder for a picture or a sound that a column holds.
+    """Reject a record whose text contains a placeholder for an image, video or sound that a column holds.
 
     Raises:
-        RecordError: it has.
+        RecordError: it contains one.
     """
     media = _media_of(row)
     found = None if media is None else next(filter(None, map(_PLACE_OF_MEDIA.search, texts)), None)
@@ -84,7 +84,7 @@ def _media_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _of_json(value: Any) -> Any:
-    """Return the value of a text that is JSON; any other value unchanged."""
+    """Parse a text that is JSON. Return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -92,7 +92,7 @@ def _of_json(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, at any depth, except letters that name choices (``label``, ``key``)."""
+    """Yield all texts and numbers in a nested value, except the letters of choices (``label``, ``key``)."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,2 +1,1 @@
-"""Rollouts: responses to prompts, their scores from an environment, and the samples that an algorithm trains
-on."""
+"""Sampling of responses, their scores from an environment, and the samples that an algorithm trains on."""

@@ -1,7 +1,7 @@
-"""Final answers that are extracted from a response and compared as text or as a decimal number: GSM8K,
-multiple choice, DAPO's rule; also a check of a response's format.
+"""Extraction of a response's final answer and its comparison with the reference, as text or as a decimal
+number: GSM8K, multiple choice and DAPO's rule. Also a check of the ``<think>`` format.
 
-``megarl.rollout.mathematics`` compares the values of mathematical expressions.
+``megarl.rollout.mathematics`` compares mathematical expressions by value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MARKED_NUMBER = re.compile(rf"####[ \t]*\**({_NUMBER})(\S*)")
 _GOES_ON = re.compile(r"[.,]?[0-9]|[/^:]|[-*][0-9]")
 _ANY_NUMBER = re.compile(rf"(?<![0-9.]){_NUMBER}")
 _GUESS = r"(?:(?:maybe|perhaps|possibly|even|about|else)\s++)?"
-# Units may stand between the number and its alternative.
+# Allow up to two words, such as a unit, between the number and its alternative.
 _ALTERNATIVE = re.compile(
     rf"[*)}}]*(?:[ \t]++[A-Za-z]+){{0,2}}?[ \t]*+(?:[(,;]+[ \t]*+)?"
     r"(?:(?:or|and|to|versus|vs\.?)[ "
@@ -27,7 +27,8 @@ _OR_BEFORE = re.compile(
 _WRAPPING = r"(?:\\boxed\s*\{|\\(?:text|textbf|mathbf|mathrm)\s*\{|[*$\s({\[])*+"
 # Restrict what may follow A and I, because both are also English words.
 _LETTER = r"([B-HJ-Z](?![A-Za-z0-9'])|[AI](?=\s*(?:$|[)\].,:;!*}$\\\n]|(?:because|since|as|is)\b)))"
-# The letter is optional so that a text without one is passed over, and not read again from each box in it.
+# The letter is optional, so that a match without one consumes the text; otherwise the search would scan the
+# same text again from each box in it, in quadratic time.
 _CHOICE = re.compile(
     rf"(?:\\boxed\s*+\{{|\b(?i:answer|choice|option)[*]*+\s*+(?:(?i:is)\b\s*+:?|:)){_WRAPPING}(?:(?:(?i:option"
     rf"|choice)\s++)?{_LETTER})?"
@@ -43,7 +44,7 @@ _SECOND_LETTER = re.compile(
 _ONLY_A_LETTER = re.compile(r"[*($\[\s]*([A-Z])[*)$.\]\s]*")
 
 LONGEST_ENDING = 300
-"""Number of characters at the end of a response in which DAPO's rule searches for ``Answer:``."""
+"""DAPO's rule searches for ``Answer:`` in this number of characters at the end of a response."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _ARTICLES_AND_SPACES = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""))
@@ -53,7 +54,7 @@ _NAMES_SEVERAL = re.compile(
     r"|\$\s*(?:and\b|[,;/&]|\\text\s*\{\s*and\s*\}|\\(?:lor|quad)\b|\s)+\s*(?:[a-z]\s*=\s*)?\$"
 )
 _NAMES_OF_TEXT = (("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
-# Keep the original's list with its errors (childrentickets): a corrected list would be a different rule.
+# DAPO's list, kept with its errors (childrentickets): a corrected list would be a different rule.
 _UNITS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents "
     "degrees cm gm pounds meters meals "
@@ -79,25 +80,25 @@ _UNWRAPPED = tuple(
 
 
 def gsm8k(response: str, answer: str, method: str = "strict") -> float:
-    """Return 1.0 if the response's final number equals the reference's as a decimal number, else 0.0. Commas
-    and dollar signs are ignored.
+    """Return 1.0 if the response's final number equals the reference number, else 0.0. Numbers are compared
+    as decimals, without commas and dollar signs.
 
     Args:
-        response: text with ``#### 72``; the last one counts. A number that continues (``#### 3/4``) or has an
-            alternative (``#### 72 or 71``) is not a valid number.
-        answer: a whole solution with ``####``, as in the data set, or a number.
-        method: ``strict``, or ``flexible`` for the last number anywhere in the response.
+        response: text with ``#### 72``; the last one counts. A number that continues (``#### 3/4``) or names
+            an alternative (``#### 72 or 71``) is not accepted.
+        answer: a complete solution with ``####``, as in the GSM8K data, or just a number.
+        method: ``strict`` requires ``####``; ``flexible`` takes the last number anywhere in the response.
     """
     found = _last_number(response, method)
     return float(found is not None and found == _reference_number(answer))
 
 
 def gsm8k_answer(response: str, method: str = "strict") -> str | None:
-    """Return the number that ``gsm8k`` compares, in a normalised notation; None if there is none."""
+    """Return the number that ``gsm8k`` compares, without trailing zeros; None if the response has none."""
     found = _last_number(response, method)
     if found is None:
         return None
-    # Use `or` because Decimal("-0") is falsy, so that minus zero is written as zero.
+    # Decimal("-0") is falsy, so `or` writes minus zero as zero.
     text = f"{found or Decimal(0):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -114,11 +115,11 @@ def _last_number(response: str, method: str) -> Decimal | None:
 
 
 def _marked_numbers(response: str) -> list[str | None]:
-    """Return the number after each ``####``, or None if it is not a valid number or an alternative follows
-    it."""
+    """Return the number after each ``####``. An entry is None if the number continues or names an
+    alternative."""
     numbers: list[str | None] = []
     for found in _MARKED_NUMBER.finditer(response):
-        # The pattern of a number also matches a comma after the number, so strip it.
+        # The number pattern also consumes a comma that follows the number, so strip it.
         end = found.start(1) + len(found[1].rstrip(","))
         is_number = not _GOES_ON.match(found[2]) and not _ALTERNATIVE.match(response, end)
         numbers.append(found[1] if is_number else None)
@@ -126,7 +127,7 @@ def _marked_numbers(response: str) -> list[str | None]:
 
 
 def fault_of_gsm8k(answer: str) -> str | None:
-    """Return why nothing can be compared with a GSM8K reference, or None if the reference is usable."""
+    """Return why a GSM8K reference cannot be used, or None."""
     return (
         None
         if _reference_number(answer) is not None
@@ -144,11 +145,11 @@ def _number(text: str) -> Decimal:
 
 
 def multichoice(response: str, answer: str) -> float:
-    r"""Return 1.0 if the response chooses the reference's letter, else 0.0.
+    r"""Return 1.0 if the response chooses the reference letter, else 0.0.
 
-    The choice is the last of ``\boxed{B}``, ``Answer: B``, ``the answer is (B)`` and ``the choice is option
-    B``, or a response that is just a letter. The first word of a sentence (``Answer: A good one``) is not a
-    choice, nor are several letters (``B and C``, ``B / C``, ``\boxed{B} or \boxed{C}``).
+    The last of these forms counts: ``\boxed{B}``, ``Answer: B``, ``the answer is (B)``, ``the choice is
+    option B``. A response that consists of one letter counts too. A letter that starts a sentence (``Answer:
+    A good one``) is no choice, nor is a pair of letters (``B and C``, ``B / C``, ``\boxed{B} or \boxed{C}``).
 
     Args:
         response: the model's response.
@@ -159,7 +160,7 @@ def multichoice(response: str, answer: str) -> float:
 
 
 def chosen_letter(response: str) -> str | None:
-    """Return the letter that ``multichoice`` considers chosen by a response, or None if there is none."""
+    """Return the letter that a response chooses by the rule of ``multichoice``, or None."""
     alone = _ONLY_A_LETTER.fullmatch(response)
     if alone is not None:
         return alone[1]
@@ -168,7 +169,7 @@ def chosen_letter(response: str) -> str | None:
         if choice[1] is None:
             continue
         second = _SECOND_LETTER.match(response, choice.end(1))
-        # The letter that an earlier choice names as its alternative is not a choice either.
+        # A letter that the previous match named as its alternative is not a choice either.
         chosen = None if second is not None or choice.start(1) == hedged else choice[1]
         if second is not None:
             hedged = max(map(second.start, range(1, len(second.groups()) + 1)))
@@ -176,7 +177,7 @@ def chosen_letter(response: str) -> str | None:
 
 
 def fault_of_choice(answer: str) -> str | None:
-    """Return why no choice can be compared with a reference, or None if the reference is usable."""
+    """Return why a multiple-choice reference cannot be used, or None."""
     return None if _reference_letter(answer) else "it is no single capital letter"
 
 
@@ -186,40 +187,39 @@ def _reference_letter(answer: str) -> str | None:
 
 
 def dapo_match(response: str, answer: str) -> float:
-    """Return 1.0 if the response's final answer and the reference are equal as simplified text, else 0.0.
-    This is the rule of DAPO's authors.
+    r"""Return 1.0 if the response's final answer equals the reference after simplification, else 0.0. This is
+    the rule of DAPO's authors.
 
-    The final answer is the text after the last ``Answer:`` in the last ``LONGEST_ENDING`` characters, up to
-    the end of its line. A box alone does not count, and 1/2 does not equal 0.5.
+    The final answer is the rest of the line after the last ``Answer:`` in the last ``LONGEST_ENDING``
+    characters. A ``\boxed{}`` without ``Answer:`` does not count. The comparison is textual: 1/2 does not
+    equal 0.5.
     """
     stated = dapo_answer(response)
     return float(stated is not None and stated == simplified(answer))
 
 
 def dapo_answer(response: str) -> str | None:
-    """Return the simplified final answer that ``dapo_match`` compares, or None if the response states
-    none."""
+    """Return the simplified final answer that ``dapo_match`` compares, or None if the response has none."""
     stated = _ANSWER.findall(response[-LONGEST_ENDING:])
     return simplified(stated[-1]) if stated else None
 
 
 def fault_of_text(answer: str) -> str | None:
-    """Return why no text can be compared with a reference by DAPO's rule, or None if the reference is
-    usable."""
+    """Return why a reference cannot be used with DAPO's rule, or None."""
     return None if simplified(answer) else "nothing is left of it without units, spaces and LaTeX markup"
 
 
 def simplified(text: str) -> str:
-    """Return a final answer without everything that DAPO's rule considers mere notation: text before ``=``,
-    articles, spaces, units, dollar signs, boxes.
+    """Simplify a final answer by DAPO's rule: drop the text before ``=``, articles, spaces, units, dollar
+    signs and boxes.
 
-    Of several values (``$3$ or $4$``, ``x = 3 or x = 4``) DAPO's rule would keep one. This function keeps
-    all, so that the result equals none of them.
+    If the text names several values (``$3$ or $4$``, ``x = 3 or x = 4``), DAPO's own code keeps one of them.
+    This function keeps all, so that such a response matches no single-valued reference.
     """
     names_several = _NAMES_SEVERAL.search(text) is not None
     if not names_several:
         text = text.split("=")[-1]
-    # Keep the original's order: a later replacement matches what an earlier one leaves.
+    # Keep DAPO's order: later replacements match what earlier ones leave.
     for before, after in (
         *_ARTICLES_AND_SPACES,
         *_NAMES_OF_TEXT,
@@ -238,12 +238,12 @@ def simplified(text: str) -> str:
 
 
 def thinks_first(response: str, prompt: str = "") -> float:
-    """Return 1.0 if the response begins with its only ``<think>...</think>`` and an answer follows it, else
-    0.0.
+    """Return 1.0 if the response consists of exactly one ``<think>...</think>`` block followed by some text,
+    else 0.0.
 
     Args:
         response: the model's response.
-        prompt: text of the prompt; if it ends in ``<think>``, the response's thinking is already open.
+        prompt: prompt text. If it ends with ``<think>``, the chat template has already opened the block.
     """
     if prompt.rstrip().endswith("<think>"):
         response = f"<think>{response}"

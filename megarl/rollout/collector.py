@@ -1,5 +1,5 @@
-"""The collector: turns prompts into samples, by means of a generator and an environment. It is synchronous:
-all prompts are sampled together, with the newest weights."""
+"""The collector: samples responses to prompts with an engine and has an environment score them. It is
+synchronous: all prompts of a call are sampled together, with the newest weights."""
 
 from __future__ import annotations
 
@@ -42,72 +42,76 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREV_LOGPROBS = "prev_logprobs"
-"""Column of a batch with the log-probabilities of the policy before the update."""
+"""Batch column of the token log-probabilities under the policy before the update."""
 
 
 class RefittedEngine(Protocol):
-    """Rollout engines that are separate from the policy, and the operations that keep their weights
-    in sync."""
+    """Rollout engines that are separate from the policy and receive its weights by refits."""
 
     @property
     def generation(self) -> GenerationInterface:
-        """The generation interface of the engines."""
+        """Interface through which the engines generate."""
         ...
 
     def bring_up_to_date(self) -> None:
-        """Sync the policy's weights to the engines, if the engines have other weights."""
+        """Sync the policy's weights to the engines, unless the engines already have them."""
         ...
 
     def replace_lost_engines(self, error: MegarlError) -> None:
-        """Start new engines in place of lost ones, after ``error``. Raise if no engine is lost, or no more
-        engines are replaced."""
+        """Start new engines in place of lost ones. Re-raise ``error`` if no engine is lost, or if the maximum
+        number of restarts is reached."""
         ...
 
 
 class Scorer(Protocol):
-    """Computation of the policy's own log-probabilities of responses, part by part; see
-    ``megarl.algorithms.scored_ahead``."""
+    """Computes the policy's own log-probabilities of responses while other responses are still being sampled;
+    see ``megarl.algorithms.scored_ahead``."""
 
     def begin(self, segments: Sequence[Segment], generations: int) -> None:
-        """Begin a batch. Its segments are filled as they are sampled."""
+        """Start a batch. Its segments are still empty, and fill up as responses are sampled."""
         ...
 
     def sampled(self, numbers: Iterable[int]) -> None:
-        """Record which responses are complete."""
+        """Mark these responses as complete, so that they can be scored."""
         ...
 
     def wait(self) -> None:
-        """Wait until the policy has no pending work."""
+        """Block until the policy workers have no pending scoring call."""
         ...
 
     def take(self, width: int) -> Tensor:
-        """Return the log-probabilities of the batch, [B, width]."""
+        """Return the log-probabilities of the batch, padded to [B, width]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Samples of a batch of prompts.
+    """Sampled and scored responses to a batch of prompts.
 
     Attributes:
-        samples: B rows, the responses to one prompt next to each other. They have the columns of
-            ``batch_of``, and ``truncated`` [B] bool (a length limit ended the conversation),
-            ``response_text`` (B texts, what rewards read of the last response), ``reward`` [B] float32,
-            ``masked`` [B] bool (masked by the environment, so that ``sample_mask`` is 0 too) and
-            ``weight_version`` [B] int64 (training steps of the weights that sampled the row). If the
-            environment provides them, there are also ``accuracy`` [B] float32 and, for each part of its
-            rewards, ``reward/NAME`` [B] float32; missing values are NaN. Conversations of several turns also
-            have ``turns`` [B] int64, ``ended`` (``StopReason``, B), ``turn_rewards`` (B lists, one reward per
-            turn) and ``token_rewards`` [B, S] float32 (the same rewards at the last token of each response).
-            If the chat template rewrites earlier responses, there is ``segments`` [B] int64; the tokens of a
-            row are then those of the last segment of its response, and ``generation_lengths`` counts the
-            tokens of all its segments. With a ``Scorer`` there is ``prev_logprobs`` [B, S] float32.
+        samples: B rows; responses to the same prompt are adjacent. Columns:
+
+            * those of ``batch_of``;
+            * ``truncated`` [B] bool: a length limit ended the conversation;
+            * ``response_text``: B texts, the last response as rewards read it;
+            * ``reward`` [B] float32;
+            * ``masked`` [B] bool: masked by the environment; ``sample_mask`` is then 0 too;
+            * ``weight_version`` [B] int64: training steps done by the weights that sampled the row;
+            * ``accuracy`` and ``reward/NAME`` for each reward part, [B] float32, NaN if missing: only if the
+              environment provides them;
+            * ``turns`` [B] int64, ``ended`` (B values of ``StopReason``), ``turn_rewards`` (B lists of one
+              reward per turn) and ``token_rewards`` [B, S] float32 (the same rewards at the last token of
+              each response): only with several turns;
+            * ``segments`` [B] int64, the number of segments: only if the chat template rewrites earlier
+              responses. A row then holds the tokens of its last segment, but ``generation_lengths`` counts
+              all segments;
+            * ``prev_logprobs`` [B, S] float32: only with a ``Scorer``.
         records: B records, one per row.
         metrics: metrics of the environment.
-        earlier: columns of ``batch_of`` and ``token_rewards`` for all segments except the last one of each
-            response; and ``response`` [E] int64, ascending, the row of ``samples`` that each segment belongs
-            to; and ``opening`` [E] int64, which ``samples`` then has too, the number of tokens at the end of
-            a segment's prompt that are the observation it begins with. None if every response is one segment.
+        earlier: all segments except the last of each response, with the columns of ``batch_of`` and
+            ``token_rewards``; None if each response is one segment. ``response`` [E] int64, ascending, is the
+            row of ``samples`` that a segment belongs to. ``opening`` [E] int64 (then also in ``samples``) is
+            the length of the observation at the end of a segment's prompt.
     """
 
     samples: BatchedDataDict[Any]
@@ -121,20 +125,20 @@ class Collector:
     """Synchronous collector of samples.
 
     Attributes:
-        policy: generates if there are no engines.
+        policy: generates the responses if there are no engines.
         tokenizer: decodes responses.
         environment: computes rewards.
-        timer: timer of the phases ``refit``, ``generation``, ``reward`` and, if engines were lost,
+        timer: times the phases ``refit``, ``generation``, ``reward`` and, after a loss of engines,
             ``engine_restart``.
-        stop_token_ids: tokens that end a response; None for the end-of-sequence token.
+        stop_token_ids: tokens that end a response; None for the tokenizer's EOS token.
         engine: engines separate from the policy; None if the policy itself generates.
         limits: limits of each conversation.
-        encoder: encoder of observations; None if conversations have one turn.
-        shared: engines that several collectors use at once, with weights that their owner syncs; None if this
-            collector uses ``policy`` or ``engine`` and syncs the weights itself.
-        judging: as for ``EpisodeRunner``.
-        scorer: computes log-probabilities of responses of one turn while others are sampled; None if they are
-            computed later.
+        encoder: encodes observations as tokens; None if conversations have one turn.
+        shared: engines that several collectors use concurrently and whose owner syncs their weights. None if
+            this collector uses ``policy`` or ``engine`` and syncs the weights itself.
+        judging: see ``EpisodeRunner``.
+        scorer: computes log-probabilities of one-turn responses while others are being sampled; None if a
+            later phase computes them.
     """
 
     policy: GenerationInterface
@@ -163,9 +167,9 @@ class Collector:
         """Build the collector of a run.
 
         Args:
-            config: the complete configuration of the run.
-            section: section of its algorithm, which limits conversations.
-            policy, tokenizer, environment, timer, engine: as the attributes.
+            config: the complete configuration.
+            section: section of the algorithm, which limits the turns and tokens of conversations.
+            policy, tokenizer, environment, timer, engine: see the attributes of the class.
         """
         stops = generation_of(config["policy"])["stop_token_ids"]
         limits = _limits(config["policy"], section)
@@ -174,7 +178,7 @@ class Collector:
 
     @property
     def stops(self) -> Sequence[int]:
-        """Tokens that end a response."""
+        """Token ids that end a response."""
         return [self.tokenizer.eos_token_id] if self.stop_token_ids is None else self.stop_token_ids
 
     def collect(
@@ -187,20 +191,20 @@ class Collector:
         greedy: bool = False,
         sampling: Sampling | None = None,
     ) -> Rollouts:
-        """Sample responses to the prompts of some records, and have the environment reward the responses.
+        """Sample responses to the prompts of P records, and have the environment score them.
 
         Args:
             records: P records.
-            generations: G, responses per prompt.
-            seeds: P * G seeds, see ``sampling_seeds``; None if the engine may choose its own.
-            weight_version: finished training steps; None if nobody trains on the samples, which then lack
-                that column.
-            greedy: always take the most likely token.
-            sampling: overrides the configured temperature, top-p and top-k; None keeps them.
+            generations: number of responses per prompt, G.
+            seeds: P * G seeds, see ``sampling_seeds``; None lets the engine choose.
+            weight_version: number of finished training steps, for the column of that name; None omits the
+                column, for samples that are not trained on.
+            greedy: decode greedily.
+            sampling: overrides the configured temperature, top-p and top-k.
 
         Raises:
-            BatchError: the generated responses do not fit the prompts, or the environment's results do not
-                fit the responses.
+            BatchError: there are no records; the number of seeds is not P * G; or the engine's or
+                environment's result is malformed or has another length than its input.
         """
         if not records:
             raise BatchError("there are no records to collect samples for. Fix: give at least one")
@@ -233,8 +237,7 @@ class Collector:
         )
         metrics = runner.run(episodes)
         samples = self._rows([episode.segment for episode in episodes])
-        # Take the earlier segments before the columns below are added: those count all segments of a response
-        # together.
+        # Call this before ``masked`` is applied below, because it overwrites ``sample_mask``.
         earlier = self._earlier(episodes, samples)
         samples |= _columns(episodes)
         if weight_version is not None:
@@ -242,7 +245,7 @@ class Collector:
                 weight_version if episode.version is None else episode.version for episode in episodes
             ]
             samples["weight_version"] = torch.tensor(versions, dtype=torch.int64)
-        # Multiply instead of assigning, because batch_of has already masked the rows without a response.
+        # Multiply rather than assign, because batch_of has already masked the rows without a response.
         samples["sample_mask"] = samples["sample_mask"] * (~samples["masked"]).float()
         if self.scorer is not None:
             logprobs = self.scorer.take(samples["input_ids"].shape[1])
@@ -265,8 +268,8 @@ class Collector:
     def _earlier(
         self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]
     ) -> BatchedDataDict[Any] | None:
-        """Return all segments except the last one of each episode, see ``Rollouts``; None if there are none.
-        Update the columns of ``samples`` that count all segments of a response."""
+        """Return all segments except the last of each episode (see ``Rollouts.earlier``), or None if there
+        are none. Otherwise also update the columns of ``samples`` that count all segments of a response."""
         found = [(row, segment) for row, episode in enumerate(episodes) for segment in episode.segments[:-1]]
         if not found:
             return None
@@ -283,7 +286,7 @@ class Collector:
 
 def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
     longest = [policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")]
-    # Include the engine's own bound, which may be smaller: vLLM refuses a request that exceeds it.
+    # Respect the engine's own maximum length too: vLLM rejects requests that exceed it.
     length = min(each for each in longest if each is not None)
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
@@ -291,12 +294,12 @@ def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
 def observation_encoder(
     policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
 ) -> ObservationEncoder:
-    """Build the encoder of observations of a run.
+    """Build the encoder of a run's observations.
 
     Args:
-        policy: the complete section of the policy.
-        tokenizer: tokenizer of the policy.
-        stops: tokens that end a response.
+        policy: the complete ``policy`` section.
+        tokenizer: the policy's tokenizer.
+        stops: token ids that end a response.
     """
     section = policy["tokenizer"]
     day = section.get("template_date")
@@ -308,7 +311,7 @@ def observation_encoder(
 
 @dataclass(slots=True)
 class _Engines:
-    """The engines of a collector, as ``megarl.rollout.episodes.Engines``."""
+    """A collector's engines, or its generating policy, as ``megarl.rollout.episodes.Engines``."""
 
     collector: Collector
     prompts: Sequence[int]
@@ -324,13 +327,13 @@ class _Engines:
                 self.collector.policy.prepare_for_generation()
         else:
             with timer.phase("refit"):
-                # Give the refit its own phase, so that metrics distinguish a slow refit from slow generation.
+                # Time the refit separately, so that metrics distinguish a slow refit from slow generation.
                 engine.bring_up_to_date()
         tokenizer, stops = self.collector.tokenizer, self.collector.stops
         generation = self._generation
         one_turn = self.collector.limits.turns == 1
-        # Conversations of one turn wait for the environment together. Only rewards and log-probabilities that
-        # are computed ahead begin with the complete ones.
+        # One-turn conversations are passed to the environment as one batch, so they need no streaming, except
+        # to start rewards and log-probabilities of complete responses early.
         gathers = (
             one_turn
             and getattr(generation, "takes_requests", False)
@@ -357,8 +360,8 @@ class _Engines:
         if self.collector.engine is None or self.collector.shared is not None:
             raise error
         if self.collector.scorer is not None:
-            # Wait for the scorer, because new engines receive the policy's weights and the policy may still
-            # be computing for it.
+            # New engines receive the policy's weights, for which the policy must not be busy with the
+            # scorer's calls.
             self.collector.scorer.wait()
         with self.collector.timer.phase("engine_restart"):
             self.collector.engine.replace_lost_engines(error)
@@ -375,7 +378,7 @@ class _Engines:
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return the columns with the environment's results and with how episodes ended."""
+    """Return the batch columns with rewards, response texts and stop flags."""
     return {
         "truncated": torch.tensor(
             [episode.truncated or episode.reason in CUT for episode in episodes], dtype=torch.bool
@@ -388,7 +391,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Count the episodes by the reason of their end, and the observed tokens of all."""
+    """Count episodes by stop reason, and the observed tokens of all episodes."""
     counts = Counter(episode.reason for episode in episodes)
     observed = sum(
         each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments
@@ -400,10 +403,10 @@ def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add the environment's metrics, summed over batches, to those of a step or a validation.
+    """Sum the environment's metrics over batches and add them to the metrics of a step or validation.
 
     Raises:
-        BatchError: the environment has a metric with the name of one of the run's metrics.
+        BatchError: the environment has a metric with the name of one of the run's own metrics.
     """
     total: dict[str, float] = {}
     for metrics in of_environment:
@@ -419,8 +422,8 @@ def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, 
 
 
 def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
-    """Return the columns ``accuracy`` and ``reward/NAME``, [B] float32 each, that the environment provides.
-    Missing parts are NaN; a missing accuracy is the reward."""
+    """Return the columns ``accuracy`` and ``reward/NAME``, [B] float32 each, that the environment provides. A
+    missing part is NaN; an episode of an environment without accuracies has its reward as accuracy."""
     columns: dict[str, list[float]] = {}
     for place, episode in enumerate(episodes):
         if episode.last is None:
@@ -431,7 +434,7 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
             found["accuracy"] = said.accuracies[row]
         for name, value in found.items():
             if name not in columns:
-                # If only some environments report an accuracy, use the reward as the accuracy of the others.
+                # If only some environments report an accuracy, the others' accuracy is the reward.
                 columns[name] = (
                     [sum(each.rewards) for each in episodes]
                     if name == "accuracy"
@@ -442,14 +445,14 @@ def _further_columns(episodes: Sequence[Episode]) -> dict[str, Tensor]:
 
 
 def accuracies_of(samples: BatchedDataDict[Any]) -> Tensor:
-    """Return the accuracy of each response, [B] float32: the environment's own, else the reward; NaN if it is
+    """Return the accuracy of each response, [B] float32: the environment's own, else the reward. NaN if
     unknown."""
     return samples["accuracy"] if "accuracy" in samples else samples["reward"]
 
 
 def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
-    """Return the mean of each part of the rewards, ``reward/NAME``, over the unmasked samples of all batches
-    that have that part."""
+    """Return the mean of each reward part as ``reward/NAME``, over the unmasked samples of all batches that
+    have the part."""
     found: dict[str, list[Tensor]] = {}
     for samples in batches:
         for name in samples:

@@ -1,11 +1,10 @@
-"""Dynamic sampling: sample prompts until a step has as many groups of responses with a signal as it trains on
-(DAPO, arXiv 2503.14476, equation 11).
+"""Dynamic sampling (DAPO, arXiv 2503.14476, equation 11): sample more prompts until a step has enough groups
+of responses with a learning signal.
 
-The groups of a step are the first ones with a signal, in the order of the data, from where the previous step
-ended. Prompts after the last of them were sampled in vain: the next step samples them again, with its own
-weights. So the training data of a step depend on its weights and the order of the data, but not on how many
-prompts were requested at once. Nothing else needs to be stored between steps: the position in the data that a
-checkpoint holds is enough to continue exactly.
+A step trains on the first groups with a signal, in data order, starting where the previous step stopped.
+Prompts after the last used group are sampled again by the next step, with its own weights. So the training
+data of a step depend on the weights and the data order, but not on how many prompts are requested at a time.
+The sampler's position is thus all that a checkpoint has to store for an exact resume.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Signal(Enum):
-    """Signal that the responses to a prompt give an algorithm. The value is its name in messages."""
+    """Learning signal of the responses to one prompt. The values are used in messages."""
 
     SOME = "with a signal"
     ALL_RIGHT = "all correct"
@@ -41,14 +40,14 @@ class Signal(Enum):
 
 
 def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: int) -> list[Signal]:
-    """Return the signal of each group of responses.
+    """Classify each group of responses by its learning signal.
 
     Args:
-        accuracies: [B] float, accuracy of each response (1 correct, 0 incorrect): the metric itself, not a
-            shaped reward. The responses to one prompt are next to each other.
-        scored: [B] bool, whether the accuracy is known. Other responses are ignored.
-        trained: [B] bool, whether the response would be trained on.
-        generations: responses per prompt.
+        accuracies: [B] float, accuracy of each response (1 correct, 0 incorrect), without reward shaping.
+            Responses to the same prompt are adjacent.
+        scored: [B] bool, true if the accuracy is known. Other responses are ignored.
+        trained: [B] bool, true if the response would be trained on.
+        generations: number of responses per prompt.
     """
     groups = zip(
         *(
@@ -71,14 +70,13 @@ def _signal(values: Tensor, any_trained: bool) -> Signal:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The prompts that filled a step.
+    """The groups that fill one training step.
 
     Attributes:
-        rollouts: the groups to train on, in the order of the data; their metrics are the environment's, over
-            all that was sampled.
-        judged: columns [B] of all responses up to the last of these groups, including those of dropped
-            groups.
-        metrics: metrics of the dynamic sampling.
+        rollouts: the groups to train on, in data order. Their metrics are the environment's, summed over all
+            sampled responses.
+        judged: [B] columns of all responses up to the last used group, including those of dropped groups.
+        metrics: metrics of dynamic sampling.
     """
 
     rollouts: Rollouts
@@ -88,15 +86,16 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """Dynamic sampling, which fills steps with groups that have a signal.
+    """Fills training steps with groups that have a learning signal.
 
     Attributes:
-        prompts: groups per step.
-        generations: responses per prompt.
-        batch: prompts that are sampled at a time.
+        prompts: number of groups per step.
+        generations: number of responses per prompt.
+        batch: number of prompts sampled at a time.
         most_batches: maximum number of such batches per step.
-        without_truncated: truncated responses are not trained on.
-        pad_token_id: padding of token ids.
+        without_truncated: truncated responses are not trained on, so a group of truncated responses is
+            dropped.
+        pad_token_id: token id for padding.
     """
 
     prompts: int
@@ -107,19 +106,19 @@ class DynamicSampling:
     pad_token_id: int
 
     def fill(self, step: int, sampler: Sampler, collect: Callable[[list[int], int], Rollouts]) -> Filled:
-        """Sample until a step is full. The sampler is then positioned after the last prompt that is trained
-        on.
+        """Sample batches of prompts until the step is full. Leave the sampler directly after the last used
+        prompt.
 
         Args:
-            step: step of the run, for messages.
-            sampler: the order of the data.
-            collect: samples responses; takes the indices of records and the ordinal of the first of them (the
-                number of prompts before it in the run).
+            step: number of the step, for error messages.
+            sampler: yields the record indices in data order.
+            collect: samples responses, given record indices and the ordinal of the first (the number of
+                prompts before it in the run).
 
         Raises:
-            RewardError: the step is not full after ``most_batches``.
+            RewardError: ``most_batches`` batches do not fill the step.
         """
-        # Store the sampler's state, because more prompts may be taken than are trained on.
+        # Remember the sampler's state: the last batch may contain prompts that are not used.
         begin, ordinal = sampler.state(), sampler.taken
         found: list[Signal] = []
         batches: list[Rollouts] = []
@@ -132,12 +131,10 @@ class DynamicSampling:
             kept = [place for place, signal in enumerate(found) if signal is Signal.SOME][: self.prompts]
         used = kept[-1] + 1
         if used < len(found):
-            # Reset the sampler and advance it by the number of used prompts, because it cannot take single
-            # prompts back.
+            # The sampler cannot return single prompts, so reset it and advance it by the used ones.
             sampler.load_state(begin)
             sampler.take(used)
-        # Keep only the numbers of dropped groups, because their tokens and texts would take most of the
-        # memory.
+        # Of dropped groups keep only numbers: their tokens and texts would take most of the memory.
         judged = joined(
             batches, list(range(used)), self.generations, self.pad_token_id, only_numbers=True
         ).samples
@@ -183,21 +180,23 @@ def joined(
     *,
     only_numbers: bool = False,
 ) -> Rollouts:
-    """Join groups of several batches to one batch, truncated to its longest response, without metrics.
+    """Concatenate groups from several batches into one batch without metrics, truncated to its longest
+    response.
 
     Args:
-        batches: batches with the responses to each prompt next to each other.
-        groups: numbers of the groups, ascending, counted across all batches.
-        generations: responses per prompt.
-        pad_token_id: padding of token ids.
-        only_numbers: keep only the columns [B], and no records.
+        batches: batches in which responses to the same prompt are adjacent.
+        groups: indices of the groups to keep, ascending, counted across all batches.
+        generations: number of responses per prompt.
+        pad_token_id: token id for padding.
+        only_numbers: keep only the columns of shape [B], and no records.
     """
     rows = [group * generations + answer for group in groups for answer in range(generations)]
     first = 0
     parts: list[BatchedDataDict[Any]] = []
     records: list[Example] = []
     of_segments: list[BatchedDataDict[Any]] = []
-    # Look at all batches for columns, because an environment may omit a column that it has no values for.
+    # Collect column names from all batches, because an environment omits a column for which a batch has no
+    # values.
     columns = _column_types(batches, only_numbers)
     for rollouts in batches:
         count = len(rollouts.records)
@@ -219,8 +218,8 @@ def joined(
 
 
 def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[BatchedDataDict[Any]]:
-    """Yield the earlier segments of the given responses of a batch, if there are any. Their column
-    ``response`` is renumbered to count from ``first``."""
+    """Yield the earlier segments of the given rows of a batch, if it has any. Their column ``response`` is
+    renumbered to the rows of the joined batch, which start at ``first``."""
     if rollouts.earlier is None:
         return
     places = {row: first + place for place, row in enumerate(rows)}
@@ -233,8 +232,8 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
 
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
-    """Return an example of each column that any batch has, by name."""
-    # Iterate in reverse, so that a column has the type of the first batch that holds it.
+    """Map each column name that occurs in any batch to an example of its values."""
+    # Iterate in reverse, so that the first batch with a column determines its type.
     columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
     return {
         name: values
@@ -244,8 +243,8 @@ def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, 
 
 
 def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
-    """Return a column of a batch. If the environment has not provided the column for this batch, an accuracy
-    is the reward, and a part of the rewards is NaN."""
+    """Return a column of a batch. If this batch lacks it, substitute the reward for ``accuracy``, NaN for a
+    reward part, zeros for ``opening``, and the row's weight version for the token versions."""
     samples = rollouts.samples
     if name in samples:
         return samples[name]
@@ -263,7 +262,7 @@ def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:
 
 
 def _cut(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """Truncate the columns [B, S] of samples to the longest sample."""
+    """Truncate the columns [B, S] to the longest row."""
     for name, values in samples.items():
         if isinstance(values, Tensor) and values.ndim == 2:
             lengths = samples["prompt_lengths" if name == "prompt_ids" else "input_lengths"]

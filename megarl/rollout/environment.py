@@ -1,9 +1,9 @@
-"""Environments, which receive the responses of a policy. An environment gives rewards, ends conversations, or
-returns observations.
+"""Interface between the policy's conversations and an environment. After each response an environment returns
+a reward and either ends the conversation or continues it with an observation.
 
-A user-defined environment is a class that is named by ``env.environment: path/to/file.py:Name`` and
-constructed with the ``env`` section: a ``MessageEnv`` (``megarl.rollout.message_env``), which is one
-conversation, or an ``Environment``, which steps a batch of them.
+A user-defined environment is a class that ``env.environment: path/to/file.py:Name`` names. It is constructed
+with the ``env`` section. It is either a ``MessageEnv`` (``megarl.rollout.message_env``), with one object per
+conversation, or an ``Environment``, which steps a whole batch of conversations.
 """
 
 from __future__ import annotations
@@ -26,44 +26,43 @@ class StopReason(enum.StrEnum):
     DONE = "done"
     """The environment ended the conversation."""
     LENGTH = "length"
-    """A response reached the length limit of a response, or of the model."""
+    """A response reached its maximum number of new tokens, or the maximum length of the model."""
     TOKENS = "tokens"
-    """The conversation has used up its tokens, including observations."""
+    """The conversation has used up its token budget, which includes observations."""
     TURNS = "turns"
     """The conversation has reached the maximum number of turns."""
     TOOLS = "tools"
     """The conversation made more tool calls than allowed."""
     ERROR = "error"
-    """A response made the environment fail, and such failures end the conversation."""
+    """The environment failed on a response, and the configuration ends conversations on such failures."""
     LATE = "late"
-    """The environment timed out; the conversation is masked."""
+    """The environment exceeded its time limit. The conversation is left out of training."""
     LOST = "lost"
-    """The environment failed through no fault of the response; the conversation is masked."""
+    """The environment failed for a reason that no response can cause. The conversation is left out of
+    training."""
 
 
 CUT = frozenset({StopReason.LENGTH, StopReason.TOKENS})
-"""Reasons that count as truncation."""
+"""Stop reasons that count as truncation."""
 
 
-# This is not frozen, because an instance is made at every turn and a frozen dataclass takes four times as
-# long to make.
+# Not frozen: an instance is created at every turn, and creating a frozen dataclass takes four times as long.
 @dataclass(slots=True)
 class Turn:
-    """The latest turn of a batch of B conversations.
+    """The latest turn of a batch of B conversations, which an environment receives.
 
     Attributes:
-        records: B data records that the conversations began with.
-        responses: B texts of the policy, without special tokens; for Harmony the final message.
+        records: B data records from which the conversations started.
+        responses: B response texts without special tokens; for Harmony only the final message.
         response_ids: B rows of the token ids that the policy sampled.
-        metadata: what the environment returned for each conversation at the previous turn; None at the first.
-        prompts: B texts of the prompts as the policy saw them, without special tokens; empty if nobody
-            decodes them.
-        full_responses: B texts of all that the policy sampled, with special tokens; empty if nobody decodes
-            them.
-        full_prompts: B texts of the prompts with special tokens; empty if nobody decodes them.
-        turns: B, number of responses of each conversation so far, including this one; empty if there is one
-            turn.
-        truncated: B, whether a length limit ended the response; empty if unknown.
+        metadata: B objects that the environment returned for these conversations at the previous turn; None
+            at the first turn.
+        prompts: B prompt texts without special tokens; empty if nobody decodes them.
+        full_responses: B texts of all sampled tokens, with special tokens; empty if nobody decodes them.
+        full_prompts: B prompt texts with special tokens; empty if nobody decodes them.
+        turns: B numbers of responses in each conversation so far, including this one; empty for one-turn
+            conversations.
+        truncated: B flags, true if a length limit ended the response; empty if unknown.
     """
 
     records: Sequence[Example]
@@ -79,24 +78,23 @@ class Turn:
 
 @dataclass(slots=True)
 class EnvironmentReturn:
-    """An environment's result for a turn of B conversations.
+    """Result of one environment step for a batch of B conversations. Optional sequences may be empty.
 
     Attributes:
         rewards: B finite numbers; None for a masked conversation without a reward.
-        terminated: B, whether the conversation ends.
-        masked: B, whether the conversation is left out of training, for example because its reward is
+        terminated: B flags, true if the conversation ends.
+        masked: B flags, true if the conversation is left out of training, for example because its reward is
             unknown.
-        observations: B, what the policy sees next: a text, which becomes a user message, a message, or a list
-            of messages; None if the conversation ends.
-        metadata: B objects that are passed to the next turn.
-        metrics: metrics of the whole batch, which are summed over batches.
-        accuracies: B numbers from 0 to 1, the accuracy of each response if it is not the reward; None if
+        observations: B inputs that the policy sees next: a text (which becomes a user message), a message, or
+            a list of messages; None if the conversation ends.
+        metadata: B objects that the environment gets back at the next turn.
+        metrics: metrics of the whole batch; they are summed over batches.
+        accuracies: B numbers from 0 to 1, for environments whose reward is not the accuracy itself; None if
             unknown.
-        parts: name of each part of the rewards to B unweighted numbers; None for a conversation without that
+        parts: maps the name of each reward part to B unweighted numbers; None for a conversation without that
             part.
-        reasons: B, ``StopReason`` of each conversation that ends; None for done.
-        stop_strings: B lists of additional texts that end the next response of each conversation; None for
-            none.
+        reasons: B values of ``StopReason`` for conversations that end; None means done.
+        stop_strings: B lists of additional stop strings for the next response; None for no additional ones.
     """
 
     rewards: Sequence[float | None]
@@ -112,24 +110,26 @@ class EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """Interface that steps a batch of conversations.
+    """Interface of an environment that steps a batch of conversations at a time.
 
-    If it has an attribute ``threads`` above 0, it is called for each conversation separately, from that many
-    threads at once; ``step_timeout_s`` is then the time limit of such a call in seconds, ``begin(record)``
-    begins each conversation and ``end(metadata)`` ends it
-    (``megarl.rollout.message_env.MessageEnvironment``). If it has ``judge(turn)``, this is called once for
-    all its conversations together when all have ended; these rewards are added to those of the turns. If it
-    has ``scores_ahead`` true, ``score_ahead(turn)`` gets some responses at a time while others are sampled,
-    and may begin to score them; ``step`` is then called for all of them.
+    An environment may have these optional attributes:
+
+    * ``threads`` above 0: each conversation is stepped separately, in that many threads. ``step_timeout_s``
+      is then the time limit of one call in seconds. ``begin(record)`` starts a conversation and
+      ``end(metadata)`` releases it (see ``megarl.rollout.message_env.MessageEnvironment``).
+    * ``judge(turn)``: called once after all conversations have ended, with all of them. Its rewards are added
+      to those of the turns.
+    * ``scores_ahead`` true: ``score_ahead(turn)`` receives some responses while others are still being
+      sampled, so that scoring can start early. ``step`` is still called with all of them.
     """
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Return rewards and observations for a batch of responses, in the same order."""
+        """Return rewards and observations for a batch of responses, in the order of the batch."""
         ...
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why a record with this reference answer is unusable, or None. Called when the data
-        are read."""
+        """Return why a record with this reference answer cannot be used, a ``Doubt`` about a usable one, or
+        None. Called for each record while the data are read."""
         ...
 
     def close(self) -> None:
@@ -138,11 +138,11 @@ class Environment(Protocol):
 
 
 def number_of(value: Any) -> float | None:
-    """Convert a number of Python, NumPy or torch to a float; return None if the value is not a number."""
+    """Convert a Python, NumPy or torch scalar to a float. Return None if the value is not a number."""
     if type(value) is float:
         return value
     try:
-        # The value may be an array or a tensor of one element.
+        # Arrays and tensors of one element have `item`.
         plain = value.item() if hasattr(value, "item") else value
         return float(plain) if isinstance(plain, Real | Decimal) else None
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -150,8 +150,10 @@ def number_of(value: Any) -> float | None:
 
 
 def environment_name(record: Any) -> str | None:
-    """Return the name of a record's environment: its ``env_name``, else the field ``env_name`` or
-    ``task_name`` of its data; None if it has none of them."""
+    """Return the name of the environment that scores a record, or None if the record names none.
+
+    The record's ``env_name`` comes first, then the data fields ``env_name`` and ``task_name``.
+    """
     name = getattr(record, "env_name", None)
     fields = getattr(record, "fields", {})
     return name or fields.get("env_name") or fields.get("task_name")

@@ -1,5 +1,5 @@
-"""The environments of a run: a single one, or several with names, of which each record uses the one
-it names."""
+"""Construction of a run's environment: a single one, or several named ones among which each record
+selects."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Maximum time to search one response for its final answer.
+# Time limit for extracting the final answer of one response, in seconds.
 _ANSWER_SECONDS = 5.0
 
 
 class NamedEnvironments:
-    """Environments with names; each record uses the one that it names (``environment_name``).
+    """Several environments with names. Each record is stepped by the one that it names (see
+    ``environment_name``).
 
     Args:
-        environments: environments by name, at least one.
+        environments: maps names to environments; not empty.
 
     Attributes:
-        environments: environments by name.
+        environments: maps names to environments.
     """
 
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self.environments = dict(environments)
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Step each environment with its own conversations, and merge the results in the order of the batch.
+        """Step each environment with its own conversations, and merge the results in batch order.
 
-        Metrics with the same name are summed. The parts of the rewards are the parts of each environment, as
-        ``NAME/PART``, and its rewards, as ``NAME``.
+        Metrics with the same name are summed. The reward parts of the environment NAME become ``NAME/PART``,
+        and its total rewards become the part ``NAME``.
 
         Raises:
             RewardError: a record names no existing environment.
@@ -65,18 +66,18 @@ class NamedEnvironments:
 
     @property
     def scores_ahead(self) -> bool:
-        """True if any environment begins to score while responses are still sampled."""
+        """True if any environment can start scoring while other responses are still being sampled."""
         return any(getattr(each, "scores_ahead", False) for each in self.environments.values())
 
     def score_ahead(self, turn: Turn) -> None:
-        """Begin to score some responses ahead, see ``SingleTurn.score_ahead``."""
+        """Pass each environment its responses, to start scoring early; see ``SingleTurn.score_ahead``."""
         for name, rows in self._rows_by_name(turn).items():
             if getattr(self.environments[name], "scores_ahead", False):
                 cast("Any", self.environments[name]).score_ahead(_of_rows(turn, rows))
 
     def judges_groups(self, step_rows: int) -> None:
-        """Pass ``step_rows`` on to all environments, see ``SingleTurn.judges_groups``; any environment may
-        get all responses of a step."""
+        """Pass ``step_rows`` to all environments, since any of them may own all responses of a step; see
+        ``SingleTurn.judges_groups``."""
         for each in self.environments.values():
             tell_of_groups(each, step_rows)
 
@@ -93,11 +94,16 @@ class NamedEnvironments:
         return rows_of
 
     def judge(self, turn: Turn) -> EnvironmentReturn:
-        """Have the environments score whole conversations, and merge the results as ``step`` does."""
+        """Have each environment score its complete conversations, and merge the results as in ``step``."""
         return self._asked(turn, "judge")
 
     def fault_of_reference(self, answer: str, name: str | None = None) -> str | Doubt | None:
-        """Return why a reference answer of a record that names this environment is unusable, or None."""
+        """Return why a record with this reference answer cannot be used, or None.
+
+        Args:
+            answer: the reference answer.
+            name: name of the record's environment; may be None if there is only one.
+        """
         if name is None and len(self.environments) == 1:
             name = next(iter(self.environments))
         if name not in self.environments:
@@ -110,12 +116,16 @@ class NamedEnvironments:
         return self.environments[name].fault_of_reference(answer)
 
     def of(self, record: Example) -> Environment:
-        """Return the environment of a record."""
+        """Return the environment that a record names.
+
+        Raises:
+            RewardError: the record names no existing environment.
+        """
         return self.environments[self._name_of(record)]
 
     def close(self) -> None:
         """Close all environments."""
-        # An ExitStack closes the other environments even if one of them fails to close.
+        # The ExitStack closes the remaining environments even if closing one raises.
         with contextlib.ExitStack() as stack:
             for environment in self.environments.values():
                 stack.callback(environment.close)
@@ -134,7 +144,7 @@ class NamedEnvironments:
 
 
 class _Merged:
-    """Merger of the results of several environments for parts of a batch."""
+    """Merges the results that several environments return for parts of a batch of ``rows`` conversations."""
 
     def __init__(self, rows: int) -> None:
         self.rewards: list[float | None] = [None] * rows
@@ -148,7 +158,11 @@ class _Merged:
         self.parts: dict[str, list[float | None]] = {}
 
     def take(self, name: str, rows: Sequence[int], said: EnvironmentReturn) -> None:
-        """Add the result of one environment for the given rows of the batch."""
+        """Store the result of one environment at the given rows of the batch.
+
+        Raises:
+            BatchError: the environment did not return one value per row.
+        """
         for what in (said.rewards, said.terminated, said.masked):
             if len(what) != len(rows):
                 raise BatchError(
@@ -191,7 +205,7 @@ def _put(column: list[Any], rows: Sequence[int], values: Sequence[Any]) -> None:
 
 
 class _Chosen(Sequence[str]):
-    """A subset of a sequence of texts that accesses each text only when it is needed."""
+    """Lazy view of selected rows of a sequence of texts: a text is decoded only when it is accessed."""
 
     def __init__(self, texts: Sequence[str], rows: Sequence[int]) -> None:
         self._texts, self._rows = texts, rows
@@ -204,7 +218,7 @@ class _Chosen(Sequence[str]):
 
 
 def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
-    """Return the turn restricted to some of its conversations."""
+    """Select some conversations of a turn."""
 
     def chosen(column: Sequence[_T]) -> list[_T]:
         return [column[row] for row in rows]
@@ -227,27 +241,25 @@ def _of_rows(turn: Turn, rows: Sequence[int]) -> Turn:
 
 
 def tell_of_groups(environment: Environment, step_rows: int) -> None:
-    """Tell an environment that each call has the responses to one prompt, if the environment has
-    ``judges_groups``."""
+    """Call the environment's ``judges_groups`` with ``step_rows``, if it has that method."""
     if hasattr(environment, "judges_groups"):
         environment.judges_groups(step_rows)
 
 
 def environment_of(environment: Environment, record: Example) -> Environment:
-    """Return the environment of a record among named ones, else the only environment."""
+    """Return the environment that steps a record: the one that it names, or the only one."""
     return environment.of(record) if isinstance(environment, NamedEnvironments) else environment
 
 
 def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str | Doubt | None]:
-    """Return a function that asks an environment for the fault of a reference answer, and survives any
-    failure of a user's code.
+    """Wrap ``fault_of_reference`` of an environment so that errors and endless loops in user code are
+    returned as faults.
 
-    It is called with the answer and, if the run's environments have names, with the name of the record's
-    environment (``environment_name``).
+    The returned function takes the answer and, for named environments, the name of the record's environment.
 
     Args:
-        environment: the environment to ask.
-        timeout_s: time limit of a call in seconds.
+        environment: the environment.
+        timeout_s: time limit of each call, in seconds.
     """
 
     def find(answer: str, name: str | None = None) -> str | Doubt | None:
@@ -258,7 +270,7 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
                 return environment.fault_of_reference(answer)
         except OutOfTimeError:
             return f"fault_of_reference did not return within {timeout_s:g} s"
-        # Catch SystemExit too, because a user's code may call sys.exit.
+        # User code may call sys.exit, which raises SystemExit.
         except (Exception, SystemExit) as error:
             return f"fault_of_reference fails on it: {type(error).__name__}: {error}"
 
@@ -268,17 +280,17 @@ def find_faults(environment: Environment, timeout_s: float) -> Callable[..., str
 def final_answers(
     environment: Environment, records: Sequence[Example], responses: Sequence[str]
 ) -> list[str | None] | None:
-    """Return the final answers of responses, as texts that are the same for equal answers; None for a
-    response without one.
+    """Extract the final answers from B responses, as texts in which equal answers are equal.
 
     Args:
-        environment: the environment that extracts the answers. A user-defined one may have an attribute
-            ``final_answer``, ``(response) -> str | None``.
+        environment: extracts the answers with its ``final_answer(response)``, which a user-defined
+            environment may also have.
         records: B records.
-        responses: B texts.
+        responses: B response texts.
 
     Returns:
-        B answers, or None if an environment of these records cannot extract answers.
+        B answers, None for a response without one; or None if an environment of these records cannot extract
+        answers.
     """
     met = [environment_of(environment, record) for record in records]
     finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
@@ -291,7 +303,7 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
     try:
         with time_limit(_ANSWER_SECONDS):
             found = find(response)
-    # Name both: OutOfTimeError is not an Exception, so that libraries which catch Exception do not swallow
+    # OutOfTimeError does not derive from Exception, so that libraries which catch Exception cannot swallow
     # it.
     except (OutOfTimeError, Exception) as error:
         logger.debug("no final answer was found: %s", error)
@@ -300,16 +312,16 @@ def _final_answer(find: Callable[[str], str | None], response: str) -> str | Non
 
 
 def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Mapping[str, Any]]]:
-    """Return the tools that the chat template is given, by the name of the environment that a source names.
-    The key None has the tools of the only environment."""
+    """Map environment names to the tools that the chat template shows. The key None stands for the only
+    environment."""
     met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
     met[None] = next(iter(met.values())) if len(met) == 1 else environment
     return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
 
 
 def make_environment(section: EnvConfig) -> Environment:
-    """Build the environment that an ``env`` section describes; named environments in it are combined into
-    one.
+    """Build the environment of an ``env`` section. Several named environments become one
+    ``NamedEnvironments``.
 
     Raises:
         ConfigError: an environment cannot be imported or built.
@@ -322,8 +334,8 @@ def make_environment(section: EnvConfig) -> Environment:
         for name, inner in named.items():
             environments[name] = _made(inner, f"env.{name}.environment")
     except BaseException:
-        # Close the environments made so far: they have processes and threads, and no other object refers to
-        # them yet.
+        # Close the environments built so far: they own processes and threads, and nothing else refers to them
+        # yet.
         NamedEnvironments(environments).close()
         raise
     return NamedEnvironments(environments)

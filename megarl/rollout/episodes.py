@@ -1,9 +1,10 @@
-"""Episodes: conversations of a policy with an environment, many at once, until all have ended.
+"""Episodes: conversations between the policy and an environment, run concurrently until all have ended.
 
-A turn is a request to the engines, the completion, and the environment's result for it. The next prompt is
-the tokens so far, followed by the tokens of the observation: sampled tokens are never decoded and encoded
-again. If engines answer request by request and the environment may be called from several threads, no episode
-waits for another one. If a batch is completed or scored together, all its episodes wait for it.
+A turn is a request to the engines, its completion, and the environment's result. The next prompt is the
+tokens so far plus the tokens of the observation; sampled tokens are never decoded and encoded again, because
+this could change them. If the engines complete requests one by one and the environment is thread-safe, no
+episode waits for another. If the engines or the environment work on whole batches, all episodes wait for each
+other.
 """
 
 from __future__ import annotations
@@ -42,23 +43,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Interval at which engines are polled while the environment is working.
+# Poll interval of the engines in seconds, while environment threads are running.
 _POLL_SECONDS = 0.005
 
-# Maximum time for an environment to end one conversation.
+# Time limit for closing one conversation, in seconds.
 _END_SECONDS = 10.0
 
 _CHARACTERS_A_TOKEN, _FREE_CHARACTERS = 32, 4096
 """Bounds on an observation's characters: per token that is left, and in addition. A longer observation cannot
 fit, and is not tokenized."""
 
-# Ends of conversations that are not passed to the environment's judge: either nobody can judge them, or they
-# score 0.
+# Stop reasons of conversations that ``judge`` does not get: the environment has lost them, or they score 0.
 _NOT_JUDGED = frozenset({StopReason.LOST, StopReason.LATE, StopReason.ERROR})
 
 _NEEDED = ("rewards", "terminated", "masked")
-# Columns that an environment returns for each conversation. Those that are not in _NEEDED may be missing as a
-# whole.
+# Per-conversation columns of a result. Those not in _NEEDED may be empty.
 _COLUMNS = (*_NEEDED, "observations", "metadata", "reasons", "stop_strings")
 
 _columns_of = operator.attrgetter(*_COLUMNS)
@@ -73,10 +72,10 @@ class EpisodeLimits:
     """Limits of an episode.
 
     Attributes:
-        turns: maximum number of responses of the policy.
-        tokens: maximum number of tokens after the prompt, including observed ones; None for no such limit.
-        length: maximum number of tokens of the prompt and all that follows, a limit of the model; only read
-            if there is more than one turn.
+        turns: maximum number of responses.
+        tokens: maximum number of tokens after the prompt, including observations; None for no limit.
+        length: maximum number of tokens of the whole conversation, a limit of the model; ignored if ``turns``
+            is 1.
     """
 
     turns: int = 1
@@ -84,7 +83,7 @@ class EpisodeLimits:
     length: int | None = None
 
     def left(self, episode: Episode) -> int | None:
-        """Return the number of tokens that may still follow; None for no limit."""
+        """Return how many tokens may still be added to an episode; None for no limit."""
         of_conversation = None if self.tokens is None else self.tokens - episode.length
         if self.length is None:
             return of_conversation
@@ -94,27 +93,27 @@ class EpisodeLimits:
 
 @dataclass(slots=True)
 class Episode:
-    """One conversation.
+    """One conversation and its state.
 
     Attributes:
-        record: data record that it began with.
-        segments: its tokens; one segment, and another one each time that the model is shown tokens which
-            differ from the previous ones.
-        seed: seed of its first response, from which those of later responses are derived; None if engines
-            choose their own.
+        record: data record from which the conversation starts.
+        segments: token segments. A new one starts each time that the chat template rewrites tokens which the
+            policy has already seen; otherwise there is only one.
+        seed: seed of the first response, from which the seeds of later ones are derived; None lets engines
+            choose.
         turns: number of responses so far.
         metadata: the environment's own data, passed from turn to turn.
         masked: the episode is left out of training.
-        truncated: its last response reached a length limit.
-        reason: reason of its end; None while it continues.
-        last: the environment's result for its last turn, and its row in that result.
-        parts: parts of the rewards by name, each summed over turns as the rewards are; None if unknown.
+        truncated: the last response reached a length limit.
+        reason: why the episode ended; None while it continues.
+        last: the environment's result for the latest turn, and the episode's row in it.
+        parts: maps reward parts to their sums over turns; None if unknown.
         response: text of the last response.
-        history: the conversation as the chat template renders it, if that may differ from the tokens so far;
-            set from the first observation on.
-        stop_strings: additional texts that end its next response.
-        version: training steps of the oldest weights that sampled any part of it; None if engines do not
-            report it.
+        history: the conversation as the chat template renders it, which may differ from the tokens so far;
+            set at the first observation if the template rewrites earlier responses.
+        stop_strings: additional stop strings for the next response.
+        version: training steps of the oldest weights that sampled any token of the episode; None if the
+            engines do not report versions.
     """
 
     record: Example
@@ -134,51 +133,52 @@ class Episode:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of all turns."""
+        """Rewards of all turns, in order."""
         return [reward for segment in self.segments for reward in segment.rewards]
 
     @property
     def segment(self) -> Segment:
-        """The current segment, which is the last one."""
+        """The current (last) segment."""
         return self.segments[-1]
 
     @property
     def length(self) -> int:
-        """Number of tokens after the conversation's prompt, including observations; each token counts
-        once."""
+        """Number of tokens after the initial prompt, including observations. Tokens that a later segment
+        repeats count once."""
         return sum(segment.opening + segment.length for segment in self.segments)
 
 
 class Engines(Protocol):
-    """Interface of the rollout engines, or of a policy that generates responses itself."""
+    """Interface of whatever generates the responses: rollout engines, or the policy itself."""
 
     def ready(self) -> RequestStream:
-        """Prepare the engines, with the newest weights, and return a stream to them."""
+        """Prepare the engines with the newest weights, and return a request stream to them."""
         ...
 
     def replace_lost(self, error: MegarlError) -> None:
-        """Start new engines in place of lost ones; raise if none is lost. The caller then calls ``ready``."""
+        """Start new engines in place of lost ones, after which the caller calls ``ready`` again. Re-raise
+        ``error`` if none is lost."""
         ...
 
     def finish(self, episodes: Sequence[Episode]) -> None:
-        """Release the engines' devices, once sampling is over."""
+        """Release the engines' devices after sampling."""
         ...
 
 
 class EpisodeRunner:
-    """Runner of the episodes of one batch.
+    """Runs the episodes of one batch.
 
     Args:
-        engines: engines that generate.
-        environment: environment of the episodes.
+        engines: generate the responses.
+        environment: steps the episodes.
         tokenizer: decodes responses.
-        timer: timer of the phases ``generation``, which lasts while a request is pending, and ``reward``.
+        timer: times the phases ``generation`` (while any request is pending) and ``reward``.
         limits: limits of each episode.
-        encoder: encoder of observations; None if there is one turn.
-        judging: context that is entered for each call of an environment that cannot be called from several
-            threads. None if there is one thread: the environment may then begin to score while responses are
-            still sampled.
-        on_sampled: called with the numbers of the episodes that have got another response.
+        encoder: encodes observations; None if there is one turn.
+        judging: context manager that is entered for each call to an environment that is not thread-safe, for
+            runners in several threads. None if there is only one thread; the environment may then start
+            scoring while other responses are still being sampled.
+        on_sampled: called with the indices of episodes that have just received a response.
     """
 
     def __init__(
@@ -194,19 +194,19 @@ class EpisodeRunner:
     ) -> None:
         self._on_sampled = on_sampled
         self._judging: AbstractContextManager[Any] = contextlib.nullcontext() if judging is None else judging
-        # Scores that begin ahead are taken by the environment's next call. Where groups have their own
-        # threads, that call could belong to another group.
+        # The environment's next call takes the scores that were started early. With several runner threads,
+        # that could be a call of another thread's group.
         self._scores_ahead = judging is None and getattr(environment, "scores_ahead", False)
         self._begun: set[int] = set()
         self._decode = functools.partial(decode_rows, tokenizer)
         self._decode_fully = functools.partial(decode_with_special_tokens, tokenizer)
         self._engines, self._environment, self._tokenizer = engines, environment, tokenizer
         self._timer, self._limits, self._encoder = timer, limits, encoder
-        # For a single turn the engines already know the maximum length of the model, and passing it would
-        # cost them one more column.
+        # Engines enforce the model's maximum length themselves; for a single turn, do not send a limit per
+        # request.
         self._asked = limits if limits.turns > 1 else EpisodeLimits(tokens=limits.tokens)
         self._episodes: Sequence[Episode] = ()
-        # The environment of each episode, and the distinct environments among them.
+        # The environment of each episode, and the distinct ones among these.
         self._owners: Sequence[Any] = ()
         self._kinds: Sequence[Any] = ()
         self._requests: dict[int, Request] = {}
@@ -216,7 +216,7 @@ class EpisodeRunner:
         self._metrics: list[Mapping[str, float]] = []
 
     def run(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Run all episodes to their ends, and return the environment's metrics, summed.
+        """Run all episodes until they end, and return the environment's metrics, summed over its calls.
 
         Raises:
             BatchError: a result of the engines or of the environment is invalid.
@@ -236,15 +236,15 @@ class EpisodeRunner:
             metrics = self._lead()
         except BaseException:
             self._threads.forget()
-            # Abort the requests, because engines that still work on them would refuse the next weights.
+            # Abort pending requests, because busy engines would refuse the next refit.
             with contextlib.suppress(MegarlError):
                 if self._open is not None:
                     self._open.abort(self._requests)
             raise
         finally:
             self._end()
-        # Else nobody would know what a run is missing, and why. An environment without this time limit calls
-        # conversations late by a rule of its own.
+        # Report the masked conversations, because nothing else shows that training data are missing.
+        # Environments without ``step_timeout_s`` use the reason LATE by a rule of their own.
         if late := [
             number
             for number, each in enumerate(episodes)
@@ -274,8 +274,8 @@ class EpisodeRunner:
                             self._engines.finish(episodes)
                             finished = True
                 except MegarlError as error:
-                    # Responses depend only on weights, prompts and seeds, so that new engines can be asked
-                    # again for the missing ones.
+                    # Responses depend only on weights, prompts and seeds, so new engines can repeat the
+                    # missing requests.
                     self._engines.replace_lost(error)
                     stream = self._stream(self._requests)
             with self._timer.phase("reward"):
@@ -291,8 +291,8 @@ class EpisodeRunner:
         return _summed(self._metrics)
 
     def _stream(self, requests: Mapping[int, Request]) -> RequestStream:
-        """Return a stream to ready engines that has got these requests; engines that are lost meanwhile are
-        replaced."""
+        """Return a stream to ready engines to which the given requests have been submitted. Replace engines
+        that are lost in the process, and retry."""
         while True:
             try:
                 self._open = stream = self._engines.ready()
@@ -302,11 +302,11 @@ class EpisodeRunner:
                 self._engines.replace_lost(error)
 
     def _complete(self, stream: RequestStream) -> None:
-        """Store the responses that have been sampled."""
+        """Poll the stream, and store the responses that are complete."""
         found = stream.poll(_POLL_SECONDS if self._threads.busy else None)
         for number in found:
-            # Remove only the requests that have completed: if an engine is lost, the others are sent again
-            # with the same seeds.
+            # Remove completed requests only: if an engine is lost, the others are sent again with the same
+            # seeds.
             del self._requests[number]
         texts = response_texts(
             self._tokenizer, TokenRows.of_arrays([completion.tokens for completion in found.values()])
@@ -323,23 +323,22 @@ class EpisodeRunner:
         episode.response, episode.truncated = text, truncated
         episode.turns += 1
         if versions is not None and len(versions):
-            # Keep the oldest weight version of any turn, because bounds on age and corrections have to hold
-            # for all tokens of the conversation.
+            # Keep the oldest version: limits on staleness and off-policy corrections must hold for every
+            # token.
             oldest = int(versions.min())
             episode.version = oldest if episode.version is None else min(episode.version, oldest)
 
     def _have(self, name: str) -> bool:
-        """Return whether an environment of these episodes has an attribute of that name with a true value."""
+        """Return whether any environment of these episodes has a truthy attribute of this name."""
         return any(getattr(owner, name, None) for owner in self._kinds)
 
     def _may_go_on(self, episode: Episode) -> bool:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
 
     def _answered(self, in_waves: bool) -> dict[int, Request]:
-        """Have the environment process all responses that it can process now, and return the next
-        requests."""
-        # Sort the numbers: completions arrive in any order, but the environment has to be called in the same
-        # order in every run.
+        """Pass responses to the environment as far as it can process them now. Return the next requests of
+        the episodes that continue."""
+        # Completions arrive in any order, but the environment must see the same order in every run.
         together = sorted(self._unanswered)
         if self._have("threads"):
             threaded = [number for number in together if getattr(self._owners[number], "threads", 0)]
@@ -351,7 +350,7 @@ class EpisodeRunner:
         if self._threads.busy:
             for ended in self._threads.take(wait=in_waves or not self._requests, all_of_them=in_waves):
                 answers[ended.number] = self._result_of(ended), 0
-        # Pass all conversations at once: an environment without threads judges a batch, and its metrics
+        # Pass all conversations at once: without threads an environment scores a batch, and its metrics
         # describe that batch.
         if together and not self._requests and not self._threads.busy:
             said = self._step(together)
@@ -369,7 +368,8 @@ class EpisodeRunner:
         return {number: self._request(self._episodes[number]) for number in going_on}
 
     def _judge(self) -> None:
-        """Have the environments that score whole conversations do so, all conversations together."""
+        """Pass all complete conversations at once to the environments that have ``judge``, and add these
+        rewards."""
         if not self._have("judge"):
             return
         environment: Any = self._environment
@@ -386,7 +386,7 @@ class EpisodeRunner:
                 self._reward(self._episodes[number], said, row)
 
     def _begin(self) -> None:
-        """Begin the conversations of environments that keep state for each conversation."""
+        """Start the conversations of environments that keep state per conversation."""
         if not self._have("begin"):
             return
         for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
@@ -406,7 +406,11 @@ class EpisodeRunner:
                 self._replace_prompt(episode, prompt)
 
     def _replace_prompt(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the record's prompt of an episode by other messages."""
+        """Replace an episode's prompt by messages of its environment.
+
+        Raises:
+            BatchError: the new prompt leaves no room for a response within the model's maximum length.
+        """
         assert self._encoder is not None
         tokens = self._encoder.encode_prompt(
             messages_of(messages), episode.metadata.tools, f"the prompt of record {episode.record.index}"
@@ -421,9 +425,10 @@ class EpisodeRunner:
             )
 
     def _end(self) -> None:
-        """End all conversations in threads, because any of them may hang or fail."""
+        """Close all conversations in threads, because a user's ``close`` may hang or fail. Failures are
+        logged."""
         for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
-            # Skip conversations that never began: their environment holds nothing for them.
+            # Conversations that never started have nothing to release.
             if (
                 episode.metadata is not None
                 and hasattr(owner, "end")
@@ -483,8 +488,8 @@ class EpisodeRunner:
         )
 
     def _goes_on(self, episode: Episode, said: EnvironmentReturn, row: int) -> bool:
-        """Apply the environment's result to an episode. Return whether the episode continues, with the
-        observation appended."""
+        """Apply the environment's result to an episode. If the episode continues, append the observation and
+        return True."""
         self._reward(episode, said, row)
         episode.metadata = said.metadata[row] if len(said.metadata) else episode.metadata
         episode.stop_strings = said.stop_strings[row] if len(said.stop_strings) else None
@@ -509,11 +514,9 @@ class EpisodeRunner:
     def _reward(self, episode: Episode, said: EnvironmentReturn, row: int) -> None:
         masked = bool(said.masked[row])
         episode.masked |= masked
-        # Add to the last reward instead of replacing it, because a judge of whole conversations runs after
-        # the turns have their rewards.
+        # Add to the reward rather than replace it: ``judge`` runs after the last turn already has one.
         episode.segments[-1].rewards[-1] += _reward(said.rewards[row], masked)
-        # Sum the parts over turns, as rewards are summed: metrics, logged samples and gdpo's advantages read
-        # the sums.
+        # Sum parts over turns like rewards: metrics, logged samples and GDPO's advantages read the sums.
         for name, values in said.parts.items():
             value = None if values[row] is None else number_of(values[row])
             if value is not None:
@@ -524,8 +527,8 @@ class EpisodeRunner:
         episode.last = said, row
 
     def _observe(self, episode: Episode, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Append an observation to an episode, or end the episode if no response would fit after the
-        observation."""
+        """Append an observation to an episode, or end the episode if no token would be left for a
+        response."""
         assert self._encoder is not None
         left = self._limits.left(episode)
         if left is not None and _FREE_CHARACTERS + _CHARACTERS_A_TOKEN * left < sum(
@@ -533,8 +536,7 @@ class EpisodeRunner:
         ):
             episode.reason = StopReason.TOKENS
             return
-        # Encode from the last token on, because a template closes a turn differently if the stop token was
-        # not sampled.
+        # Pass the last token: if the response was truncated, the template's closing tokens must be added.
         tokens = self._encoder.encode(messages, episode.segment.last_token)
         following = self._other_segment(episode, messages, len(tokens))
         if following is not None:
@@ -551,8 +553,8 @@ class EpisodeRunner:
     def _other_segment(
         self, episode: Episode, messages: Sequence[Mapping[str, Any]], observed: int
     ) -> Segment | None:
-        """Return the segment that an observation begins, if the chat template rewrites earlier responses at
-        that point, else None."""
+        """Return the new segment that starts with an observation if the chat template rewrites earlier
+        responses there, else None."""
         assert self._encoder is not None
         if self._encoder.rewritten is None:
             return None
@@ -564,8 +566,8 @@ class EpisodeRunner:
     def _request(self, episode: Episode) -> Request:
         left = self._asked.left(episode)
         most = None if left is None else max(left, 0)
-        # Use the record's own seed for the first turn, so that conversations of one turn are the same as in a
-        # run without turns.
+        # The first turn uses the record's seed unchanged, so that one-turn conversations give the same
+        # samples as in a run without turns.
         seed = (
             episode.seed
             if episode.seed is None or not episode.turns
@@ -575,12 +577,12 @@ class EpisodeRunner:
 
 
 def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
-    """Convert an observation to messages; a text becomes a user message.
+    """Convert an observation to a list of messages. A text becomes a user message.
 
-    Lone surrogates, which JSON of a tool or a call may contain and no tokenizer accepts, become U+FFFD.
+    Lone surrogates, which may come from a tool's JSON and which no tokenizer accepts, become U+FFFD.
 
     Raises:
-        BatchError: the observation is neither a text nor a message or messages.
+        BatchError: the observation is neither a text, a message nor a list of messages.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": _whole_characters(observation)}]
@@ -599,7 +601,7 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
 
 def _whole_characters(value: Any) -> Any:
     if isinstance(value, str):
-        # Join the two surrogates of a pair, because together they are one character.
+        # Two surrogates that form a pair are one character, which this round trip restores.
         return (
             value
             if _is_encodable(value)
@@ -619,10 +621,11 @@ def _is_encodable(text: str) -> bool:
 
 
 def check_answer(said: EnvironmentReturn, rows: int) -> None:
-    """Check that an environment's result fits the responses.
+    """Check that an environment's result has the right types and one entry for each of the ``rows``
+    responses.
 
     Raises:
-        BatchError: the result does not fit.
+        BatchError: the result is malformed.
     """
     if not isinstance(said, EnvironmentReturn):
         raise BatchError(
@@ -653,7 +656,11 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
 
 
 def _check_figures(said: EnvironmentReturn) -> None:
-    """Refuse metrics and accuracies that are not numbers."""
+    """Check the metrics, accuracies and reward parts of a result.
+
+    Raises:
+        BatchError: one of them is not a number, or has not one value per response.
+    """
     if not isinstance(said.metrics, Mapping):
         raise BatchError(
             f"the environment returned the metrics {repr(said.metrics)[:80]}. Fix: return names and numbers"
@@ -694,20 +701,20 @@ def _reward(value: Any, masked: bool) -> float:
 
 
 def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return sums of the metrics that do not depend on the order in which the environment was called."""
+    """Sum metrics by name."""
     if len(metrics) == 1:
         return dict(metrics[0])
     names = dict.fromkeys(name for each in metrics for name in each)
-    # fsum is exact, so that the sum does not depend on the order in which environments returned.
+    # fsum is exact, so the sum does not depend on the order in which the calls returned.
     return {name: math.fsum(each[name] for each in metrics if name in each) for name in sorted(names)}
 
 
 class LateTexts(Sequence[str]):
-    """A sequence of texts that are all decoded when the first of them is accessed.
+    """Lazy sequence of texts: the first access decodes all of them.
 
     Args:
         count: number of texts.
-        decode: decodes all of them.
+        decode: decodes all texts.
     """
 
     def __init__(self, count: int, decode: Callable[[], list[str]]) -> None:

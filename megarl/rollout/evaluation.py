@@ -1,8 +1,8 @@
-"""Evaluation: samples of validation sets and their metrics: mean@k with a confidence interval, pass@k,
-majority@k, truncated share.
+"""Evaluation: sampling of validation sets and their metrics (mean@k with a confidence interval, pass@k,
+majority@k, share of truncated responses).
 
-In mean@k each prompt counts once, regardless of how many of its k responses could be scored. In pass@k and
-majority@k a prompt counts if all of them could be scored. A response is correct if its accuracy is 1.
+mean@k weights all prompts equally, even if some of a prompt's k responses could not be scored. pass@k and
+majority@k use only prompts whose k responses were all scored. A response is correct if its accuracy is 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """Prompts of a validation, and the settings for sampling responses to them.
+    """Prompts of a validation set and the plan for sampling them.
 
     Attributes:
-        plan: name, responses per prompt, and how they are sampled.
-        records: P prompts; the position of a prompt in this list determines its random numbers.
+        plan: name, responses per prompt, and sampling parameters.
+        records: P prompts. A prompt's index in this list determines its sampling seeds.
     """
 
     plan: SetPlan
@@ -43,14 +43,14 @@ class ValidationSet:
 
 @dataclass(frozen=True, slots=True)
 class ValidatedSet:
-    """The samples of one validation set.
+    """Samples of one validation set.
 
     Attributes:
         plan: plan of the set.
-        batches: P * k samples, the k of a prompt next to each other: texts (``response_text``), rewards,
-            lengths and the rest of ``Rollouts``. Each batch has whole prompts, in the order of the set.
+        batches: P * k samples as ``Rollouts``, in set order; the k responses to a prompt are adjacent and in
+            the same batch.
         answers: P * k final answers, None for a response without one. The attribute is None if the
-            environment cannot extract answers, or k is 1.
+            environment cannot extract answers, or if k is 1.
     """
 
     plan: SetPlan
@@ -58,23 +58,23 @@ class ValidatedSet:
     answers: Sequence[str | None] | None
 
     def column(self, name: str) -> Tensor:
-        """Return a column [P * k] of the samples, with one value per row."""
+        """Concatenate a column over all batches, [P * k]."""
         return torch.cat([rollouts.samples[name] for rollouts in self.batches])
 
     @property
     def accuracies(self) -> Tensor:
         """Accuracy of each response, [P * k] float32; NaN if the response could not be scored."""
         known = torch.cat([accuracies_of(rollouts.samples) for rollouts in self.batches])
-        # Use NaN and not 0, so that a scorer that was unreachable does not lower the accuracy.
+        # NaN rather than 0, so that an unreachable scorer does not lower the accuracy.
         return known.masked_fill(self.column("masked"), torch.nan)
 
 
 def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
-    """Return the sets of a run's validation data, each limited to ``max_val_samples``.
+    """Return a run's validation sets, each limited to its maximum number of prompts.
 
     Args:
-        config: the checked configuration of the run.
-        dataset: data set of its validation sources, in order.
+        config: the checked configuration.
+        dataset: data set of the validation sources, in configuration order.
     """
     found = []
     for plan in set_plans(config):
@@ -87,16 +87,16 @@ def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
 def answer_set(
     collector: Collector, validation_set: ValidationSet, batch_size: int | None = None
 ) -> ValidatedSet:
-    """Sample k responses to every prompt of a set, and have them scored.
+    """Sample k responses to each prompt of a set, and have them scored.
 
     Args:
-        collector: samples and scores.
+        collector: samples and scores the responses.
         validation_set: set of P prompts.
-        batch_size: prompts that are sampled together; None for all of them in one call.
+        batch_size: prompts per collector call; None for all at once.
     """
     plan, records = validation_set.plan, validation_set.records
-    # Derive seeds from the set's name and the prompt's index in it, so that adding another set does not
-    # change them.
+    # Derive seeds from the set's name and the prompt's index, so that adding another set does not change
+    # them.
     seeds = None if plan.sampling is None else validation_seeds(plan.name, len(records), plan.generations)
     size, batches = batch_size or len(records), []
     for start in range(0, len(records), size):
@@ -126,11 +126,10 @@ def _final_answers(collector: Collector, batches: Sequence[Rollouts]) -> list[st
 def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
     """Return the metrics of a validation.
 
-    For a single set they are those of ``metrics_of_set``. For several sets they are those of each set under
-    ``NAME/``, and over all sets: ``accuracy``, the mean over sets of their mean@k, so that a large set counts
-    no more than a small one (left out if any set has no mean@k, because the mean of the others would be a
-    different metric under the same name); ``samples``; ``scored``, ``generation_length`` and ``truncated``
-    over all responses; and the sums of the environment's metrics.
+    For a single set they are those of ``metrics_of_set``. For several sets they are each set's metrics under
+    ``NAME/``, and these totals: ``accuracy``, the unweighted mean over sets of mean@k (omitted if any set
+    lacks it, because a mean of fewer sets would be a different metric); ``samples``; ``scored``,
+    ``generation_length`` and ``truncated`` over all responses; and the summed metrics of the environment.
     """
     if len(validated) == 1:
         return metrics_of_set(validated[0], estimates=validated[0].plan.generations > 1)
@@ -161,10 +160,10 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
 def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[str, float]:
     """Return the metrics of one set.
 
-    They are ``accuracy`` (mean over scored responses; left out if there are none), the parts of the rewards,
-    ``samples`` (number of responses), ``scored`` (share of responses that could be scored),
-    ``generation_length``, ``truncated`` (share of responses), the environment's metrics and, with
-    ``estimates``, those of ``estimates_of``.
+    These are ``accuracy`` (mean over scored responses, omitted if there are none), the means of the reward
+    parts, ``samples`` (number of responses), ``scored`` (share of responses that could be scored),
+    ``generation_length`` (mean tokens), ``truncated`` (share of responses), and the environment's metrics.
+    With ``estimates``, those of ``estimates_of`` are added.
     """
     accuracies = validated.accuracies
     known = accuracies[~accuracies.isnan()]
@@ -188,20 +187,22 @@ def _share_scored(accuracies: Tensor) -> float:
 def estimates_of(
     accuracies: Sequence[float], k: int, answers: Sequence[str | None] | None = None
 ) -> dict[str, float]:
-    """Estimate metrics of a model from k responses to each of P prompts.
+    """Estimate mean@k, pass@k and majority@k from k responses to each of P prompts.
 
     Args:
-        accuracies: P * k numbers, the k of a prompt next to each other; NaN for a response that could not be
-            scored, which counts in none of the metrics. Prompts without any scored response are left out.
+        accuracies: P * k accuracies; the k responses to a prompt are adjacent. NaN marks a response that
+            could not be scored, which no metric counts. Prompts without any scored response are left out.
         k: responses per prompt.
-        answers: P * k final answers, by which a majority votes; None for no ``majority@k``.
+        answers: P * k final answers for the majority vote; None omits ``majority@k``.
 
     Returns:
-        ``mean@k``, the mean over prompts of the mean of their responses; ``mean@k_ci95``, half of its 95 %
-        confidence interval over prompts, if there are at least two prompts. For k > 1 also, over the prompts
-        whose k responses were all scored: ``pass@j``, for j = 2, 4, ... and k, the mean of ``pass_at``;
-        ``majority@k``, the mean of ``majority``; and ``pass@k_prompts``, the number of these prompts; if it
-        is 0, the others are left out. The result is empty if no response was scored.
+        * ``mean@k``: mean over prompts of their mean accuracy.
+        * ``mean@k_ci95``: half-width of its 95 % confidence interval over prompts; needs 2 prompts.
+        * for k > 1, over prompts with k scored responses: ``pass@j`` for j = 2, 4, ... and k, the mean of
+          ``pass_at``; ``majority@k``, the mean of ``majority``; and ``pass@k_prompts``, the number of these
+          prompts. If it is 0, the other two are omitted.
+
+        Empty if no response was scored.
     """
     prompts = [
         [
@@ -220,8 +221,7 @@ def estimates_of(
         found[f"mean@{k}_ci95"] = half_interval(means)
     if k == 1:
         return found
-    # Leave out prompts with fewer than k scored responses: their pass@j would be a different quantity under
-    # the same name.
+    # With fewer than k scored responses, a prompt's pass@j would be a different quantity under the same name.
     whole = [prompt for prompt in scored if len(prompt) == k]
     right = [[accuracy >= 1 for accuracy, _ in prompt] for prompt in whole]
     for j in _powers_of_two(k) if whole else ():
@@ -236,7 +236,7 @@ def estimates_of(
 
 
 def _powers_of_two(k: int) -> Iterator[int]:
-    """Yield 2, 4, 8, ... below k, and then k."""
+    """Yield the powers of two from 2 that are below k, then k itself."""
     j = 2
     while j < k:
         yield j
@@ -245,12 +245,12 @@ def _powers_of_two(k: int) -> Iterator[int]:
 
 
 def half_interval(means: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of a mean over prompts: 1.96 standard deviations
-    (n - 1) over the square root of the number of prompts.
+    """Return the half-width of the 95 % confidence interval of a mean over prompts: 1.96 times the standard
+    deviation (n - 1) divided by the square root of the number of prompts.
 
-    Responses to one prompt are correlated; as independent samples they would make the interval too narrow.
-    The normal approximation itself is too narrow for fewer than about thirty prompts, and the interval is 0
-    if all prompts have the same value.
+    The interval is over prompts because responses to the same prompt are correlated; treating them as
+    independent would make it too narrow. Below about thirty prompts the normal approximation is still too
+    narrow. If all prompts have the same value, the result is 0.
     """
     return _NORMAL_975 * statistics.stdev(means) / math.sqrt(len(means))
 
@@ -259,8 +259,8 @@ def pass_at(k: int, answered: int, right: int) -> float:
     """Return the probability that at least one of k responses is correct, if they are sampled without
     replacement from ``answered`` responses of which ``right`` are correct.
 
-    It is 1 - C(n - c, k) / C(n, k), computed as a product (Chen et al. 2021, arXiv 2107.03374, equation 1),
-    so that no binomial coefficient overflows.
+    This is 1 - C(n - c, k) / C(n, k), computed as a product to avoid overflow (Chen et al. 2021, arXiv
+    2107.03374, equation 1).
 
     Raises:
         ValueError: k is not in [1, answered].
@@ -270,7 +270,8 @@ def pass_at(k: int, answered: int, right: int) -> float:
             f"k = {k}: must be at least 1 and at most the {answered} responses. Fix: sample at least k "
             "responses a prompt"
         )
-    # There are fewer incorrect responses than k: the product below would have a factor of 0 or less.
+    # With fewer than k incorrect responses, any k include a correct one, and the product below is not
+    # defined.
     if answered - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / size for size in range(answered - right + 1, answered + 1))
@@ -279,13 +280,13 @@ def pass_at(k: int, answered: int, right: int) -> float:
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     """Return the accuracy of the most frequent answer; 0 if no response has an answer.
 
-    A tie is decided by a fair draw, so the value is the mean over the tied answers. A response without an
-    answer has no vote. If only some of the responses with the same answer are correct, for example because of
-    their format, the answer's accuracy is the correct share.
+    A tie counts as a uniformly random choice, so the result is the mean over the tied answers. Responses
+    without an answer do not vote. If only some responses with the same answer are correct, for example
+    because format counts, the answer's accuracy is their share.
 
     Args:
         answers: final answers of the responses to one prompt; equal answers are equal texts.
-        right: whether each response is correct.
+        right: for each response, true if it is correct.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):

@@ -1,4 +1,4 @@
-"""Comparison of mathematical answers by value (library `math_verify`): 1/2 equals 0.5."""
+"""Comparison of mathematical answers by value, with the library math-verify: 1/2 equals 0.5."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from megarl.rollout.mathematics_words import is_unit
 from megarl.time_limit import OutOfTimeError, is_limited, time_limit
 
 CHECK_SECONDS = 5.0
-"""Time limit in seconds for checking one answer, if the caller has set no time limit."""
+"""Time limit in seconds for checking one answer, unless the caller has set its own."""
 
-# Maximum length in characters of a reference whose parsed form is cached.
+# Parsed references up to this length in characters are cached.
 _LONGEST_KEPT = 1000
 
 _DELIMITED = re.compile(r"\\boxed\s*\{|\\\(|\\\[|(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 _MARKED = re.compile(r"(?<!\\)\$\$.*?\$\$|(?<!\\)\$.*?(?<!\\)\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-# The result below worked steps, in the form that GSM8K uses.
+# A final line ``#### result`` after worked steps, as in GSM8K.
 _MARKED_RESULT = re.compile(r"(?:^|\n)\s*####[ \t]*(\S[^\n]*)\s*\Z")
 _HEDGE = re.compile(r"[0-9})$]\s+or\s+(?:\$|\\\()*[-+]?[0-9][^\n]*\s*\Z")
-# A statement that consists of a number and words. It has no mathematics that the library would read better.
+# A stated answer that is a number with words. math-verify would not read it better than we do.
 _PLAIN = re.compile(
     r"(?:(?:either|about|approximately|exactly|at least|at most|more than|less than)\s+)?[-+]?[0-9.][^$\\]*\Z"
 )
-# If a response has no box, the library searches only this many characters at its end for an expression.
+# Without a box, only this many characters at the end of a response are searched for an expression.
 _LONGEST_ENDING = 20_000
 
-# NuminaMath and similar data sets have these words in place of an answer.
+# NuminaMath and similar data sets store these words in place of an answer.
 _NO_ANSWERS = frozenset({"proof", "notfound"})
 
 _SPACING = re.compile(r"\\(?:left|right|[!,;: ])|\\text\s*(?=\{)|[\s$]")
 
 
 class JudgementTimeoutError(DeadlineError):
-    """An answer could not be checked within ``CHECK_SECONDS``."""
+    """Checking an answer exceeded ``CHECK_SECONDS``."""
 
 
 def math_verify(response: str, answer: str) -> float:
-    r"""Return 1.0 if the final answer of the response equals the reference answer, else 0.0.
+    r"""Return 1.0 if the response's final answer equals the reference answer, else 0.0.
 
-    The final answer is the content of the last box, else the statement after ``the answer is``, else the last
-    expression that the library finds. A reference without ``\boxed{}``, ``$...$``, ``\(`` or ``\[`` is
-    treated as if all of it were in a box.
+    The final answer is the content of the last ``\boxed{}``, else the text after ``the answer is``, else the
+    last expression that math-verify finds. A reference without ``\boxed{}``, ``$...$``, ``\(`` or ``\[`` is
+    parsed as if it were boxed.
 
     Args:
         response: the model's response.
-        answer: the reference, see ``fault_of_reference``.
+        answer: the reference answer; ``fault_of_reference`` reports the unusable ones.
 
     Raises:
-        JudgementTimeoutError: parsing and comparing took more than ``CHECK_SECONDS``, or than the caller's
-            ``time_limit``. The limit uses signals, so it only works in the main thread.
+        JudgementTimeoutError: parsing and comparing exceeded ``CHECK_SECONDS`` or the caller's
+            ``time_limit``. Signals enforce the limit, so it works only in the main thread.
     """
     with _time_limit(CHECK_SECONDS):
         wanted = _reference(answer)
@@ -67,8 +67,8 @@ def math_verify(response: str, answer: str) -> float:
         if boxed is not None:
             return _score(wanted, boxed)
         stated = stated_answer(response)
-        # A plain statement decides. If a statement contains mathematics, the library below may read it
-        # better.
+        # A plain statement is final. One with mathematics gets a second chance below, where math-verify may
+        # parse it better.
         if stated is not None and (_score(wanted, stated) or _PLAIN.match(stated)):
             return _score(wanted, stated)
         ending = _ending(outside_thoughts(response))
@@ -76,25 +76,23 @@ def math_verify(response: str, answer: str) -> float:
 
 
 def _score(reference: str, answer: str) -> float:
-    # sympy may raise an error on text that only resembles mathematics. A response that causes this is
-    # incorrect.
+    # sympy may raise on text that only resembles mathematics; such a response is incorrect.
     return float(or_none(lambda: agree(reference, answer)) or False)
 
 
 def math_answer(response: str) -> str | None:
-    """Return the final answer of a response as text for majority votes: its last box, else its last number;
-    None if it has neither.
+    """Return the final answer of a response as text for majority votes: its last box, else its last number,
+    else None.
 
-    1/2 and 0.5 are two answers here, because comparing by value would need one library call for each pair of
-    answers.
+    Votes compare texts, so 1/2 and 0.5 are different answers: comparing by value would need one library call
+    per pair of answers.
     """
     boxed = boxed_answer(response)
     return _as_text(boxed) if boxed else gsm8k_answer(response, "flexible")
 
 
 def fault_of_reference(answer: str) -> str | Doubt | None:
-    """Return why nothing can be compared with a reference answer, or a doubt about it, or None if it is
-    usable."""
+    """Return why a reference answer cannot be used, a ``Doubt`` about a usable one, or None."""
     try:
         with _time_limit(CHECK_SECONDS):
             found = bool(_parsed(answer))
@@ -104,8 +102,8 @@ def fault_of_reference(answer: str) -> str | Doubt | None:
 
 
 def doubt_of_reference(answer: str) -> Doubt | None:
-    """Return a doubt about a reference that is just a note that there is no final answer; None for any other
-    reference."""
+    """Return a doubt if a reference is only a note that the problem has no final answer (``proof``, ``not
+    found``), else None."""
     if "".join(answer.split()).lower() not in _NO_ANSWERS:
         return None
     return Doubt(
@@ -114,8 +112,8 @@ def doubt_of_reference(answer: str) -> Doubt | None:
 
 
 def _reference(answer: str) -> str:
-    """Return the part of a reference that is compared: its result after ``####``, else its boxes, else all of
-    it, or only the mathematics at its end if it also contains prose."""
+    """Return the part of a reference to compare: the result after ``####``, else its boxes, else the whole
+    text. If the text mixes prose and mathematics, only the mathematics at its end."""
     result = _MARKED_RESULT.search(answer)
     if result is not None:
         return result[1]
@@ -135,10 +133,8 @@ def _reference(answer: str) -> str:
 
 
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return what the library parses from a reference: values, and last the text that they came from.
-
-    The result is empty if the library finds nothing.
-    """
+    """Return math-verify's parse of a reference: its values, then the text that they came from. Empty if it
+    finds nothing."""
     return _parsed_before(answer) if len(answer) <= _LONGEST_KEPT else _parsed_now(answer)
 
 
@@ -146,7 +142,7 @@ def _parsed_now(answer: str) -> tuple[Any, ...]:
     return tuple(_parse(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}"))
 
 
-# Cache references, because each comes again with every response to its prompt.
+# Cached, because each reference comes again with every response to its prompt.
 _parsed_before = lru_cache(maxsize=1024)(_parsed_now)
 
 
@@ -154,28 +150,25 @@ def _parse(text: str) -> list[Any]:
     import math_verify as library
 
     silence_library()
-    # Switch off the library's own time limit, whose signal would replace the caller's.
+    # Disable math-verify's own timeout, whose signal would replace the caller's.
     return or_none(lambda: library.parse(unify(text), parsing_timeout=None)) or []
 
 
 def _ending(text: str) -> str:
-    """Return the last lines of a text, in which the library searches for an expression; its patterns are slow
-    on long texts."""
+    """Return the last lines of a long text, because math-verify's patterns are slow on long texts."""
     return text if len(text) <= _LONGEST_ENDING else text[-_LONGEST_ENDING:].partition("\n")[2]
 
 
 def _as_text(expression: str) -> str:
-    """Return LaTeX without commands and spaces that only change its appearance."""
+    """Remove commas, spaces and braces from LaTeX that only change its appearance."""
     return re.sub(r"\{([^{}\\])\}", r"\1", _SPACING.sub("", expression))
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise JudgementTimeoutError if the context takes too long, in the main thread.
-
-    A ``time_limit`` of the caller takes precedence.
-    """
-    from math_verify.errors import TimeoutException  # not an Exception either
+    """Raise ``JudgementTimeoutError`` if the context takes longer than ``seconds``. A ``time_limit`` of the
+    caller takes precedence. Works in the main thread only."""
+    from math_verify.errors import TimeoutException  # does not derive from Exception
 
     try:
         with nullcontext() if is_limited() else time_limit(seconds):

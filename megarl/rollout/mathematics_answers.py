@@ -1,5 +1,5 @@
-"""Extraction of a response's final answer as text: the content of its last boxes, else its statement in
-words."""
+"""Extraction of the final answer's text from a response: the content of its last boxes, else a statement such
+as ``the answer is 5``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END_OF_SENTENCE = re.compile(
     r"[.!?](?:\s+[A-Z(]|[*\s]*$)|,?\s(?:because|since|as|so|which|where|not|rather)\b"
 )
 
-# Math delimiters and spaces may stand between a box and its unit.
+# Math delimiters and spaces are allowed between a box and its unit.
 _OUTSIDE_BOX = r"(?:\\[)\],;!: ]|[$~\s,(])*"
 _UNIT_AFTER_BOX = re.compile(
     r"(?:\\[,;!: ]|[~\s])*((?:\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*\d\s*\}?)?)+"
@@ -50,15 +50,16 @@ class _Box:
 
 
 def boxed_answer(response: str, values: int = 1) -> str | None:
-    """Return the content of the last box, with a unit that follows it; None if there is no box.
+    """Return the content of the last box, including a unit directly after the box. Return None if there is no
+    box.
 
-    Boxes inside ``<think>`` only count if there is no answer outside. Boxes that are joined by a comma,
-    ``and`` or ``or`` are one answer of several values. The last boxes are one answer, too, however far apart
-    they are, if the reference has several values and the last box has one.
+    Boxes inside ``<think>`` count only if there is no answer outside. Boxes joined by a comma, ``and`` or
+    ``or`` form one answer with several values. If the reference has ``values`` > 1 values but the last box
+    only one, the last ``values`` boxes form the answer, even if they are far apart.
 
     Args:
         response: the model's response.
-        values: number of values of the reference.
+        values: number of values in the reference.
     """
     outside = outside_thoughts(response)
     boxes = _boxes(outside)
@@ -70,21 +71,19 @@ def boxed_answer(response: str, values: int = 1) -> str | None:
     if len(joined) == 1 and values > 1 and not _CONNECTIVE.search(_BRACKETED.sub("", joined[0])):
         joined = [box.content for box in boxes[-values:]]
     joined[-1] += _after_box(outside, boxes[-1].end)
-    # Remove duplicates: two boxes with the same value are one value.
+    # Two boxes with the same content are one value.
     return ", ".join(dict.fromkeys(joined))
 
 
 def stated_answer(response: str) -> str | None:
-    """Return the answer that a response without a box states: between ``<answer>`` tags, or after ``the
-    answer is``.
-
-    Return None if the response states no answer.
-    """
+    """Return the answer that a response without a box states, in ``<answer>`` tags or after ``the answer
+    is``. Return None if there is no such statement."""
     return _statement(outside_thoughts(response))
 
 
 def outside_thoughts(response: str) -> str:
-    """Return a response without its ``<think>...</think>``, which may have been opened in the prompt."""
+    """Remove ``<think>...</think>`` from a response. The opening tag may be missing, because a chat template
+    may write it in the prompt."""
     return _END_OF_THOUGHT.split(_THOUGHT.sub(" ", response))[-1]
 
 
@@ -121,10 +120,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return a mapping from the offset of each opening brace to that of its closing brace.
-
-    The text is scanned once, since a hostile text has thousands of braces.
-    """
+    """Map the offset of each opening brace to the offset of its closing brace. One linear scan, because a
+    policy's text may contain thousands of braces."""
     opened: list[int] = []
     closing: dict[int, int] = {}
     for mark in _BRACE.finditer(text):
@@ -136,8 +133,8 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
-    """Return the contents of the last box and of the boxes before it that are joined to the next box only by
-    connectives."""
+    """Return the contents of the last box and of those before it, as long as only connectives separate
+    neighbours."""
     joined = [boxes[-1].content]
     for box, later in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[box.end : later.start]
@@ -148,7 +145,7 @@ def _joined_to_last(text: str, boxes: list[_Box]) -> list[str]:
 
 
 def _after_box(text: str, end: int) -> str:
-    r"""Return the unit or the alternative directly after a box: ``\boxed{5}\text{ km}``, ``\boxed{8}$ or
+    r"""Return a unit or an alternative directly after a box: ``\boxed{5}\text{ km}``, ``\boxed{8}$ or
     more``."""
     after = _UNIT_AFTER_BOX.match(text, end) or _ALTERNATIVE_AFTER_BOX.match(text, end)
     return f" {after[1]}" if after else ""

@@ -1,4 +1,5 @@
-"""Comparison of two final answers: lists, intervals, congruences, sequences, other bases, words, units."""
+"""Comparison of two final answers: lists, intervals, congruences, sequences, numbers in other bases, words,
+units."""
 
 from __future__ import annotations
 
@@ -31,10 +32,8 @@ from megarl.rollout.mathematics_words import (
 _LARGEST_MODULUS = 10_000
 
 LONGEST = 4000
-"""Maximum number of characters of an answer that is parsed as mathematics.
-
-A longer answer is only correct if it is identical to the reference.
-"""
+"""Maximum characters of an answer that is parsed as mathematics. A longer answer must be identical to the
+reference."""
 
 _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 _BASES = {
@@ -77,8 +76,8 @@ _BETWEEN_NAMES = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _SEVERAL_NUMBERS = re.compile(r"(?<![_^.\w])[0-9.]+\s+[0-9]")
 _WRAPPED = r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?"
 _GAP = r"(?:\s|\\[ ,;:!]|\\q?quad(?![a-z])|~|\}|\$)+"
-# A letter with its choice: (B) 12, B) 12 or B. 12, also within \text{}. If an operator follows, the letter is
-# a variable.
+# A choice's letter and text: (B) 12, B) 12 or B. 12, also within \text{}. Before an operator, the letter is a
+# variable.
 _CHOICE = re.compile(
     rf"\s*\$?{_WRAPPED}(?:\(([A-J])\)|([A-J])[.:)]){_GAP}((?![-+*/^=_<>|]\s|[+*/^=_<>|]|\\(?:times|cdot|cup"
     rf"|cap|pm)).+)",
@@ -92,8 +91,8 @@ _DECIMAL = re.compile(r"[-+]?\s*[0-9]*\.([0-9]+)")
 
 
 def agree(reference: str, response: str) -> bool:
-    """Return whether a final answer is equivalent to the reference. Both are texts as they are in a box or in
-    the data."""
+    """Return whether a final answer is equivalent to the reference. Both are raw texts, as in a box or in the
+    data."""
     if max(len(reference), len(response)) > LONGEST:
         return reference.strip() == response.strip()
     by_choice = _choices_agree(reference, response)
@@ -104,20 +103,19 @@ def agree(reference: str, response: str) -> bool:
 
 
 def values_in(reference: str) -> int:
-    """Return the number of values of a reference: the length of a list or a set, else 1."""
+    """Return the number of values in a reference: the length of a list or set, else 1."""
     text = spell(reference) if len(reference) <= LONGEST else ""
     return max(1, len(_split(_without_braces(text))))
 
 
 def _choices_agree(reference: str, response: str) -> bool | None:
-    """Compare two answers of which one is the letter of a choice with its text, ``(B) 12``; return None if
-    neither is.
+    """Compare two answers if one is a multiple-choice letter with its text, such as ``(B) 12``. Return None
+    if neither is.
 
-    The other answer may have only the letter or only the text. If both answers have both, letter and text
-    must agree.
+    The other answer may be the letter alone or the text alone. If both have letter and text, both must agree.
     """
     given = _choice(response)
-    # Check only the response for a hedge, such as "B or C": a reference has none.
+    # Only a response may hedge ("B or C"); a reference never does.
     choices = [_choice(reference), given if given and not _OTHER_CHOICE.search(given[1]) else None]
     if not any(choices):
         return None
@@ -135,11 +133,11 @@ def _choices_agree(reference: str, response: str) -> bool | None:
 
 
 def _choice(text: str) -> tuple[str, str] | None:
-    """Return the letter of a choice and its text, or None for any other text."""
+    """Split ``(B) 12`` into the letter and the text. Return None for any other text."""
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
-    # The command around the letter may end after the text, so that the text holds its closing brace.
+    # If ``\text{`` encloses letter and text, the text ends with its closing brace.
     rest = (
         found[3][:-1]
         if found[3].count("}") == found[3].count("{") + 1 and found[3].endswith("}")
@@ -154,7 +152,7 @@ def _bare_choice(text: str) -> str | None:
 
 
 def _readings(text: str) -> tuple[str, ...]:
-    """Return the text itself and, if it has a number like 2e-1, also a reading with e as Euler's number."""
+    """Return the text and, if it contains a number like 2e-1, also a variant in which e is Euler's number."""
     by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
     return (text,) if by_euler == text else (text, by_euler)
 
@@ -172,19 +170,19 @@ def _spelled_agree(reference: str, response: str) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without spaces and braces that only change its appearance."""
+    """Remove spaces and braces that only change the appearance of a text."""
     return re.sub(r"\{([^{}\\])\}", r"\1", re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text))
 
 
-# ---- Kinds that decide by themselves: True, False, or None if neither side is of that kind.
+# ---- Kinds of answers. Each function returns a verdict, or None if neither side is of its kind.
 
 
 def _approximations_agree(reference: str, response: str) -> bool | None:
-    """Compare two answers of which one is marked as an approximation; return None if neither is.
+    """Compare two answers if one is marked as an approximation. Return None if neither is.
 
-    An approximate reference implies a tolerance of half a unit of its last digit. An approximate response is
-    only correct if the reference is a decimal with the same digits, or if the response also gives the exact
-    value and its decimal fits that value.
+    An approximate reference allows an error of half a unit in its last digit. An approximate response is
+    correct only if the reference is a decimal with the same digits, or if the response also gives the exact
+    value and its decimal rounds that value correctly.
     """
     wanted, given = _approximation(reference), _approximation(response)
     if wanted is None and given is None:
@@ -205,11 +203,11 @@ def _approximations_agree(reference: str, response: str) -> bool | None:
 
 
 def _approximation(text: str) -> tuple[str, str] | None:
-    r"""Return the exact value (or an empty text) and the approximate value of a text with ``\approx`` or
-    ``about``; None for any other text."""
+    r"""Split a text with ``\approx`` or ``about`` into its exact value (empty if missing) and its approximate
+    value. Return None for any other text."""
     before, sign, after = text.rpartition("\\approx")
     if sign:
-        # The name of the approximated quantity does not matter for its value.
+        # Ignore the name of the approximated quantity.
         return ("" if re.fullmatch(rf"\s*(?:{_NAME})?\s*", before) else before.strip(), after.strip())
     found = [without_about(run[1])[1] for run in _WORDS.finditer(text)]
     if not any(found):
@@ -223,8 +221,8 @@ def _words_without_about(run: re.Match[str]) -> str:
 
 
 def _is_near(about: str, other: str) -> bool:
-    """Return whether a value equals an approximate decimal after rounding to its last digit, and their words
-    agree."""
+    """Return whether ``other``, rounded to the last digit of the decimal ``about``, equals it, and their
+    words agree."""
     wanted, given = _Piece.of(about), _Piece.of(other)
     middle = number(wanted.value)
     if middle is None or not words_agree(read_words(wanted.words), read_words(given.words)):
@@ -248,11 +246,8 @@ def _is_within(value: Any, middle: Fraction, allowed: Fraction) -> bool:
 
 
 def _sequences_agree(reference: str, response: str) -> bool | None:
-    r"""Compare two answers of which one leaves out elements, ``1,3,\ldots,2n-1``; return None if neither
-    does.
-
-    The elements that are written must agree.
-    """
+    r"""Compare two answers if one abbreviates a sequence, ``1,3,\ldots,2n-1``. Return None if neither does.
+    The elements that are written must agree."""
     if "\\ldots" not in reference and "\\ldots" not in response:
         return None
     first, second = (
@@ -265,15 +260,15 @@ def _sequences_agree(reference: str, response: str) -> bool | None:
 
 
 def _residues_agree(reference: str, response: str) -> bool | None:
-    r"""Compare two answers of which one is a residue; return None if neither is. ``3 \pmod 7`` equals 10
-    modulo 7, but neither 3 modulo 5 nor the number 3."""
+    r"""Compare two answers if one is a residue. Return None if neither is. ``3 \pmod 7`` equals 10 modulo 7,
+    but neither 3 modulo 5 nor the plain number 3."""
     wanted, given = _residues(reference), _residues(response)
     if not wanted and not given:
         return None
     if not given:
         return False
     if not wanted:
-        # The reference is the remainder alone, and the response adds the modulus.
+        # The reference gives only the remainder; the response may add the modulus.
         return len(given) == 1 and _spelled_agree(reference, given[0][0])
     numbers = [[(number(residue), number(modulus)) for residue, modulus in side] for side in (wanted, given)]
     classes = [
@@ -292,13 +287,11 @@ def _residues_agree(reference: str, response: str) -> bool | None:
 
 
 def _residues(text: str) -> list[tuple[str, str]]:
-    r"""Return (residue, modulus) for each element of a list of residues; ``1, 3 \pmod 8`` has two.
-
-    The result is empty if the text is not such a list.
-    """
+    r"""Parse a list of residues into pairs (residue, modulus); ``1, 3 \pmod 8`` gives two. Empty if the text
+    is no such list."""
     found: list[tuple[str, str]] = []
     modulus = ""
-    # Iterate from the end, because a modulus applies to the residues before it.
+    # Iterate backwards, because a modulus applies to the residues before it.
     for part in reversed(_split(text)):
         residue = _RESIDUE.fullmatch(part)
         modulus = residue[2] if residue else modulus
@@ -309,10 +302,8 @@ def _residues(text: str) -> list[tuple[str, str]]:
 
 
 def _bases_agree(reference: str, response: str) -> bool | None:
-    """Compare two answers of which one is a number with a base; return None if neither is.
-
-    The digits must be equal. Only the response may add the base.
-    """
+    """Compare two answers if one is a number with a base. Return None if neither is. The digits must be
+    equal; only the response may add the base."""
     wanted, given = _in_base(reference), _in_base(response)
     if wanted is None and given is None:
         return None
@@ -325,7 +316,7 @@ def _bases_agree(reference: str, response: str) -> bool | None:
 def _in_base(text: str) -> tuple[str, int] | None:
     unmarked = _WORDS.sub(r"\1", text).replace("\\", "") if "_" in text else text
     found = _BASE.fullmatch(unmarked.strip()) or _IN_BASE.fullmatch(text)
-    # Capital letters are digits above 9, whereas a lower-case letter is a variable.
+    # Capital letters are digits above 9; a lower-case letter is a variable.
     if found is None or (not found[1][0].isdigit() and not found[1].isupper()):
         return None
     if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
@@ -334,20 +325,17 @@ def _in_base(text: str) -> tuple[str, int] | None:
 
 
 def _ratios_agree(reference: str, response: str) -> bool | None:
-    """Compare two answers of which one is a ratio, 1:2:3, whose terms may have a common factor; return None
-    if neither is.
-
-    2:05, however, is a time.
-    """
+    """Compare two answers if one is a ratio such as 1:2:3, up to a common factor. Return None if neither is.
+    2:05 is a time of day, not a ratio."""
     wanted, given = (list(map(number, text.split(":"))) for text in (reference, response))
     if (len(wanted) < 2 and len(given) < 2) or None in wanted or None in given:
         return None
     if re.search(r":0[0-9]", reference + response):
         return reference.lstrip("0 ") == response.lstrip("0 ")
     if len(wanted) != len(given):
-        # Leave a ratio of two terms to the other kinds if the other side is one number: 1:2 is one half.
+        # 1:2 against a single number may be one half; leave that to the other kinds.
         return None if min(len(wanted), len(given)) == 1 and max(len(wanted), len(given)) == 2 else False
-    # Compare cross products instead of quotients, because a term may be 0.
+    # Cross products, because a term may be 0.
     crossed = ((one, other) for one in range(len(wanted)) for other in range(one))
     return all((wanted[i] or 0) * (given[j] or 0) == (wanted[j] or 0) * (given[i] or 0) for i, j in crossed)
 
@@ -357,12 +345,13 @@ def _ratios_agree(reference: str, response: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One value and its words.
+    """One value and the words next to it.
 
     Attributes:
-        value: the mathematics.
+        value: the mathematics; empty if ``parts`` is used.
         words: all words before and after the value.
-        parts: if there are words between values: words, which begin with ``OPEN``, and values, alternately.
+        parts: only if there are words between several values: alternately values, and words, which start with
+            ``OPEN``.
     """
 
     value: str
@@ -384,8 +373,8 @@ class _Piece:
 
 
 def _lists_agree(reference: str, response: str) -> bool:
-    """Compare lists in any order; a list of one value equals that value. Values without names have the order
-    of the names that a reference gives them: A = 3, B = 4 equals 3, 4."""
+    """Compare two lists in any order. A list of one value equals that value. If the reference names its
+    values (A = 3, B = 4), a response without names must give them in that order (3, 4)."""
     first = _elements(reference, names_roots=_INDEX.search(response) is None)
     second = _elements(response, names_roots=_INDEX.search(reference) is None)
     given = _listed(response)
@@ -401,13 +390,13 @@ def _lists_agree(reference: str, response: str) -> bool:
 
 
 def _names_each(elements: Sequence[str]) -> bool:
-    """Return whether each of several elements is a value of a name that no other has."""
+    """Return whether there are several elements, each assigned to a different name."""
     names = {each.partition("=")[0].strip() for each in elements if _ASSIGNED.fullmatch(each)}
     return len(names) == len(elements) > 1
 
 
 def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
-    """Return whether ``one`` is a tuple and ``other`` has its coordinates in order, without the brackets."""
+    """Return whether ``one`` is a tuple and ``other`` lists its coordinates in order, without brackets."""
     if len(one) != 1 or "\\{" in text or OR in text:
         return False
     coordinates = _coordinates(one[0])
@@ -415,8 +404,8 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
 
 
 def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
-    """Compare a set with a list of conditions or sets that are joined by ``or``, by ``and``, or by commas,
-    which may mean either."""
+    """Compare a set with a list of conditions or sets joined by ``or``, ``and`` or commas. A comma may mean
+    either."""
     if len(first) == len(second) or not all(
         _is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side
     ):
@@ -427,13 +416,13 @@ def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) ->
 
 
 def _is_condition(element: str, text: str) -> bool:
-    # (1,2), (3,4) are two points, unless the text has a union: then they are intervals.
+    # (1,2), (3,4) are two points; with a union sign they are intervals.
     return _COMPARED.search(element) is not None or "\\cup" in text
 
 
 def _elements(text: str, names_roots: bool) -> list[str]:
-    """Return the distinct values of a list or a set. With ``names_roots``, x_1 = 1, x_2 = 2 are the values 1
-    and 2 of x, in any order."""
+    """Return the distinct values of a list or set. With ``names_roots``, x_1 = 1, x_2 = 2 are the two values
+    1 and 2 of x, in any order."""
     expanded = _listed(text)
     roots = [_INDEX.sub("=", each) for each in expanded]
     if names_roots and len({each.partition("=")[0] for each in roots}) == 1:
@@ -442,7 +431,7 @@ def _elements(text: str, names_roots: bool) -> list[str]:
     seen = set[Any]()
     for each in expanded:
         value = number(each)
-        # Compare by value, because 0.5 and \frac{1}{2} are the same element.
+        # By value, so that 0.5 and \frac{1}{2} are the same element.
         key = _squeezed(each) if value is None else value
         distinct += [] if key in seen else [each]
         seen.add(key)
@@ -450,7 +439,7 @@ def _elements(text: str, names_roots: bool) -> list[str]:
 
 
 def _listed(text: str) -> list[str]:
-    r"""Return the values of a list or a set; each ``\pm`` gives both values."""
+    r"""Return the values of a list or set. ``\pm`` gives two values."""
     listed = _MEMBER.sub("", text)
     text = listed if listed.startswith("\\{") else text
     built = _BUILDER.match(text)
@@ -459,7 +448,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _without_name_of_list(text: str) -> str:
-    """Return a list without a single name before its first value: ``x = 1, 2``."""
+    """Remove a name before the first value of a list: ``x = 1, 2``."""
     parts = _split(text)
     named = _ASSIGNED.match(parts[0]) if len(parts) > 1 else None
     if named is None or any(map(_COMPARED.search, parts[1:])):
@@ -468,7 +457,7 @@ def _without_name_of_list(text: str) -> str:
 
 
 def _both_signs(text: str) -> list[str]:
-    # Remove \pmod before the search, because it begins with \pm.
+    # \pmod also starts with \pm.
     if "\\pm" not in re.sub(r"\\pmod", "", text):
         return [text]
     upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", text))
@@ -477,7 +466,7 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _without_braces(text: str) -> str:
-    """Return the content of the braces if the text is a set that is a list, else the text."""
+    """Return the content of a set's braces if it lists its elements, else the text unchanged."""
     inner = text.strip()
     if (
         inner.startswith("\\{")
@@ -490,7 +479,7 @@ def _without_braces(text: str) -> str:
 
 
 def _split(text: str, separators: str = _SEPARATORS) -> list[str]:
-    """Split a list at the commas and connectives outside all brackets, or at other ``separators``."""
+    """Split a list at the commas and connectives (or at ``separators``) that are outside all brackets."""
     depth, start, parts = 0, 0, list[str]()
     for place, character in enumerate(text):
         if character in "([{":
@@ -509,10 +498,7 @@ def _is_in_words(text: str, place: int) -> bool:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Return the coordinates of a tuple ``(a, b)``, also in the form ``(x, y) = (a, b)``.
-
-    The result is empty for any other text.
-    """
+    """Return the coordinates of a tuple, ``(a, b)`` or ``(x, y) = (a, b)``. Empty for any other text."""
     inner = text.rpartition("=")[2].strip()
     if not (inner.startswith("(") and inner.endswith(")") and closes_at_end(inner, "(", ")")):
         return []
@@ -521,7 +507,7 @@ def _coordinates(text: str) -> list[str]:
 
 
 def _elements_agree(reference: str, response: str) -> bool:
-    """Compare two values with their words."""
+    """Compare two values and their words."""
     first, second = _Piece.of(reference), _Piece.of(response)
     if first.parts or second.parts:
         return len(first.parts) == len(second.parts) and all(map(_parts_agree, first.parts, second.parts))
@@ -543,7 +529,8 @@ def _elements_agree(reference: str, response: str) -> bool:
 
 
 def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool:
-    r"""Compare a value and its unit with a text whose unit is a letter outside ``\text{}``: 5 m."""
+    r"""Compare a value and its unit with a text that ends in a unit letter outside ``\text{}``, such as 5
+    m."""
     found = re.fullmatch(r"(.*[0-9)}])\s*([a-zA-Z](?:\s*/\s*[a-zA-Z])?)(?:\s*\^\s*\{?([0-9])\}?)?", bare)
     if found is None or not words.units or others:
         return False
@@ -552,7 +539,7 @@ def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool
 
 
 def _parts_agree(reference: str, response: str) -> bool:
-    """Compare two parts, each either words or a value, of answers that have words between values."""
+    """Compare one part each (words, or a value) of two answers that have words between values."""
     are_words = [text.startswith(OPEN) for text in (reference, response)]
     if any(are_words):
         return all(are_words) and (read_words(reference) == read_words(response))
@@ -560,7 +547,7 @@ def _parts_agree(reference: str, response: str) -> bool:
 
 
 def _texts_agree(first: _Piece, second: _Piece) -> bool:
-    """Compare two answers without values: words, or the letter of a choice."""
+    """Compare two answers that consist of words only."""
     if first.value or second.value or not first.words or not second.words:
         return False
     names = [list(map(plain_words, _BETWEEN_NAMES.split(piece.words))) for piece in (first, second)]
@@ -570,7 +557,7 @@ def _texts_agree(first: _Piece, second: _Piece) -> bool:
 
 
 def _stream(text: str) -> tuple[str, ...]:
-    """Return all words and signs of a text in order, without separators and marks."""
+    """Return all words and symbols of a text in order, without separators and word marks."""
     if not _WORDS.search(text):
         return (_squeezed(text),)
     return plain_words(re.sub(f"[{_SEPARATORS}{OPEN}{CLOSE}]", " ", text), signs=True)
@@ -582,10 +569,11 @@ def _without_factor(piece: _Piece) -> tuple[_Piece, Fraction]:
 
 
 def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) -> bool:
-    """Compare two values of which one has a percent sign: by value, or as bare numbers if the other has no
-    sign.
+    """Compare two values of which at least one has a percent sign. They agree by value, or as plain numbers
+    if one side lacks the sign.
 
-    A reference without the sign only counts as a percentage if it is an integer or above 10: 0.5% is not 0.5.
+    A reference without the sign counts as a percentage only if it is an integer or above 10, so that 0.5% is
+    not 0.5.
     """
     rest = [read_words(re.sub(r"percent(?:age)?|%", "", piece.words)) for piece in (first, second)]
     if not words_agree(*rest) or (not all(percents) and any(rest)):
@@ -606,7 +594,7 @@ def _values_agree(
     reference, response = _same_side(reference, response)
     exact = list(map(number, (reference, response)))
     if any(map(_SEVERAL_NUMBERS.search, (reference, response))):
-        # Compare the texts, because the library would read 10 00 as 1000.
+        # Compare as text, because math-verify would read 10 00 as 1000.
         return _squeezed(reference) == _squeezed(response)
     if exact[0] is not None and exact[1] is not None:
         return fractions_agree(exact[0] * factor, exact[1] * other_factor)
@@ -614,7 +602,7 @@ def _values_agree(
         if _squeezed(reference) == _squeezed(response):
             return True
         tuples = _coordinates(reference), _coordinates(response)
-        # If only one side is a pair, it may be an open interval, which is read below.
+        # A pair on one side only may be an open interval, which is parsed below.
         if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
     values = [value_of(_condition(text)) for text in (reference, response)]
@@ -622,8 +610,8 @@ def _values_agree(
         str(value) == "EmptySet" and "\\emptyset" not in text
         for value, text in zip(values, (reference, response), strict=True)
     ):
-        # An impossible interval such as [2,1) is read as the empty set. It must not equal another impossible
-        # interval.
+        # math-verify parses impossible intervals such as [2,1) as the empty set; two of them must not be
+        # equal.
         return False
     if values[0] is None or values[1] is None:
         return False
@@ -643,8 +631,8 @@ def _scaled(value: Any, factor: Fraction) -> Any:
 
 
 def _same_side(reference: str, response: str) -> tuple[str, str]:
-    r"""Return both texts without names that only one of them has: ``x = 5`` for 5, ``AB = 5``, ``x \in
-    [1,2)``."""
+    r"""Remove a name that only one of the texts has: ``x = 5`` or ``AB = 5`` against 5, ``x \in [1,2)``
+    against [1,2)."""
     reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
     sides = [_split(text, "=") for text in (reference, response)]
     has_equation = [
@@ -659,7 +647,7 @@ def _same_side(reference: str, response: str) -> tuple[str, str]:
 
 
 def _condition(text: str) -> str:
-    r"""Return the condition of a set in builder notation, ``\{x \mid x > 2\}``; any other text is returned
-    unchanged, except that its ``x \in`` is removed."""
+    r"""Return the condition of a set in builder notation: ``x > 2`` from ``\{x \mid x > 2\}``. In any other
+    text only remove a leading ``x \in``."""
     built = _BUILDER.match(_MEMBER.sub("", text, count=1))
     return built[2].strip() if built else _MEMBER.sub("", text, count=1)

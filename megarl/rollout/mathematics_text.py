@@ -1,8 +1,8 @@
 """Normalisation of mathematical text: characters, LaTeX commands, digits, decimals, and the separation of
 words from values.
 
-All functions map text to text and preserve its meaning; what cannot be normalised without changing the
-meaning is left unchanged.
+All functions map text to text and preserve its meaning. Whatever cannot be normalised safely is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 
 
 def _vulgar_fractions() -> dict[str, str]:
-    """Return the LaTeX of ½ and similar characters. NFKC alone would turn 1½ into 11/2."""
+    """Map ½ and similar characters to LaTeX. Plain NFKC would turn 1½ into 11/2."""
     spelled: dict[str, str] = {}
     for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189):
         parts = unicodedata.normalize("NFKC", chr(code)).split("\u2044")
@@ -90,20 +90,19 @@ _ROOT = re.compile("([\u221a\u221b])\\s*(?:([0-9]+(?:\\.[0-9]+)?|[a-zA-Z])|(?=[(
 
 
 def unify(text: str) -> str:
-    """Return a text in which characters with the same meaning are unified: NFKC, and LaTeX for ½, x², √, π, ≤
-    and other symbols."""
-    # An ASCII text contains none of the characters below.
+    """Replace characters that have the same meaning by one form: NFKC, and LaTeX for ½, x², √, π, ≤ and other
+    symbols."""
+    # Fast path: ASCII text contains none of the characters below.
     if text.isascii():
         return text
-    # Replace raised digits before NFKC, which would turn a raised 2 into a plain 2.
+    # Before NFKC, which would turn a raised 2 into a plain 2.
     text = _RAISED.sub(lambda run: f"^{{{run[0]}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{run[0]}}}", text)
     text = _OVERLINED.sub(lambda run: "\\overline{" + run[0].replace("\u0305", "") + "}", text)
-    # Translate twice: NFKC turns some characters into ones of the table, and would change other ones of the
-    # table itself.
+    # Translate before and after: NFKC would change some characters of the table, and produces others.
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     text = _ROOT.sub(_latex_of_root, text)
-    # Remove invisible characters, and private ones, because these mark words here.
+    # Remove invisible characters, and private ones, because these serve as marks here.
     return "".join(character for character in text if unicodedata.category(character) not in ("Cf", "Co"))
 
 
@@ -115,7 +114,7 @@ def _latex_of_root(root: re.Match[str]) -> str:
 _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # Remove commands that change the look but not the meaning.
+        # Remove commands that only change the appearance.
         (
             r"\\(?:displaystyle|textstyle|scriptstyle|limits|large|Large|LARGE|huge|small|normalsize|bf|it"
             r"|mathstrut|strut)(?![a-zA-Z])",
@@ -129,13 +128,12 @@ _REPLACED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             " ",
         ),
         (r"(?<!\\)(?:\$|\\[()\[\]])|(?<![0-9a-zA-Z)}])\*\*|\*\*(?![-0-9a-zA-Z({\\])|`", " "),
-        # Replace spaces: first those of at most one letter's width, then wider ones, which may separate
-        # values.
+        # Replace spaces: narrow ones by one space or nothing, wide ones, which may separate values, by two.
         (r"(?<=[0-9])\{\s*,\s*\}|,\s*\\!", ","),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|\\(?:thinspace|enspace|enskip|thickspace|medspace)(?![a-zA-Z])|(?<!\\)~", " "),
         (r"\\(?:quad|qquad)(?![a-zA-Z])|\\\\\s*$", "  "),
-        # Replace the several names of one command by a single one.
+        # Replace synonyms of a command by one name.
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])|<=", r"\\le "),
@@ -215,22 +213,22 @@ _NAMED_SETS = (
 
 
 def spell(text: str) -> str:
-    """Return an answer in the normalised form: words between marks, and values in the form that the library
-    parses best."""
+    """Normalise an answer: put words between marks, and write values in the form that math-verify parses
+    best."""
     text = unify(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
-    # Turn a.m. and p.m. into one word first: single letters with points are not recognised as words.
+    # Join a.m. and p.m. first, since single letters with full stops are not recognised as words.
     text = _OF_DAY.sub(r"\1m", text)
     text = _IN_TEXT.sub(_words_of_command, text)
     text = _ORDINAL.sub(" ", text)
     text = _BARE.sub(lambda run: _bare_word(text, run), text)
     text = _UNIT_FRACTION.sub(rf"{OPEN}\1 / \2{CLOSE}", text)
-    # Convert degrees to radians, because the library reads a bare number as radians.
+    # Convert degrees to radians, because math-verify parses arguments of functions as radians.
     text = _ANGLE.sub(r"\1\2(\\frac{\3\\pi}{180})", text)
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_QUOTIENT.sub(lambda quotient: f" / {quotient[1]}{CLOSE}" if quotient[1] else " / ", text)
-    # Apply powers again, because quotients have closed further units.
+    # Apply powers again, because merged quotients may be followed by one.
     text = _UNIT_POWER.sub(rf"^\1{CLOSE}", text)
     text = _UNIT_PRODUCT.sub(" ", text)
     text = _JOINING.sub(rf"{CLOSE} {OPEN}\1{CLOSE} ", text)
@@ -244,23 +242,21 @@ def spell(text: str) -> str:
 
 
 def _inward_brackets(interval: re.Match[str]) -> str:
-    """Return an interval with parentheses in place of outward brackets for its open ends, as in ``]1,2[``."""
+    """Replace outward brackets at open ends of an interval by parentheses: ``]1,2[`` becomes ``(1,2)``."""
     return ("(" if interval[1] == "]" else "[") + interval[2] + (")" if interval[3] == "[" else "]")
 
 
 def _words_of_command(command: re.Match[str]) -> str:
-    r"""Return the replacement of a ``\text{...}``: words are put between marks, and mathematics is left
-    unchanged."""
+    r"""Return the replacement of ``\text{...}``: words go between marks, mathematics stays as it is."""
     content = (command[1] if command[1] is not None else command[2]).strip().replace("\n", " ")
     name = content.strip("() .")
-    # The content is mathematics if it has no letters, or if it has commands or digits other than the power of
-    # a unit.
+    # Mathematics: no letters; or commands, or digits other than the power of a unit.
     if not re.search(r"[^\W\d_]", content) or re.search(r"[0-9\\]", re.sub(r"\^\s*\{?[0-9]\}?", "", content)):
         return f" {content} "
     if re.search(r",| and | or ", content) and not re.search(
         r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", content)
     ):
-        return f" {content} "  # letters of choices: A, B and C
+        return f" {content} "  # choices: A, B and C
     choice = re.fullmatch(r"(?:option|choice|answer)\s*:?\s*\(?([A-Z])\)?", content, re.IGNORECASE)
     if choice:
         return choice[1]
@@ -268,20 +264,19 @@ def _words_of_command(command: re.Match[str]) -> str:
     if content in FUNCTIONS and not after_value:
         return f"\\{content} "
     if len(name) == 1 and name.isalpha():
-        # After a number the letter is a unit, as in 5\text{ m}. Elsewhere it is the letter of a choice or a
-        # variable.
+        # A letter after a number is a unit, as in 5\text{ m}. Elsewhere it is a choice or a variable.
         is_single_unit = after_value and name in "mgshlLNJWVAKCFtc" and "(" not in content
         return f" {OPEN}{name}{CLOSE} " if is_single_unit else f" {content} "
     return f" {OPEN}{content}{CLOSE} "
 
 
 def _bare_word(text: str, run: re.Match[str]) -> str:
-    r"""Return the replacement of letters outside ``\text{}``: a word or a unit is put between marks, and the
-    name of a function becomes its command."""
+    r"""Return the replacement of letters outside ``\text{}``: words and units go between marks, and a
+    function name becomes its command."""
     word = run[0].rstrip(".")
     if run[0][0] in f"\\{OPEN}":
         return run[0]
-    # After a value, min means minutes.
+    # "min" after a value means minutes.
     if word.lower() in FUNCTIONS and not (word == "min" and _ends_in_value(text[: run.start()])):
         return f"\\{word.lower()} " if word.islower() else run[0]
     if is_word(word) or (is_unit(word) and _ends_in_value(text[: run.start()])):
@@ -290,8 +285,9 @@ def _bare_word(text: str, run: re.Match[str]) -> str:
 
 
 def _ends_in_value(text: str) -> bool:
-    """Return whether a text ends in a number, a bracket or a unit, so that letters after it may be a unit."""
-    # Remove an operator that joins this unit to the one before it in a product or quotient of units.
+    """Return whether a text ends in a number, a bracket or a unit, so that the letters after it may be a
+    unit."""
+    # Skip an operator between two units.
     before = re.sub(rf"(?<=[{CLOSE}}}])\s*(?:\\cdot|\\times|/)\s*$", "", text.rstrip())
     return bool(before) and before[-1] in f"0123456789}}){{{CLOSE}"
 
@@ -315,8 +311,7 @@ _CONTINUED = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)\s*\\ldots")
 
 
 def _digits(text: str) -> str:
-    """Return a text in which numbers have no thousands separators, repeating decimals are fractions, and
-    ``5e-1`` is a product."""
+    """Remove thousands separators, and write repeating decimals as fractions and ``5e-1`` as a product."""
     text = _BY_SPACES.sub(lambda number: number[0].replace(" ", ""), text)
     text = _BY_COMMAS.sub(
         lambda number: number[0] if _is_bracketed(text, number.start()) else number[0].replace(",", ""), text
@@ -332,12 +327,13 @@ def _digits(text: str) -> str:
 
 
 def _with_braces(command: re.Match[str]) -> str:
-    """Return ``\\frac12`` as ``\\frac{1}{2}``."""
+    r"""Write ``\frac12`` as ``\frac{1}{2}``."""
     return f"\\{command[1]}" + "".join(f"{{{each.strip('{}')}}}" for each in command.groups()[1:])
 
 
 def _is_bracketed(text: str, place: int) -> bool:
-    """Return whether a position is inside brackets, where a comma separates coordinates and not thousands."""
+    """Return whether a position is inside brackets, where a comma separates coordinates rather than
+    thousands."""
     before = text[:place]
     return sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
 
@@ -351,15 +347,12 @@ def _repeating_decimal(decimal: re.Match[str]) -> str:
 
 
 def _continued_decimal(decimal: re.Match[str]) -> str:
-    """Return the fraction of a decimal that continues, such as 0.1666 with an ellipsis.
-
-    A decimal whose last digits do not repeat, such as 3.1415, is left unchanged.
-    """
+    """Convert a decimal with an ellipsis, such as 0.1666..., to a fraction. Leave it unchanged if its last
+    digits do not repeat, as in 3.1415..."""
     digits = decimal[2]
     for period in range(1, len(digits) // 2 + 1):
         repeated = digits[-period:]
-        # Require a single digit three times if other digits precede it, because two equal digits may be
-        # chance.
+        # A single repeated digit must occur three times if other digits precede it: two may be chance.
         times = 3 if period == 1 and len(set(digits)) > 1 else 2
         if digits.endswith(repeated * times):
             return _as_fraction(decimal[1], digits[:-period], repeated)
@@ -374,7 +367,7 @@ def _as_fraction(whole: str, fixed: str, repeated: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """Return a text without spaces and punctuation at its ends, and without braces around all of it."""
+    """Strip spaces and punctuation at both ends, and braces around the whole text."""
     text = re.sub(r"\s+", " ", text).strip(" \"',;:").rstrip(" .,;:?")
     while text.startswith("{") and closes_at_end(text, "{", "}"):
         text = text[1:-1].strip(" ,;:").rstrip(" .,;:?")
@@ -383,7 +376,7 @@ def _trimmed(text: str) -> str:
 
 
 def closes_at_end(text: str, opening: str, closing: str) -> bool:
-    """Return whether the bracket at the beginning of a text is closed by the one at its end."""
+    """Return whether the bracket that opens a text is closed by its last character."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character == opening) - (character == closing)

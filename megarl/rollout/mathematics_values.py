@@ -1,8 +1,8 @@
-"""Mathematical values that are parsed from LaTeX by the library `math_verify`, and compared exactly.
+"""Parsing of LaTeX to mathematical values with the library math-verify, and their exact comparison.
 
-The library rounds decimals to six places and ignores differences below 1e-15, so that 1/2^98 would equal
-1/2^99. Its parser and its rules for equations, sets and matrices are used, but every comparison of two
-numbers or expressions is replaced by an exact one.
+math-verify rounds decimals to six places and ignores differences below 1e-15, so that 1/2^98 would equal
+1/2^99. This module uses its parser and its rules for equations, sets and matrices, but replaces every
+comparison of two numbers or expressions by an exact one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 from megarl.patched import patched
 
-# Maximum length in characters of a text whose parsed value is cached.
+# Maximum characters of a text to parse; its parsed value is cached.
 _LONGEST_KEPT = 1000
 
-# Precisions, in decimal digits, at which irrational numbers are compared. The second one is used for numbers
-# that agree at the first.
+# Decimal digits at which irrational numbers are compared. The second precision is used if they agree at the
+# first.
 _DIGITS = 60, 400
 
-# Number of last digits of a precision that may differ by rounding and cancellation.
+# Number of last digits that may differ because of rounding and cancellation.
 _ROOM = 20
 
 _LARGEST_EXPONENT = 10_000
@@ -41,9 +41,7 @@ _NUMBER = re.compile(
 
 def number(text: str) -> Fraction | None:
     r"""Return the exact value of an integer, a decimal, a fraction, a mixed number or ``3\times 10^{8}``.
-
-    Return None for any other text.
-    """
+    Return None for any other text."""
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return None
@@ -67,17 +65,15 @@ def number(text: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Any:
-    """Parse LaTeX without words to a sympy value, in which decimals are exact and i is the imaginary unit.
-
-    Return None if it has no value, or is too long.
-    """
+    """Parse LaTeX without words to a sympy value with exact decimals and with i as the imaginary unit. Return
+    None if the text has no value or is too long."""
     return _value_kept(text) if len(text) <= _LONGEST_KEPT else None
 
 
 def _value_now(text: str) -> Any:
     from math_verify.parser import LatexExtractionConfig, NormalizationConfig, parse
 
-    # Leave units alone, because they are removed before this: the library would read 3m as 3.
+    # Units are already removed. With units=True math-verify would read 3m as 3.
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(
             basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
@@ -99,16 +95,14 @@ _value_kept = lru_cache(maxsize=1024)(_value_now)
 
 
 def silence_library() -> None:
-    """Suppress the library's warning at every call without its own time limit; this package has a
-    time limit."""
+    """Suppress a warning that math-verify logs at each call without a timeout of its own; this package sets a
+    time limit itself."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def or_none(compute: Callable[[], Any]) -> Any:
-    """Return the computed value, or None if computing it raises.
-
-    Sympy raises errors of any class on text that only looks like mathematics.
-    """
+    """Return the result of ``compute``, or None if it raises. sympy raises errors of any class on text that
+    only resembles mathematics."""
     try:
         return compute()
     except Exception as error:
@@ -117,15 +111,15 @@ def or_none(compute: Callable[[], Any]) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Return a value with fractions in place of floats, and I in place of the symbol i, which the library
-    parses as a variable."""
+    """Replace floats by fractions, and the symbol i, which math-verify parses as a variable, by the imaginary
+    unit."""
     import sympy
 
     if isinstance(value, sympy.MatrixBase):
         return value.applyfunc(_exact)
     if not isinstance(value, sympy.Basic):
         return value
-    # Convert from the text of the float, because the float 0.1 itself is not one tenth.
+    # Convert from the printed float, because the float 0.1 itself is not one tenth.
     replaced: dict[Any, Any] = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
     replaced |= {each: sympy.I for each in value.atoms(sympy.Symbol) if each.name == "i"}
     return value.xreplace(replaced) if replaced else value
@@ -141,7 +135,7 @@ def fractions_agree(reference: Fraction, response: Fraction) -> bool:
 
 def values_agree(reference: Any, response: Any) -> bool:
     """Return whether two sympy values are equal: numbers exactly, expressions for all values of their
-    variables, sets as sets."""
+    variables, sets by their elements."""
     import sympy
 
     if isinstance(reference, sympy.Expr) and isinstance(response, sympy.Expr):
@@ -156,8 +150,8 @@ def values_agree(reference: Any, response: Any) -> bool:
 
 
 def library_agrees(reference: list[Any], response: list[Any]) -> bool:
-    """Return whether the library, with exact comparisons, considers any reading of a response equal to the
-    reference."""
+    """Return whether math-verify, patched with exact comparisons, considers any parse of the response equal
+    to the reference."""
     silence_library()
     return bool(or_none(lambda: _library_verdict(reference, response)))
 
@@ -177,9 +171,9 @@ def _library_verdict(reference: list[Any], response: list[Any]) -> bool:
         "sympy_deep_compare_set_and_tuple": _collections_equal,
     }
     for name in exact:
-        # Fail if a version of the library lacks one of these functions: it would round again unnoticed.
+        # Raise if a new version of math-verify lacks one of these functions: it would silently round again.
         getattr(grader, name)
-    # Patch the module, because math_verify accepts no comparison functions: its grader calls these by name.
+    # Patch the module, because math-verify accepts no comparison functions: its grader calls these by name.
     with patched(*((grader, name, function) for name, function in exact.items())):
         return library.verify(list(map(_exact, reference)), list(map(_exact, response)), timeout_seconds=None)
 
@@ -199,10 +193,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
-    """Return whether two tuples are equal in order, or two finite sets in any order."""
+    """Return whether two tuples are equal element by element, or two finite sets in any order."""
     import sympy
 
-    # The library's parser keeps the order of elements, which sympy's sets lose.
+    # math-verify's parser stores the original order of elements, which sympy's sets lose.
     first, second = list(one.args), list(getattr(other, "_unsorted_args", other.args))
     if len(first) != len(second):
         return False
@@ -212,7 +206,8 @@ def _collections_equal(one: Any, other: Any, *_: Any) -> bool:
 
 
 def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[Any, Any], bool]) -> bool:
-    """Return whether two collections have equal elements in any order, with each element matched once."""
+    """Return whether two collections can be matched one to one, in any order, such that matched elements are
+    equal."""
     left = list(second)
     for each in first:
         place = next((place for place, other in enumerate(left) if equal(each, other)), None)
@@ -223,11 +218,11 @@ def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[An
 
 
 def _expressions_equal(one: Any, other: Any) -> bool | None:
-    """Return whether two expressions are equal wherever both have a value; None if numerical values do not
-    decide it.
+    """Return whether two expressions are equal wherever both are defined. Return None if numerical evaluation
+    cannot decide it.
 
-    Constants are compared as fractions or to hundreds of digits; expressions are compared so at fixed points.
-    Two different expressions only count as equal if they agree at all of these points.
+    Constants are compared as fractions, or to hundreds of digits. Expressions with variables are compared in
+    this way at a few fixed points, and must agree at each of them.
     """
     import sympy
 
@@ -242,18 +237,17 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
     verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
     if False in verdicts:
         return False
-    # Require agreement at two or more points where both have a value, or at the only point if both are
-    # constants.
+    # Require agreement at two or more points where both are defined; constants have only one point.
     return True if verdicts.count(True) >= min(2, len(verdicts)) else None
 
 
 def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
-    """Return the points at which expressions are compared: all positive, all negative, small, and mixed; one
-    empty point for constants.
+    """Return the points at which expressions are compared: all positive, all negative, small, and mixed
+    coordinates. Constants get one empty point.
 
     Args:
         symbols: the variables.
-        whole: return positive integers, for sums up to a variable.
+        whole: use positive integers only, for sums whose bound is a variable.
     """
     import sympy
 
@@ -264,7 +258,7 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
             {symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)}
             for first in (2, 5, 8)
         ]
-    # Use a separate generator, so that earlier comparisons do not change the points.
+    # A generator of our own, so that earlier comparisons do not change the points.
     chooser = random.Random(len(symbols))
 
     def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
@@ -277,8 +271,8 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
 
 
 def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
-    """Return whether two expressions have the same value at a point; None if this cannot be decided there,
-    for example because one of them has no value."""
+    """Return whether two expressions have the same value at a point. Return None if it cannot be decided
+    there, for example because one of them is undefined."""
     import sympy
 
     first, second = (each.xreplace(point).doit() for each in (one, other))
@@ -287,17 +281,15 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
     if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
         return bool(first == second)
     if point and first.is_real is not second.is_real:
-        # One of the two is not defined here, as with ln(ab) and ln a + ln b for negative a and b.
+        # One side is undefined here, as ln a + ln b is for negative a and b, where ln(ab) is defined.
         return None
     verdicts = (_equal_to(digits, first, second) for digits in _DIGITS)
     return next((verdict for verdict in verdicts if verdict is not True), True)
 
 
 def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
-    """Return whether two constants agree to ``digits`` digits, except for the last ones.
-
-    Return None if either is not a number.
-    """
+    """Return whether two constants agree to ``digits`` digits, except for the last ``_ROOM``. Return None if
+    either is not a finite number."""
     import sympy
 
     numbers = [sympy.N(each, digits) for each in (first, second)]
@@ -307,15 +299,13 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
     tolerance = sympy.Float(10, digits) ** (_ROOM - digits)
     if size > tolerance:
         return bool(abs(numbers[0] - numbers[1]) <= size * tolerance)
-    # Both numbers are zero, or too small to distinguish from zero at this precision.
+    # Both are zero, or too small to tell from zero at this precision.
     return or_none(lambda: (first - second).equals(0))
 
 
 def _as_set(value: Any, with_equations: bool = False) -> Any:
-    """Return a set itself, or the set that an inequality (or an equation) in one variable describes.
-
-    Return None for any other value.
-    """
+    """Return a set unchanged, and convert an inequality (or an equation) in one variable to its set of
+    solutions. Return None for any other value."""
     import sympy
     from math_verify.grader import And
 
@@ -332,10 +322,7 @@ def _as_set(value: Any, with_equations: bool = False) -> Any:
 
 
 def _solutions(inequality: Any) -> Any:
-    """Return the set of solutions of an inequality.
-
-    If it holds for every real number, as x < oo does, the set is that of all reals.
-    """
+    """Return the set of solutions of an inequality. This is all reals if it always holds, as x < oo does."""
     import sympy
 
     evaluated = inequality.doit()
@@ -343,8 +330,7 @@ def _solutions(inequality: Any) -> Any:
 
 
 def _sets_equal(one: Any, other: Any) -> bool:
-    """Return whether two sets of real numbers are equal; the ends of intervals are compared as exact
-    numbers."""
+    """Return whether two sets of real numbers are equal. Ends of intervals are compared exactly."""
     import sympy
 
     if one == other:
@@ -360,13 +346,12 @@ def _sets_equal(one: Any, other: Any) -> bool:
 
 
 def joined_sets(values: Iterable[Any], joined: str) -> Any:
-    """Return the set that several sets, or conditions on one variable, describe together; None if one of the
-    values is neither.
+    """Combine sets, or conditions on one variable, into one set. Return None if a value is neither.
 
     Args:
-        values: values that were parsed from LaTeX.
-        joined: ``or`` for the union, ``and`` for the intersection, ``by commas`` for the intersection unless
-            it is empty.
+        values: values parsed from LaTeX.
+        joined: ``or`` for the union; ``and`` for the intersection; ``by commas`` for the intersection unless
+            it is empty, else the union.
     """
     import sympy
 

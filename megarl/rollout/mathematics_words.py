@@ -1,4 +1,4 @@
-"""Words next to a value: units, nouns, and words that change the value's meaning (``or more``, ``PM``)."""
+"""Words that accompany a value: units, nouns, and words that change its meaning (``or more``, ``PM``)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _BOUNDS = (
     (r"more than|greater than|over|above|exceeding", ">"),
     (r"less than|fewer than|under|below", "<"),
 )
-# Words that change what a value means. If one side has such a word, the other must have it too.
+# Words that change the meaning of a value: both sides must have the same ones.
 _CHANGES = _set_of(
     "≥ ≤ > < am pm noon midnight or and not no non to between than more less fewer greater least most mod "
     "modulo if where except without minus plus negative odd even bc ad maybe perhaps possibly probably "
@@ -124,7 +124,7 @@ FUNCTIONS = _set_of(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min gcd lcm det dim "
     "ker deg arg sqrt pi infty inf sup alpha beta gamma theta phi omega"
 )
-"""Names of mathematical functions, which are not words of a language."""
+"""Names of mathematical functions and constants, which are not words of a natural language."""
 
 _SHORT_WORDS = _set_of(
     "yes no and or not am pm the of is in on at to if for all odd any red ten one two six day per mod are has"
@@ -133,12 +133,12 @@ _SHORT_WORDS = _set_of(
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that accompany a number in a mathematical answer.
+    """The words next to a number in an answer.
 
     Attributes:
-        units: sorted (unit, exponent).
+        units: sorted pairs (unit, exponent).
         nouns: other words, in the singular.
-        changes: words that change the value, such as "dozen".
+        changes: words that change the meaning of the value, such as ``least`` or ``pm``.
     """
 
     units: tuple[tuple[str, int], ...] = ()
@@ -150,7 +150,7 @@ class Words:
 
 
 def read_words(text: str) -> Words:
-    """Sort the words of a value into units, nouns and words that change its meaning."""
+    """Classify the words of a value into units, nouns and words that change its meaning."""
     units: Counter[str] = Counter()
     nouns: set[str] = set()
     changes: set[str] = set()
@@ -160,7 +160,7 @@ def read_words(text: str) -> Words:
         if token in ("per", "/"):
             sign = -1
             continue
-        # "square" precedes its unit, whereas "squared" follows it.
+        # "square" precedes its unit, but "squared" follows it.
         if token in _POWERS and not token.endswith("ed"):
             power = _POWERS[token]
             continue
@@ -178,7 +178,7 @@ def read_words(text: str) -> Words:
             last = unit
         elif singular(token) not in _FILLERS:
             nouns.add(singular(token))
-        # Reset sign and power, because they apply to one unit.
+        # "per" and "square" apply to one unit only.
         sign = power = 1
     return Words(
         tuple(sorted((unit, count) for unit, count in units.items() if unit and count)),
@@ -188,13 +188,13 @@ def read_words(text: str) -> Words:
 
 
 def words_agree(reference: Words, response: Words) -> bool:
-    """Return whether the words of a response agree with those of its reference.
+    """Return whether the words of a response are compatible with those of the reference.
 
-    A unit or a noun may be missing on one side. A different one is incorrect, and so is any difference in
-    words that change the meaning.
+    A unit or a noun may be missing on one side, but a different one is incorrect. Words that change the
+    meaning must be the same on both sides, except that a response may add ``am`` or ``pm``.
     """
     if reference.changes != response.changes:
-        # A response may state a time of day more exactly than the reference does.
+        # A response may give a time of day more precisely than the reference.
         return not reference and response.changes <= {"am", "pm"}
     if not reference or not response:
         return True
@@ -204,12 +204,12 @@ def words_agree(reference: Words, response: Words) -> bool:
 
 
 def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
-    """Return the words of an answer that is not a value (``due East``), in the singular and in lower case,
-    without articles.
+    """Return the words of a non-numeric answer (``due East``) in lower case and in the singular, without
+    articles.
 
     Args:
         text: words, possibly with numbers.
-        signs: keep every other sign of the text as well.
+        signs: also return every other symbol of the text.
     """
     if signs:
         return tuple(map(singular, re.findall(r"[^\W\d_]+|[0-9.]+|[^\s\w]", text.lower())))
@@ -217,13 +217,13 @@ def plain_words(text: str, signs: bool = False) -> tuple[str, ...]:
 
 
 def without_about(text: str) -> tuple[str, bool]:
-    """Return words without ``about``, ``approximately`` and similar words, and whether there were any."""
+    """Remove ``about``, ``approximately`` and similar words. Also return whether there were any."""
     kept, count = _ABOUT.subn(" ", text)
     return kept, count > 0
 
 
 def without_factors(text: str) -> tuple[str, int]:
-    """Return words without ``million`` and similar words, and the product of these factors."""
+    """Remove ``million`` and similar words. Also return the product of these factors."""
     factor = 1
     kept = []
     for word in text.split():
@@ -234,13 +234,13 @@ def without_factors(text: str) -> tuple[str, int]:
 
 
 def is_word(run: str) -> bool:
-    """Return whether separate letters are a word, and not a product of variables such as ``abc``."""
-    # A longer run of capitals names points, such as ABCD.
+    """Return whether consecutive letters are a word, as opposed to a product of variables such as ``abc``."""
+    # Several capital letters are names of points, such as ABCD.
     return run.lower() in _SHORT_WORDS or (len(run) > 3 and not run.isupper())
 
 
 def is_unit(run: str) -> bool:
-    """Return whether letters after a number are a unit."""
+    """Return whether letters directly after a number are a unit."""
     return (
         run.lower() in _UNITS
         or run.lower() in _QUOTIENTS
@@ -268,7 +268,7 @@ def _tokens(text: str) -> list[str]:
 def _unit(token: str, last: str) -> str | None:
     if last == "degree" and token in ("c", "f"):
         return {"c": "celsius", "f": "fahrenheit"}[token]
-    # "a" is more often an article than the unit ampere.
+    # "a" is usually the article, not ampere.
     if token == "a":
         return None
     return _UNITS.get(token) or _UNITS.get(singular(token))

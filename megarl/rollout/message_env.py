@@ -1,6 +1,6 @@
-"""MessageEnv: an environment with one object per conversation that reads and writes messages.
+"""MessageEnv: base class of environments with one object per conversation, which reads and writes messages.
 
-A user-defined class (``env.environment: path/to/file.py:Name``) implements the answer to a response::
+A user-defined class (``env.environment: path/to/file.py:Name``) implements ``step``::
 
     class Guess(MessageEnv):
         def step(self, message):
@@ -8,8 +8,8 @@ A user-defined class (``env.environment: path/to/file.py:Name``) implements the 
                 return Step(reward=1.0, done=True)
             return Step("No. Guess again.")
 
-Each conversation is stepped in a thread, so that none waits for another one. Objects of different
-conversations must not share mutable state.
+Conversations are stepped in threads, so a slow one does not delay the others. Objects of different
+conversations must therefore share no mutable state.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""Message with ``role`` and ``content``; one of the assistant also has ``tool_calls``, one of a tool ``name``
-and ``tool_call_id``."""
+"""A chat message with ``role`` and ``content``. An assistant message may also have ``tool_calls``; a tool
+message has ``name`` and ``tool_call_id``."""
 
-# Number of an environment's failures that are reported one by one.
+# Failures of an environment that are logged one by one; later ones are only counted.
 _TOLD = 3
-# Number of failures after which a run ends, if no response has got a ``Step`` before: what a response may
-# cause, every response does not.
+# Number of failures after which the run fails, if no response has succeeded yet: a bad response can cause one
+# failure, but hardly all of them.
 _MOST_FAILED = 256
-# Maximum number of an exception's characters that are logged.
+# Maximum characters of an exception's text in the log.
 _LONGEST_TOLD = 1000
 
 
 class EnvironmentLostError(MegarlError):
-    """An environment cannot answer, for a reason that no response can cause; the conversation is left out of
+    """An environment cannot continue for a reason that no response can cause. The conversation is left out of
     training."""
 
 
 LOST = (EnvironmentLostError, OSError, TimeoutError, MemoryError)
-"""Errors that do not count against the response: a server is gone, a process was killed, the machine
-is full."""
+"""Exceptions that are not blamed on the response: a server is down, a process was killed, or the machine is
+out of memory or disk space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of an environment for a response.
+    """Result of ``MessageEnv.step`` for one response.
 
     Attributes:
-        messages: what the policy sees next: a text, which becomes a user message, a message, or several; only
-            read if the conversation continues.
-        reward: added to the rewards of the other turns.
-        done: the conversation ends.
+        messages: input that the policy sees next: a text (which becomes a user message), a message, or
+            several messages. Ignored if the conversation ends.
+        reward: reward of this turn; the rewards of all turns are added.
+        done: true ends the conversation.
         accuracy: accuracy of the conversation, from 0 to 1; None if the reward is the accuracy.
-        metrics: metrics that are summed over conversations and turns.
-        reason: reason of the conversation's end, if it is not simply done.
+        metrics: metrics that are summed over turns and conversations.
+        reason: why the conversation ended; None means done.
     """
 
     messages: str | Message | Sequence[Message] = ()
@@ -78,14 +78,14 @@ class Step:
 
 
 class MessageEnv:
-    """One conversation.
+    """Base class of a user-defined environment. Each conversation gets its own instance.
 
     Attributes:
-        section: the ``env`` section, or the section of the named environment in it; ``options`` has the keys
-            that only this environment reads.
-        record: data record that the conversation begins with; available from ``reset`` on.
-        tools: JSON schemas that the chat template shows the policy, in the form of OpenAI's functions. Calls
-            of these tools arrive as ``message["tool_calls"]``.
+        section: the ``env`` section, or the section of one named environment in it. Its ``options`` hold the
+            keys that only this environment reads.
+        record: data record from which the conversation starts; set before ``reset`` is called.
+        tools: JSON schemas of the tools in OpenAI's function format. The chat template shows them to the
+            policy; its calls arrive as ``message["tool_calls"]``.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -95,39 +95,40 @@ class MessageEnv:
         self.record: Example
 
     def reset(self, record: Example) -> Sequence[Message] | None:
-        """Begin a conversation. Returned messages replace the record's prompt; None keeps it."""
+        """Start a conversation. Return messages to replace the record's prompt, or None to keep it."""
         return None
 
     def step(self, message: Message) -> Step:
-        """Process a response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``, and return the
-        result.
+        """Process one response and return its result.
 
-        This is also called for a response that a length limit truncated: its reward counts, but the
-        conversation ends there whatever ``done`` is. The same holds for the last of ``max_rollout_turns``
-        responses.
+        A response that was truncated by a length limit is passed too. Its reward counts, but the conversation
+        ends even if ``done`` is false. The same holds for the last of ``max_rollout_turns`` responses.
 
-        An exception counts against the response, and the policy sees its text (``env.on_tool_error``). The
-        exceptions in ``LOST`` leave the conversation out of training instead. If each of the first 256
-        responses raises, the run ends.
+        An exception is blamed on the response, and the policy sees its text (see ``env.on_tool_error``). For
+        the exceptions in ``LOST`` the conversation is left out of training instead. If each of the first 256
+        responses raises an exception, the run fails.
+
+        Args:
+            message: the response, ``{"role": "assistant", "content": text, "tool_calls": [...]}``.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the conversation, and release its resources."""
+        """Release the resources of the conversation. Called when it ends."""
 
     @staticmethod
     def fault_of_reference(answer: str) -> str | None:
-        """Return why a record with this reference answer is unusable, or None."""
+        """Return why a record with this reference answer cannot be used, or None."""
         return None
 
 
 class MessageEnvironment:
-    """An ``Environment`` in which each conversation has a ``MessageEnv``.
+    """Adapter that runs one ``MessageEnv`` per conversation as an ``Environment``.
 
     Args:
         make: builds a ``MessageEnv`` from the section.
-        section: section of the environment.
-        judge: scores whole conversations once all have ended; None if only the turns have rewards.
+        section: configuration section of the environment.
+        judge: scores complete conversations after all have ended; None if only turns have rewards.
         fault_of_reference: see ``Environment``.
     """
 
@@ -142,14 +143,15 @@ class MessageEnvironment:
         self.tools = getattr(make, "tools", ())
         self.threads, self.step_timeout_s = int(section["threads"]), float(section["step_timeout_s"])
         self.fault_of_reference = fault_of_reference
-        # Methods that a class only inherits need not be called in a thread for every conversation.
+        # If the class does not override these methods, they are trivial, and the runner need not call them in
+        # a thread.
         self.begins_at_once = all(
             getattr(make, name, None) is getattr(MessageEnv, name) for name in ("__init__", "reset")
         )
         self.ends_at_once = getattr(make, "close", None) is MessageEnv.close
         self._told = self._failed = 0
         self._works = False
-        # Set the attribute only if there is a judge, because the runner of episodes tests whether it exists.
+        # Set the attribute only if there is a judge: the runner tests for it with `hasattr`.
         if judge is not None:
             self.judge = judge
 
@@ -158,8 +160,12 @@ class MessageEnvironment:
         return parser_of(self._section["tool_parser"], self.tools)
 
     def begin(self, record: Example) -> tuple[MessageEnv | None, Sequence[Message] | None]:
-        """Begin a conversation with a record. Return the conversation, and the messages of its prompt if they
-        replace the record's. Return None for both if the conversation cannot begin."""
+        """Start a conversation from a record.
+
+        Returns:
+            The conversation, and the messages that replace the record's prompt (None keeps it). Both are None
+            if ``reset`` or the constructor failed; the failure is logged.
+        """
         try:
             conversation = self._make(self._section)
             conversation.record = record
@@ -169,12 +175,17 @@ class MessageEnvironment:
             return None, None
 
     def end(self, conversation: MessageEnv | None) -> None:
-        """End a conversation."""
+        """Close a conversation. None, for one that could not start, is ignored."""
         if conversation is not None:
             conversation.close()
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Return the result for one response."""
+        """Step the one conversation of a turn (B = 1), and turn exceptions of the user's code into a result.
+
+        Raises:
+            RewardError: the environment has raised on each of its first 256 responses.
+            BatchError: the user's ``step`` returned an invalid value.
+        """
         [conversation], [record], [truncated] = turn.metadata, turn.records, turn.truncated
         message = self._message(turn)
         if isinstance(message, str):
@@ -213,11 +224,11 @@ class MessageEnvironment:
         return _answer(conversation, step, None, {}, truncated)
 
     def close(self) -> None:
-        """Do nothing, since no resources are held between conversations."""
+        """Do nothing: all resources belong to conversations, which ``end`` closes."""
 
     def _message(self, turn: Turn) -> Message | str:
-        """Return the response as a message, or an error text for the policy if a tool call in it cannot be
-        read."""
+        """Convert the response to an assistant message. Return an error text for the policy if a tool call in
+        the response cannot be parsed."""
         try:
             content, calls = self._parse(turn.responses[0], turn.full_responses)
         except BadCallError as error:
@@ -234,9 +245,9 @@ class MessageEnvironment:
 
 
 def _described(error: BaseException) -> str:
-    """Return class and text of an exception, and the line that raised it."""
+    """Format an exception as its class, its text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    # Escape lone surrogates, which could not be written into a log.
+    # Escape lone surrogates, because writing them to a UTF-8 log would fail.
     text = _text_of(error)[:_LONGEST_TOLD].encode("utf-8", "backslashreplace").decode()
     return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
 
@@ -244,14 +255,14 @@ def _described(error: BaseException) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    # A user's exception may fail in its own __str__, which would end the run.
+    # The `__str__` of a user's exception may itself raise, which must not end the run.
     except Exception as another:
         return f"(its text fails: {type(another).__name__})"
 
 
 def _answers_to(message: Message, text: str) -> Sequence[Message]:
-    """Return a text as the answers of all tools that a message calls, or as a user message if it
-    calls none."""
+    """Wrap a text as the reply of every tool that the message calls, or as a user message if it calls
+    none."""
     calls = message.get("tool_calls") or ()
     answers = [
         {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}

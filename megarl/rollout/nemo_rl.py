@@ -1,9 +1,9 @@
-"""Environments that are written for NeMo-RL: classes with its ``EnvironmentInterface``, named by
+"""Adapter for environments written for NeMo-RL, which implement its ``EnvironmentInterface`` and are named by
 ``env.environment: path/to/file.py:Name``.
 
-Such a class steps a batch of conversations, given as messages and the metadata that it returned for each at
-the previous turn. It is called once for all waiting conversations. ``EnvironmentInterface`` and
-``EnvironmentReturn`` can be imported from this module if NeMo-RL is not installed.
+Such a class steps a batch of conversations at once. It gets their message logs, and the metadata that it
+returned for each at the previous turn. ``EnvironmentInterface`` and ``EnvironmentReturn`` can be imported
+from this module when NeMo-RL is not installed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 MetadataT = TypeVar("MetadataT")
 
-# Number of failures that are reported one by one.
+# Number of failures that are logged; later ones are not.
 _TOLD = 3
 
-# Roles that chat templates know. A message of an environment with any other role, such as ``environment``,
-# gets the role ``user``.
+# Roles that chat templates support. Any other role in an observation, such as ``environment``, becomes
+# ``user``.
 _ROLES = frozenset({"user", "assistant", "system", "tool"})
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """The result of ``EnvironmentInterface.step`` for B conversations.
+    """Result of ``EnvironmentInterface.step`` for B conversations, with NeMo-RL's field names.
 
     Attributes:
         observations: B messages, ``{"role": ..., "content": ...}``.
-        metadata: B objects for the next turn; None for a conversation that ends.
-        next_stop_strings: for each of B conversations a list of texts that end its next response, or None.
-        rewards: [B] float, or [B, parts].
+        metadata: B objects that are passed to the next step; None for a conversation that ends.
+        next_stop_strings: B lists of stop strings for the next response; None for a conversation without any.
+        rewards: [B] or [B, parts] float; parts are summed.
         terminateds: [B] bool.
-        answers: B final answers, or None.
+        answers: B final answers, or None. Not read by megarl.
     """
 
     observations: list[dict[str, str]]
@@ -58,48 +58,52 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
-    """The interface of NeMo-RL's environments."""
+    """NeMo-RL's abstract base class of environments."""
 
     @abc.abstractmethod
     def step(
         self, message_log_batch: list[list[dict[str, str]]], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Respond to the last message of each conversation."""
+        """Return the environment's reply to the last message of each conversation."""
 
     @abc.abstractmethod
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Compute metrics of a batch. This library computes its own metrics of rewards and conversation ends,
-        and never calls this method."""
+        """Compute metrics of a batch. Never called by this library, which computes its own metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """The messages of a conversation so far, and its latest metadata from the environment."""
+    """Messages of a conversation so far, and the metadata that the environment returned last."""
 
     messages: list[dict[str, str]]
     metadata: Any
 
 
 class NemoRLEnvironment:
-    """An ``Environment`` that wraps a class of NeMo-RL's.
+    """An ``Environment`` that wraps a class written for NeMo-RL.
 
-    The class is constructed with ``env.options``. The initial metadata of a conversation are
-    ``ground_truth``, the reference answer, and the fields of the record (``data.extra_keys``).
+    The class is constructed with ``env.options``. A conversation's initial metadata are a dictionary with the
+    reference answer as ``ground_truth`` and the record's fields (``data.extra_keys``).
 
     Args:
-        kind: the class.
-        section: section of the environment.
+        kind: the class, or its Ray actor class.
+        section: configuration section of the environment.
     """
 
     def __init__(self, kind: Any, section: EnvConfig) -> None:
-        # Use the class itself and not the Ray actor, because it is called in this process.
+        # Unwrap the Ray actor class, because the environment is called in this process.
         self._environment = class_of_actor(kind)(dict(section["options"]))
         self.step_timeout_s, self._ends = float(section["step_timeout_s"]), section["on_tool_error"] == "end"
         self._told = 0
 
     def step(self, turn: Turn) -> environment.EnvironmentReturn:
-        """Step the environment with a batch; if it fails on the whole batch, step it with each conversation
-        separately."""
+        """Step the wrapped environment with the whole batch. If it raises, step it again with one
+        conversation at a time, so that only the conversations that cause the failure are affected. If it
+        exceeds the time limit, the whole batch is left out of training.
+
+        Raises:
+            BatchError: the environment returned a malformed result.
+        """
         conversations = [self._followed(turn, row) for row in range(len(turn.records))]
         try:
             return self._asked(conversations, turn)
@@ -109,18 +113,18 @@ class NemoRLEnvironment:
         except BatchError:
             raise
         except Exception as error:
-            # Retry each conversation alone, so that the failure is attributed to the conversation that causes
-            # it.
+            # A single conversation is not retried; in a larger batch each is stepped alone, to find the one
+            # at fault.
             if len(conversations) == 1:
                 return self._failed(conversations, error)
         return _joined([self.step(_row_of(turn, row)) for row in range(len(conversations))])
 
     def fault_of_reference(self, answer: str) -> str | None:
-        """Return None: any record can begin a conversation."""
+        """Return None: every reference answer is usable."""
         return None
 
     def close(self) -> None:
-        """Shut the environment down, if it has a ``shutdown``."""
+        """Call the environment's ``shutdown``, if it has one."""
         shutdown = getattr(self._environment, "shutdown", None)
         if callable(shutdown):
             shutdown()
@@ -136,7 +140,7 @@ class NemoRLEnvironment:
         )
 
     def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
-        # Pass copies of the messages, because an environment may change what it receives.
+        # Pass copies, because an environment may modify the messages that it receives.
         logs = [list(map(dict, each.messages)) for each in conversations]
         metadata = [each.metadata for each in conversations]
         found = _within(lambda: self._environment.step(logs, metadata), self.step_timeout_s)
@@ -170,10 +174,13 @@ class NemoRLEnvironment:
 
 
 def _within(call: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of a call that runs in a thread; the thread is abandoned if the call takes too long.
+    """Run a call in a thread and return its result. On timeout the thread is abandoned, since a thread cannot
+    be killed.
 
     Raises:
-        TimeoutError: the call takes too long. Any exception of the call is raised too.
+        TimeoutError: the call did not return within ``seconds``.
+        OSError: the call itself raised a ``TimeoutError``.
+        BaseException: any other exception of the call.
     """
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -183,15 +190,15 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             done.put((None, error))
 
-    # Use a daemon thread, so that a call that never returns does not keep the program from ending.
+    # A daemon thread, so that a call that never returns cannot keep the process alive.
     threading.Thread(target=work, name="environment", daemon=True).start()
     try:
         found, error = done.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(f"step did not return within {seconds:g} s (env.step_timeout_s)") from None
     if isinstance(error, TimeoutError):
-        # The environment raised this TimeoutError itself, for example because of a server: it is not the time
-        # limit of this call.
+        # The environment itself raised this TimeoutError, for example for a server: do not report it as our
+        # time limit.
         raise OSError(str(error)) from error
     if error is not None:
         raise error
@@ -199,10 +206,10 @@ def _within(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _converted(found: Any, conversations: Sequence[_Conversation]) -> environment.EnvironmentReturn:
-    """Convert a result of NeMo-RL's to this library's form.
+    """Convert the result of a NeMo-RL environment step to this library's ``EnvironmentReturn``.
 
     Raises:
-        BatchError: the result is invalid, or does not fit the conversations.
+        BatchError: a field is missing, or its length is not the number of conversations.
     """
     missing = [
         name for name in ("observations", "metadata", "rewards", "terminateds") if not hasattr(found, name)
@@ -283,7 +290,7 @@ def _row_of(turn: Turn, row: int) -> Turn:
 
 
 def _joined(answers: Sequence[environment.EnvironmentReturn]) -> environment.EnvironmentReturn:
-    """Join the results for single conversations to one result."""
+    """Concatenate the results of single conversations into the result of a batch. Metrics are summed."""
 
     def column(name: str) -> list[Any]:
         return [next(iter(getattr(each, name)), None) for each in answers]

@@ -1,15 +1,17 @@
-"""A pool of processes that compute rewards, with a hard time limit for each reward of a sample.
+"""A pool of worker processes that compute rewards, with a hard time limit for each score.
 
-A reward function may raise, hang, print, leak or kill its process without harming the driver and the other
-samples. Each process is this module run as a program: it reads tasks from its standard input, and writes
-results to what was its standard output, one JSON list per line. What the function prints goes to the driver's
-standard error, without the secrets that the driver knows. When the time limit is over, the function first
-gets an alarm, since a process that continues need not import its modules again. If it does not react, it is
-killed a moment later, and another process replaces it. If responses take little time, several tasks are sent
-to a process ahead, so that it need not wait for the driver after each; the time of a task begins when the
-task before it is answered. Each answer carries the number of its task, so that it cannot be taken for the
-answer to another one. Threads and children of its process group that a function leaves behind end with its
-process.
+A reward function may raise, hang, print, leak memory or kill its process without harming the driver or other
+samples. Each worker process runs this module as a program. It reads tasks from its standard input and writes
+results, one JSON list per line, to the pipe that was its standard output. Whatever the function prints goes
+to the driver's standard error, with known secrets redacted.
+
+At the time limit the function first receives an alarm signal, because a process that survives need not import
+its modules again. If the alarm has no effect, the process is killed after ``GRACE_SECONDS`` and replaced,
+with all children in its process group.
+
+While scoring is fast, several tasks are queued for a process, so that it need not wait for the driver between
+two tasks; the time limit of a task starts when the previous result arrives. Each result carries the number of
+its task, so that it cannot be mistaken for the result of another one.
 """
 
 from __future__ import annotations
@@ -55,26 +57,25 @@ from megarl.time_limit import OutOfTimeError, time_limit, unlimited
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
-"""Maximum seconds that a process may take to start and to import what the function needs, from when the pool
+"""Time limit in seconds for a process to start and import the reward functions, counted from when the pool
 waits for it."""
 
 STARTS = 3
-"""Number of failed starts in a row at which the pool gives up. Something else may have killed a starting
-process, such as the kernel for lack of memory."""
+"""The pool fails after this number of failed starts in a row. A single failure may have an outside cause,
+such as the kernel's OOM killer."""
 
 GRACE_SECONDS = 1.0
-"""Seconds between the alarm and the kill."""
+"""Time between the alarm signal and the kill, in seconds."""
 
-# Interval at which each process is checked for having ended. If a forked child holds the pipe open, the end
-# of the process does not close it.
+# Poll interval in seconds for dead processes: if a forked child keeps the pipe open, the death of a process
+# does not close it.
 _POLL_SECONDS = 0.5
 
-# Amount of work that is queued for a process, in seconds. The driver may be busy elsewhere, or wait for a
-# core, for this long without leaving the process idle.
+# Work queued for a process, in seconds. The driver may be busy or wait for a CPU core this long without
+# leaving the process idle.
 _AHEAD_SECONDS = 0.05
 
-# Capacity of a pipe to a process, if Linux grants it, so that the driver need not come back for the rest of
-# an answer.
+# Requested pipe capacity, so that most tasks are written in one call.
 _PIPE_BYTES = 1 << 18
 
 _STANDARD_ERROR = 2
@@ -83,12 +84,12 @@ _STANDARD_ERROR = 2
 _LARGEST = struct.unpack(">f", b"\x7f\x7f\xff\xff")[0]
 
 _READY, _VALUE, _UNUSABLE = "ready", "value", "unusable"
-# Kind of a line that reports whether the present task's function is importing a module, because an import
-# does not count against the task's time.
+# Line that reports the start or end of an import, whose duration does not count against the task's time
+# limit.
 _IMPORTS = "imports"
 
 
-# Errors of the system that no response can cause: a server does not answer, or the machine is full.
+# Error numbers that no response can cause: a server is unreachable, or the machine is out of resources.
 _OF_THE_MACHINE = frozenset(
     {
         *(
@@ -103,10 +104,10 @@ _OF_THE_MACHINE = frozenset(
     }
 )
 
-# Signals by which others end a process, such as the kernel if memory runs out.
+# Signals that usually come from outside, such as from the kernel's OOM killer.
 _SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
-# Number of characters that are kept from the end of a traceback.
+# Maximum characters of a traceback; the end is kept.
 _LONGEST_TRACE = 4000
 
 
@@ -116,11 +117,12 @@ class Score:
 
     Attributes:
         value: the reward; None if there is none.
-        fault: why there is none although the response should have one: ``error`` (the function raised,
-            returned no finite number, or its process died), ``timeout``, or ``outage``, which no response can
-            cause (a scorer, the machine or an import failed).
-        message: the fault in words.
-        trace: traceback of the exception that the function raised; empty if the message is sufficient.
+        fault: why a response has no reward: ``error`` (the function raised, returned no finite number, or its
+            process died), ``timeout``, or ``outage``, which no response can cause (a scorer, the machine or
+            an import failed). None if the response has a reward, or belongs to another reward function's
+            task.
+        message: description of the fault.
+        trace: traceback of the function's exception; empty if the message is sufficient.
         accuracy: accuracy of the response, 0 to 1, if the function reports it in addition to the reward.
     """
 
@@ -132,15 +134,15 @@ class Score:
 
 
 class RewardPool:
-    """Processes that compute some reward functions; each process computes all of them.
+    """Worker processes that compute rewards. Each process can compute all reward functions of the pool.
 
     Args:
-        specs: the functions, see ``get_reward``.
+        specs: the reward functions, see ``get_reward``.
         processes: number of processes, at least 1.
 
     Raises:
-        ConfigError: a user's function cannot be imported. The first process finds this out, and the pool
-            waits for it.
+        ConfigError: a user-defined function cannot be imported. Only the first process is awaited to find
+            out.
         ValueError: the number of processes is less than 1.
     """
 
@@ -148,8 +150,8 @@ class RewardPool:
         if processes < 1:
             raise ValueError(f"a pool of {processes} processes computes nothing. Fix: ask for at least 1")
         self.specs = tuple(specs)
-        # Learn the secrets of the environment for redaction: the processes inherit it, and may print parts of
-        # it.
+        # Register the environment's secrets for redaction: the processes inherit the environment, and may
+        # print it.
         learn(env.snapshot())
         self._sent = 0
         self._looked = -math.inf
@@ -157,17 +159,17 @@ class RewardPool:
         self._failed_starts = [0] * processes
         self._processes = [self._started() for _ in range(processes)]
         with self._closed_on_error():
-            # Wait only for imported functions. A built-in function always exists, so that its processes may
-            # start while the workers do.
+            # Wait only if there are user-defined functions, whose import may fail. Otherwise the processes
+            # start while the trainer's workers do.
             if any(is_import_path(spec.name) for spec in self.specs):
                 self._wait_until_ready(self._processes[0])
 
     def score(self, tasks: Sequence[tuple[int, Task]]) -> list[Score]:
-        """Return the score of each task, in order. A task is given with the number of its reward.
+        """Return the scores of tasks, in order. Each task comes with the index of its reward function.
 
         Raises:
-            RewardError: a process does not start, or ends before it is ready.
-            StateError: the pool is closed; an error of an earlier call closes it too.
+            RewardError: a process does not start.
+            StateError: the pool is closed, possibly by an error of an earlier call.
         """
         if not self._processes:
             raise StateError("the pool of rewards is closed. Fix: create a new one")
@@ -179,8 +181,8 @@ class RewardPool:
             places: Iterable[int] = range(len(self._processes))
             while True:
                 for place in places:
-                    # Receive answers before more tasks are given: an answer makes room, and a process that
-                    # died must not receive more.
+                    # Read results before sending tasks: a result makes room in the queue, and a dead process
+                    # must get no task.
                     self._hear(place, waiting, scores, given_twice)
                 for process in self._processes:
                     self._give(process, tasks, waiting)
@@ -190,24 +192,25 @@ class RewardPool:
         return [scores[row] for row in range(len(tasks))]
 
     def close(self) -> None:
-        """End the processes. The pool cannot be used afterwards."""
+        """Kill the processes. The pool cannot be used afterwards."""
         for process in self._processes:
             process.kill()
         self._processes = []
 
     def _hear(self, place: int, waiting: deque[int], scores: dict[int, Score], given_twice: set[int]) -> None:
-        """Process the output of one process, and replace the process if it is no longer usable.
+        """Handle the output of one process, and replace the process if it has died or exceeded the time
+        limit.
 
-        Its output is read before its deadline is checked, so that an answer which arrived in time does not
-        count as late after a delay of the driver.
+        The output is read before the deadline is checked, so that a result which arrived in time does not
+        count as a timeout only because the driver was delayed.
         """
         process = self._processes[place]
         process.receive()
         self._check_start(place)
         for given, score, seconds in process.finished:
             scores[given.row] = score
-            # Keep a mean that weighs recent calls most, because responses, and with them the time to score
-            # one, grow longer in a run.
+            # Average durations with exponential decay, because responses, and the time to score them, grow
+            # during a run.
             self._seconds[given.which] = (self._seconds.get(given.which, seconds) + seconds) / 2
         process.finished.clear()
         if process.given and process.has_ended:
@@ -216,26 +219,25 @@ class RewardPool:
                 how = process.exit_code()
                 kind: Literal["error", "outage"] = "outage" if process.was_killed else "error"
                 scores[process.given.popleft().row] = Score(None, kind, f"its process died ({how})")
-            # Retry once, because the process may have died of what an earlier response left behind.
+            # Retry once: the process may have died because of what an earlier response left behind.
             given_twice.add(row)
         elif process.given and time.monotonic() > process.deadline:
             late = process.given.popleft()
             scores[late.row] = _late(self.specs[late.which])
             process.has_ended = True
         if process.has_ended:
-            # Put the tasks of a process that died at the front, in their order, so that they do not wait
-            # behind the whole batch again.
+            # Requeue the dead process's tasks at the front, so that they do not wait for the whole batch
+            # again.
             waiting.extendleft(given.row for given in reversed(process.given))
             process.kill()
             self._processes[place] = process = self._started()
             process.expect_start()
 
     def _check_start(self, place: int) -> None:
-        """Count a process that ended before it was ready.
+        """Count failed starts of a process, and tolerate fewer than ``STARTS`` in a row.
 
         Raises:
-            RewardError: the process is the last of ``STARTS`` in a row that ended, or takes too long to
-                start.
+            RewardError: too many starts failed in a row, or the process takes too long to start.
         """
         process = self._processes[place]
         if process.is_ready:
@@ -250,7 +252,7 @@ class RewardPool:
             process.check_start()
 
     def _give(self, process: _Process, tasks: Sequence[tuple[int, Task]], waiting: deque[int]) -> None:
-        """Give a process tasks as long as it has room for them."""
+        """Send tasks to a process while its queue has room."""
         while waiting and process.is_ready and self._has_room(process, len(waiting)):
             row = waiting.popleft()
             which, task = tasks[row]
@@ -258,24 +260,24 @@ class RewardPool:
             self._sent += 1
 
     def _has_room(self, process: _Process, waiting: int) -> bool:
-        """Return whether another task may be queued for a process. The queue holds ``_AHEAD_SECONDS`` of
-        work, and less towards the end of the batch."""
+        """Return whether another task may be queued for a process. The queue holds at most ``_AHEAD_SECONDS``
+        of work, and less near the end of the batch, so that the last tasks are spread over all processes."""
         if not process.given:
             return True
         if process.unsent or len(process.given) > waiting // (2 * len(self._processes)):
             return False
-        # A reward whose time is not known yet counts as slow: its process gets one task at a time.
+        # A reward without a measured duration counts as slow: one task at a time.
         return sum(self._seconds.get(given.which, math.inf) for given in process.given) < _AHEAD_SECONDS
 
     def _wait_for_news(self) -> Iterable[int]:
-        """Sleep until a process has sent output, can accept more input, or has exceeded its deadline; return
+        """Block until a process has written output, can accept input, or has exceeded its deadline. Return
         the indices of such processes.
 
-        Return all indices if ``_POLL_SECONDS`` have passed since all were last returned.
+        Every ``_POLL_SECONDS`` all indices are returned, to detect deaths that cause no event.
         """
         files, places = select.poll(), dict[int, int]()
         for place, process in enumerate(self._processes):
-            # Use poll instead of select, which accepts no descriptor above 1,023.
+            # select accepts no file descriptor above 1,023.
             files.register(process.output, select.POLLIN)
             places[process.output] = place
             if process.unsent:
@@ -286,8 +288,7 @@ class RewardPool:
         now = time.monotonic()
         if now > self._looked + _POLL_SECONDS:
             self._looked = now
-            # Check all processes from time to time: if a child holds its pipe open, the death of a process
-            # causes no event.
+            # If a child holds its pipe open, the death of a process causes no event, so check all regularly.
             news = set(range(len(self._processes)))
         for place, process in enumerate(self._processes):
             if process.unsent and place in news:
@@ -316,7 +317,8 @@ class RewardPool:
 
 
 def _as_told(spec: RewardSpec) -> list[Any]:
-    """Encode a reward for a process. The function itself is included if ``megarl.train`` was given one."""
+    """Encode a reward specification for a worker process. A function object passed to ``megarl.train`` is
+    included in pickled form."""
     pickled = pickled_object(spec.name)
     return [
         spec.name,
@@ -327,10 +329,10 @@ def _as_told(spec: RewardSpec) -> list[Any]:
 
 
 def _read_told(line: bytes) -> list[RewardSpec]:
-    """Decode the rewards from the first line that a process gets.
+    """Decode the reward specifications from the first input line of a worker process.
 
     Raises:
-        ConfigError: a function that ``megarl.train`` was given cannot be unpickled here.
+        ConfigError: a function object passed to ``megarl.train`` cannot be unpickled here.
     """
     specs = []
     for name, options, timeout_s, pickled in json.loads(line):
@@ -342,12 +344,12 @@ def _read_told(line: bytes) -> list[RewardSpec]:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A task that was given to a process.
+    """A task that was sent to a process.
 
     Attributes:
-        number: number of the task among all that the pool has sent, which its answer must carry.
-        row: row of the task in the batch.
-        which: number of its reward.
+        number: serial number among all tasks of the pool; the result must carry it.
+        row: index of the task in the batch.
+        which: index of its reward function.
     """
 
     number: int
@@ -357,21 +359,21 @@ class _Given:
 
 @dataclass
 class _Process:
-    """One process of a pool.
+    """The driver's side of one worker process.
 
     Attributes:
         child: the process.
-        specs: specifications of the reward functions.
-        teller: thread that forwards what the process prints, until no process can print any more.
-        given: the tasks that the process has; it works on the first one.
-        finished: the tasks answered since the pool last looked, with their scores and the seconds that each
-            took.
-        deadline: time limit of the start or of the first task, by the monotonic clock.
-        is_ready: the process has imported what it needs.
-        has_ended: the process is gone, or has sent an unexpected line and cannot be trusted any more.
+        specs: the reward functions.
+        teller: thread that forwards the process's standard error until the last writer has closed it.
+        given: tasks in the process's queue; it works on the first one.
+        finished: tasks finished since the pool last collected them, with their scores and durations in
+            seconds.
+        deadline: deadline of the start or of the first task, on the monotonic clock.
+        is_ready: the process has imported the reward functions.
+        has_ended: the process is gone, or has written an invalid line and is no longer trusted.
         unsent: bytes that the pipe to the process has not accepted yet.
-        paused_s: seconds that the first task had left when it began an import; None while it is not
-            importing.
+        paused_s: seconds that the first task had left when it started to import a module; None while it is
+            not importing.
     """
 
     child: subprocess.Popen[bytes]
@@ -388,8 +390,7 @@ class _Process:
 
     @classmethod
     def started(cls, specs: Sequence[RewardSpec]) -> _Process:
-        # Request this only in the main thread, because Linux counts the thread that starts the process as the
-        # parent.
+        # Linux treats the starting thread as the parent, and other threads may end before the driver does.
         dies_with = ["--die-with-parent"] if threading.current_thread() is threading.main_thread() else []
         command = [sys.executable, "-m", "megarl.rollout.reward_pool", *dies_with]
         child = subprocess.Popen(
@@ -397,7 +398,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Do not buffer: a buffered read of standard error would wait for 64 KiB before a line is shown.
+            # Unbuffered: a buffered read of standard error would wait for 64 KiB before it shows a line.
             bufsize=0,
             start_new_session=True,
         )
@@ -406,16 +407,16 @@ class _Process:
             target=_pass_on, args=(child.stderr,), name=f"prints of {child.pid}", daemon=True
         )
         teller.start()
-        # Send this through the pipe and not on the command line, which everybody on the machine may read: an
-        # address may hold a password.
+        # Send this through the pipe, because a command line is visible to every user of the machine, and a
+        # scorer's URL may contain a password.
         told = json.dumps(list(map(_as_told, specs))).encode() + b"\n"
         process = cls(child, specs, teller, unsent=told)
-        # Do not block: neither a process that does not read nor one that writes half a line may stop the
-        # driver.
+        # Non-blocking, so that neither a process that stops reading nor one that writes half a line can stall
+        # the driver.
         os.set_blocking(process.input, False)
         os.set_blocking(process.output, False)
         if sys.platform == "linux":
-            # This may fail, because a user has a limit for all pipes together.
+            # May fail: Linux limits the total pipe memory per user.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(process.input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         process.send_more()
@@ -423,23 +424,23 @@ class _Process:
 
     @property
     def input(self) -> int:
-        """File descriptor that the driver writes tasks to."""
+        """File descriptor to which the driver writes tasks."""
         assert self.child.stdin is not None
         return self.child.stdin.fileno()
 
     @property
     def output(self) -> int:
-        """File descriptor that the driver reads results from."""
+        """File descriptor from which the driver reads results."""
         assert self.child.stdout is not None
         return self.child.stdout.fileno()
 
     def expect_start(self) -> None:
-        """Set the deadline of the process's start, unless the process is ready."""
+        """Set the deadline for the start of the process, unless it is ready."""
         if not self.is_ready:
             self.deadline = time.monotonic() + START_SECONDS
 
     def check_start(self) -> None:
-        """Raise if the process fails to start. Call this after its output has been read.
+        """Check that the process has not failed to start. Call this after ``receive``.
 
         Raises:
             RewardError: the process ended before it was ready, or takes too long.
@@ -456,11 +457,11 @@ class _Process:
             )
 
     def send(self, given: _Given, task: Task) -> None:
-        """Give the process a task. The task's time begins when the tasks before it are answered."""
+        """Queue a task for the process. Its time limit starts when all earlier tasks are finished."""
         self.given.append(given)
         if len(self.given) == 1:
             self._begin()
-        # Convert other types, because a field of a record may be a date or an array.
+        # ``default=str`` because a record's field may be a date or an array.
         line = [
             given.number,
             given.which,
@@ -475,7 +476,7 @@ class _Process:
         self.send_more()
 
     def _begin(self) -> None:
-        """Set the deadline for the first task, or to infinity if there is none."""
+        """Start the time limit of the first queued task."""
         self.paused_s = None
         self.deadline = (
             time.monotonic() + self.specs[self.given[0].which].timeout_s + GRACE_SECONDS
@@ -484,8 +485,8 @@ class _Process:
         )
 
     def _pause(self, begins: bool) -> None:
-        """Exclude an import from the first task's time limit, and limit it like the start of a process
-        instead."""
+        """Suspend the first task's time limit while it imports a module (``begins``), or resume it. The
+        import gets the time limit of a start instead."""
         now = time.monotonic()
         if begins:
             self.paused_s, self.deadline = self.deadline - now, now + START_SECONDS
@@ -493,25 +494,24 @@ class _Process:
             self.deadline, self.paused_s = now + self.paused_s, None
 
     def send_more(self) -> None:
-        """Send as much as the pipe accepts."""
+        """Write as many pending bytes as the pipe accepts."""
         try:
             self.unsent = self.unsent[os.write(self.input, self.unsent) :]
         except BlockingIOError:
             pass
-        # A process that has died is detected where its answer is awaited.
+        # A dead process is detected later, when its result is awaited.
         except BrokenPipeError:
             self.unsent = b""
 
     def receive(self) -> None:
-        """Read and process all output of the process, and check whether it is still running.
+        """Read and handle all available output, and check whether the process is still running.
 
         Raises:
-            ConfigError: the process cannot import the function.
+            ConfigError: the process cannot import a reward function.
         """
-        # Check this before the output is read: if the process has ended, everything that it wrote can then be
-        # read.
+        # Check this before reading: if the process has ended, everything that it wrote can then be read.
         is_gone = self.child.poll() is not None
-        # An empty read means the end of the file; an empty pipe raises an error instead.
+        # An empty read means end of file; an empty pipe raises BlockingIOError.
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.output, 1 << 16):
                 self._received += data
@@ -521,7 +521,7 @@ class _Process:
         for line in lines:
             try:
                 number, kind, what, seconds = json.loads(line)
-            # The function has written to a file descriptor that is not its own.
+            # Not a line of ours: the function has written to the result pipe.
             except (ValueError, TypeError):
                 self.has_ended = True
             else:
@@ -529,12 +529,12 @@ class _Process:
         self.has_ended |= is_gone
 
     def _take(self, number: int, kind: Any, what: Any, seconds: float) -> None:
-        """Process one line of output."""
+        """Handle one line of output."""
         if kind == _UNUSABLE:
             raise ConfigError([Violation(REWARD, what[0], what[1], what[2])])
         if kind == _READY and not self.is_ready:
             self.is_ready, self.deadline = True, math.inf
-        # A function that found the pipe might answer for other tasks, so that an incorrect number ends its
+        # A function that found the result pipe might forge results of other tasks; a wrong number ends its
         # process.
         elif self.has_ended or not self.given or number != self.given[0].number:
             self.has_ended = True
@@ -552,7 +552,7 @@ class _Process:
         return ", ".join(repr(spec.name) for spec in self.specs)
 
     def exit_code(self) -> str:
-        """Return in words how the process ended."""
+        """Describe how the process ended, for messages."""
         try:
             code = self.child.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -562,28 +562,28 @@ class _Process:
 
     @property
     def was_killed(self) -> bool:
-        """True if something outside the pool has killed the process."""
+        """True if the process died of a signal that usually comes from outside, such as the OOM killer's."""
         code = self.child.poll()
         return code is not None and -code in _SENT_FROM_OUTSIDE
 
     def kill(self) -> None:
         """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError):
-            # Kill the whole group, which start_new_session made, so that everything that the function has
-            # started ends too.
+            # Kill the process group (see start_new_session), which includes everything that the function has
+            # started.
             os.killpg(self.child.pid, 9)
         self.child.wait()
         for stream in (self.child.stdin, self.child.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        # Limit the wait: a child of the function that left the group may keep the stream open.
+        # Bounded wait: a child that left the group may keep the stream open.
         self.teller.join(GRACE_SECONDS)
 
 
 def _pass_on(stream: IO[bytes]) -> None:
-    """Forward what a process writes to standard error, line by line, until its last writer is gone. This is
-    run by a thread."""
+    """Forward a process's standard error line by line, with secrets redacted, until the last writer closes
+    it. Runs in a thread."""
     lines = LineRedactor()
     with stream:
         while data := stream.read(1 << 16):
@@ -592,10 +592,10 @@ def _pass_on(stream: IO[bytes]) -> None:
 
 
 def _show(text: str) -> None:
-    """Write to standard error without Python's own stream, whose lock a thread must not hold when the program
-    ends."""
+    """Write to file descriptor 2 directly. Python's ``sys.stderr`` has a lock, and a daemon thread that holds
+    it at interpreter exit can crash the process."""
     said = text.encode(errors="backslashreplace")
-    # Ignore errors: the reader of standard error may be gone, but the processes have to continue.
+    # The reader of standard error may be gone; scoring continues anyway.
     with contextlib.suppress(OSError):
         while said:
             said = said[os.write(_STANDARD_ERROR, said) :]
@@ -606,7 +606,7 @@ def _late(spec: RewardSpec) -> Score:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return the file and line that raised an error, in parentheses."""
+    """Return the file and line that raised an exception as ``" (file, line N)"``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -616,11 +616,11 @@ def _place_of(error: BaseException) -> str:
 
 
 def _is_outage(error: BaseException | None) -> bool:
-    """Return whether an exception of a reward function cannot have been caused by a response, because a
-    remote service does not answer, the machine is full, or an import of the function failed."""
+    """Return whether a reward function's exception cannot have been caused by a response: a remote service is
+    unreachable, the machine is out of resources, or an import in the function's own code failed."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        # Remember the errors, because a chain of causes may be circular.
+        # A chain of causes may be circular.
         seen.add(id(error))
         if isinstance(error, RewardOutageError | socket.gaierror) or (
             isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
@@ -636,21 +636,21 @@ def _is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Return whether the failed import is in a file. A response's program that a function runs has no
-    file."""
+    """Return whether the failed import statement is in a file. Code of a response that the function executes
+    has no file."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Skip the frames that import on behalf of others: those of Python and of ``_imports_told``.
+    # Skip the frames of the import machinery, including the patched ``__import__`` below.
     importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
     return bool(importing) and os.path.exists(importing[-1])
 
 
 def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
-    """Score a task by a reward in this process.
+    """Score one task in this process, and turn exceptions into faults.
 
     Args:
-        reward: the reward.
+        reward: the reward function.
         task: the task to score.
-        spec: specification of the reward, with the seconds after which an alarm is raised.
+        spec: name of the reward function, and the time limit, which an alarm signal enforces.
     """
     try:
         if reward.is_immediate:
@@ -667,16 +667,17 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
         raise
     except VerdictError as error:
         return Score(None, "error", str(error))
-    # Catch every exception, including SystemExit, because a user's function may raise any.
+    # A user-defined function may raise anything, including SystemExit.
     except BaseException as error:
         fault: Literal["error", "outage"] = "outage" if _is_outage(error) else "error"
-        # A scorer that is unreachable may come back, whereas a missing module does not.
+        # Keep the traceback only if code is at fault: an unreachable scorer may recover, a missing module
+        # does not.
         is_of_code = isinstance(error, ImportError) or (
             fault == "error" and not isinstance(error, RewardError)
         )
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:] if is_of_code else ""
         return Score(None, fault, f"{type(error).__name__}: {error}{_place_of(error)}", trace=trace)
-    # Write "not <=" instead of ">", so that NaN is refused too.
+    # ``not <=`` instead of ``>`` also rejects NaN.
     if not abs(value) <= _LARGEST:
         return Score(None, "error", f"it returned {value}, and a finite number is wanted")
     if accuracy is None:
@@ -687,23 +688,23 @@ def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:
 
 
 def main() -> None:
-    """Serve tasks until end of file on standard input, whose first line has the rewards. The functions and
-    their child processes get an empty standard input."""
+    """Run a worker process: read the reward functions from the first line of standard input, then serve tasks
+    until end of file. The functions and their children get an empty standard input."""
     own = os.getpid()
     redact_log(env.snapshot())
     tasks = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    # Duplicate the descriptor for answers: what the function prints then goes to standard error, and cannot
-    # be taken for an answer.
+    # Move the result pipe to another descriptor, so that whatever the function prints goes to standard error
+    # and is never read as a result.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Escape what cannot be encoded, because a model's text may contain lone surrogates.
+        # A model's text may contain lone surrogates, which cannot be encoded.
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
 
     def tell(number: int, kind: str, what: Any, seconds: float = 0.0) -> None:
-        # A function may fork, and its child may return to this loop.
+        # A forked child of the function may return into this loop; it must not write results.
         if os.getpid() != own:
             os._exit(0)
         line = json.dumps([number, kind, what, seconds]).encode() + b"\n"
@@ -722,8 +723,8 @@ def main() -> None:
             fix = "install the version that megarl's package asks for"
             tell(-1, _UNUSABLE, [spec.name, "the installed math-verify says that 1 is not 1", fix])
             return
-    # Freeze the imported objects, which stay, so that the garbage collector does not search them after every
-    # few answers.
+    # Exclude the imported objects from garbage collection, which would otherwise scan them again every few
+    # tasks.
     gc.freeze()
     tell(-1, _READY, None)
     for line in tasks:
@@ -740,12 +741,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Stop the clock while the context imports a module for the first time. Otherwise the first response
-    alone would pay for the import, and time out.
+    """Report imports in the context, so that the driver can suspend the time limit: otherwise the first
+    response would pay for the import, and time out.
 
     Args:
-        tell: called with True when an import begins, and with False when it is over. Nested imports are part
-            of the outer one.
+        tell: called with True when an import starts, and with False when it is done. Nested imports are not
+            reported separately.
     """
     original, main, importing = builtins.__import__, threading.current_thread(), False
 
@@ -756,7 +757,7 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
             return original(name, *arguments, **named)
         importing = True
         try:
-            # Suspend the time limit, so that its alarm does not fire while the clock is stopped.
+            # Suspend the alarm too, so that it does not fire during the import.
             with unlimited():
                 tell(True)
                 try:
@@ -774,19 +775,19 @@ def _imports_told(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _is_there(name: str, wanted: Iterable[str]) -> bool:
-    """Return whether a module has been imported, with all names that are wanted from it; a package may import
-    its submodules on demand."""
+    """Return whether a module is already imported and has all names in ``wanted``. A missing name may be a
+    submodule that the package imports on demand."""
     return name in sys.modules and all(each in vars(sys.modules[name]) for each in wanted if each != "*")
 
 
 def _judges() -> bool:
-    """Return whether mathematics can be scored; the imports for it take longer than a response. A library
-    that has changed would raise errors, which would count as responses without mathematics."""
+    """Check that math-verify works. An incompatible version would raise for each response, which would count
+    as incorrect. This also imports its modules before the first task."""
     return math_verify("1", "1") == 1.0
 
 
 def _die_with_the_parent() -> None:
-    """Ask Linux to kill this process when its parent ends. A function that hangs would never notice end of
+    """Ask Linux to kill this process when its parent ends, because a function that hangs never sees end of
     file on standard input."""
     if sys.platform == "linux":
         set_parent_death_signal = 1

@@ -1,24 +1,25 @@
-"""Reward functions: the built-in ones by name, and a user's own by import path.
+"""Reward functions: the built-in ones by name, and user-defined ones by import path.
 
-The names of the parameters of a user's function determine its arguments (``megarl.config.reward_arguments``):
-the response, the reference answer, the prompt, the record. It returns a number, or a dictionary with the
-number under ``score`` and, under ``acc``, the response's accuracy (0 to 1), which validation reports::
+``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names a user-defined function. Its
+parameter names determine which arguments it gets (``megarl.config.reward_arguments``): the response, the
+reference answer, the prompt, the record. It returns a number, or a dictionary with the number as ``score``
+and optionally the response's accuracy (0 to 1) as ``acc``, which validation reports::
 
     def reward(response: str, answer: str) -> float:
         return float(answer in response)
 
-    def judged(prompt: str, response: str, record: dict) -> dict:
-        right = record["answer"] in response
-        return {"score": right - 0.1 * ("sorry" in response), "acc": right}
+    def polite(prompt: str, response: str, record: dict) -> dict:
+        correct = record["answer"] in response
+        return {"score": correct - 0.1 * ("sorry" in response), "acc": correct}
 
 Functions written for verl (``compute_score(data_source, solution_str, ground_truth, extra_info)``), TRL
-(``completions, **columns``, lists of one) and verifiers (``completion, answer, state``) work unchanged.
+(``completions, **columns``, called with lists of length 1) and verifiers (``completion, answer, state``) work
+unchanged.
 
-``env.reward: path/to/file.py:reward`` (or ``package.module:reward``) names the function. ``record`` has
-``answer``, ``index`` and the fields of the data record that the data set keeps. If the function has an
-attribute ``fault_of_reference``, this is called with every reference answer when the data are read, and
-returns why an answer is unusable, or None. If it has an attribute ``final_answer``, ``(response) -> str |
-None``, this returns the final answer of a response, so that a validation can report the majority's answer.
+``record`` holds ``answer``, ``index`` and the fields of the data record that the data set keeps. A function
+may have two optional attributes. ``fault_of_reference(answer)`` is called with each reference answer while
+the data are read, and returns why it cannot be used, or None. ``final_answer(response)`` returns the final
+answer in a response as text, or None; validation needs it to compute the majority answer.
 """
 
 from __future__ import annotations
@@ -48,32 +49,32 @@ from megarl.rollout import answers, mathematics, programs
 if TYPE_CHECKING:
     from megarl.data.records import Doubt
 
-# Maximum number of bytes that are read of a scorer's reply.
+# Maximum number of bytes read from a scorer's reply.
 _LARGEST_REPLY = 1 << 20
 
-# Maximum number of seconds before the second request.
+# Maximum pause before the second request, in seconds; later pauses double.
 _LONGEST_PAUSE = 0.5
 
-# Statuses that the content of a request may cause, such as a response that breaks the scorer. Other statuses
-# point to the scorer itself or the network.
+# HTTP statuses that a single request can cause, for example a response on which the scorer crashes. All
+# others point to the scorer or the network.
 _OF_THE_QUESTION = frozenset({400, 413, 422, 500})
 
-# Share of a response's time that its tests may take if each test counts; the rest is for the work around
-# them.
+# Share of the reward's time limit that the tests may use when scores are partial; the rest is for the work
+# around them.
 _SHARE_OF_TESTS = 0.9
 
 
 class Task(NamedTuple):
-    """One response that a reward function scores.
+    """One response to be scored by a reward function.
 
     Attributes:
-        response: text of the policy, without special tokens.
+        response: response text without special tokens.
         answer: the reference answer.
-        length: number of tokens of the response.
-        prompt: text of the prompt; empty if the reward does not need it.
-        record: fields of the data record, with ``answer`` and ``index``; empty if the reward does not need
+        length: number of tokens in the response.
+        prompt: prompt text; empty if the reward does not read it.
+        record: fields of the data record, plus ``answer`` and ``index``; empty if the reward does not read
             them.
-        is_chat: the record's prompt is stored as messages.
+        is_chat: true if the data store the prompt as messages rather than as one text.
     """
 
     response: str
@@ -86,12 +87,12 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The name and settings of a reward, in plain values that can be sent to a process of the pool.
+    """Name and options of a reward, as plain values that can be sent to a worker process as JSON.
 
     Attributes:
         name: name of a built-in reward, or an import path.
         options: options of a built-in reward, see ``RewardOptions``.
-        timeout_s: time limit for one response in seconds.
+        timeout_s: time limit for scoring one response, in seconds.
     """
 
     name: str
@@ -100,7 +101,7 @@ class RewardSpec:
 
     @classmethod
     def of_section(cls, section: RewardConfig) -> RewardSpec:
-        """Return the specification of the reward that a configuration section names (``rewards_of``)."""
+        """Build the specification from a reward's configuration section (see ``rewards_of``)."""
         name = section["reward"]
         return cls(
             name,
@@ -110,31 +111,31 @@ class RewardSpec:
 
     @property
     def blames_answer(self) -> bool:
-        """True if a response that the reward does not score in time counts as a bad response. An external
-        scorer that does not reply has another cause."""
+        """True if a failure to score a response is blamed on that response. False for an external scorer,
+        because a missing reply points to the scorer or the network."""
         return self.name != "http"
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function, with what the pool and the environment need to know about it.
+    """A reward function, with the properties that the process pool and the environment need.
 
     Attributes:
-        judge: returns the score of a task, a number or a mapping with ``score`` and ``acc``.
-        fault_of_reference: returns why a reference answer is unusable, a ``Doubt`` about a usable one, or
-            None. The attribute is None if every answer is usable.
-        is_immediate: it never fails, hangs or takes long, so that the driver may compute it.
-        wants_record: it reads the prompt and the record of a task.
-        tells_right_from_wrong: its number is also the accuracy of the response. False for rewards that only
+        judge: returns the score of a task: a number, or a mapping with ``score`` and ``acc``.
+        fault_of_reference: returns why a reference answer cannot be used, a ``Doubt`` about a usable one, or
+            None. The attribute is None if every reference is usable.
+        is_immediate: the function is fast and can neither fail nor hang, so the driver process computes it.
+        wants_record: the function reads the prompt and the record of a task.
+        tells_right_from_wrong: the score is also the accuracy of the response. False for rewards that only
             shape the total.
-        notice: what a user has to know before it is used; empty for nothing.
-        final_answer: returns the final answer of a response, as a text that is the same for equal answers,
-            for majority votes; None for a response without an answer. The attribute is None if the reward
-            cannot extract answers.
-        settled: options that the driver has determined in addition to the configured ones. The processes of
-            the pool get them, because each process would otherwise determine them itself, perhaps
-            differently.
-        may_abstain: None from it means that the response belongs to another task, as with functions for TRL.
+        notice: warning to log before the reward is used; empty for none.
+        final_answer: returns the final answer in a response for majority votes (equal answers give equal
+            texts), or None if the response has none. The attribute is None if the reward cannot extract
+            answers.
+        settled: options that the driver has resolved at start-up in addition to the configured ones. Worker
+            processes receive them, because each would otherwise resolve them itself, perhaps differently.
+        may_abstain: a return value of None means that the response belongs to another reward's task, as in
+            TRL.
     """
 
     judge: Callable[[Task], Any]
@@ -200,7 +201,7 @@ def _multichoice() -> Reward:
 
 def _format(pattern: str | None = None) -> Reward:
     if pattern is None:
-        # Look at the prompt too, because chat templates of reasoning models end it in <think>.
+        # Read the prompt too: chat templates of reasoning models end the prompt with <think>.
         return Reward(
             lambda task: answers.thinks_first(task.response, task.prompt),
             wants_record=True,
@@ -213,7 +214,7 @@ def _format(pattern: str | None = None) -> Reward:
 
 
 def _length(max_response_length: int) -> Reward:
-    """Return the reward that is minus the response's share of the maximum length."""
+    """Build the reward that is minus the response's share of the maximum length, from 0 to -1."""
     return _shaping(lambda task: overlong_penalty(task.length, max_response_length, max_response_length))
 
 
@@ -226,13 +227,13 @@ def _shaping(judge: Callable[[Task], float]) -> Reward:
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """Return the soft penalty for long responses: 0 up to longest - buffer tokens, falling to -1 at the
-    longest (DAPO, arXiv 2503.14476, eq. 13).
+    """Return the soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13). It is 0 up to ``longest - buffer``
+    tokens and then falls linearly to -1 at ``longest``.
 
     Args:
-        length: number of tokens of the response.
-        longest: L_max, at least ``buffer``.
-        buffer: L_cache, at least 1.
+        length: number of tokens in the response.
+        longest: maximum response length (L_max), at least ``buffer``.
+        buffer: length of the interval in which the penalty falls (L_cache), at least 1.
     """
     return max(min(longest - buffer - length, 0) / buffer, -1.0)
 
@@ -252,11 +253,14 @@ def _code(
     isolated: bool | None = None,
     bubblewrap: str = "",
 ) -> Reward:
-    """Return the reward ``code``. ``isolated`` and ``bubblewrap`` are what the driver has determined; with
-    None, this process determines both.
+    """Build the reward ``code``, which runs the response's program against tests.
 
-    Once determined, a program that cannot be isolated later is not run, which raises a RewardError for its
-    sample.
+    ``isolated`` and ``bubblewrap`` are the sandbox settings that the driver has detected; if ``isolated`` is
+    None, this process detects both. If sandboxing was detected but later fails, the program is not run and
+    its sample gets a ``RewardError``.
+
+    Raises:
+        ConfigError: ``isolation`` is ``required``, and this machine cannot sandbox programs.
     """
     fault = None
     if isolated is None:
@@ -306,15 +310,15 @@ REWARDS: Mapping[str, Callable[..., Reward]] = MappingProxyType(
         "code": _code,
     }
 )
-"""Built-in rewards by the name that ``env.reward`` takes; each is built with its options
+"""Maps each built-in value of ``env.reward`` to a function that builds the reward from its options
 (``RewardOptions``)."""
 
 
 def get_reward(spec: RewardSpec) -> Reward:
-    """Return the reward that a specification names.
+    """Build the reward that a specification names.
 
     Raises:
-        ConfigError: there is no such reward, or the import path leads to nothing callable.
+        ConfigError: no built-in reward has this name, or the import path does not lead to a callable.
     """
     check_reward(spec.name)
     if is_import_path(spec.name):
@@ -323,18 +327,19 @@ def get_reward(spec: RewardSpec) -> Reward:
 
 
 def _of_function(function: Callable[..., Any]) -> Reward:
-    """Wrap a user's function as a reward. The names of its parameters determine its arguments."""
+    """Wrap a user-defined function as a reward. Its parameter names determine the arguments that it gets."""
     fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
     arguments = arguments_of(function)
 
     def judge(task: Task) -> Any:
-        # Functions for verifiers and TRL expect the messages of a chat, and otherwise a text.
+        # Functions written for verifiers and TRL expect messages if the prompt is a chat, and a text
+        # otherwise.
         said: Any = (
             [{"role": "assistant", "content": task.response}]
             if task.is_chat and arguments.takes_messages
             else task.response
         )
-        # Pass a copy, because a function may change its arguments.
+        # Pass a copy, because the function may modify its arguments.
         record = dict(task.record)
         values = {
             "prompt": task.prompt,
@@ -358,20 +363,20 @@ def _of_function(function: Callable[..., Any]) -> Reward:
 
 
 def awaited(found: Any) -> Any:
-    """Return the result of an awaitable that a user's function returned; any other value unchanged."""
+    """Await the result of an ``async`` user function. Return any other value unchanged."""
 
     async def result() -> Any:
         return await found
 
-    # Run a new event loop for each, so that nothing of an earlier response remains in it.
+    # Use a fresh event loop for each call, so that no task of an earlier response is still in it.
     return asyncio.run(result()) if inspect.isawaitable(found) else found
 
 
 def _only(found: Any) -> Any:
-    """Return the single value of a list that a function of several responses returned for one response.
+    """Return the only element of the list that a TRL-style function returned for a batch of one response.
 
     Raises:
-        VerdictError: the function returned another number of values.
+        VerdictError: the list does not have exactly one element.
     """
     values = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
     if len(values) != 1:
@@ -380,12 +385,14 @@ def _only(found: Any) -> Any:
 
 
 def verdict(value: Any) -> tuple[float, float | None]:
-    """Return the score and the accuracy from a reward's return value; the accuracy is None if there is none.
+    """Parse a reward function's return value into a score and an accuracy. The accuracy is None if the value
+    has none.
 
     Raises:
-        VerdictError: the value is neither a number nor a mapping with a number under ``score``.
+        VerdictError: the value is neither a number nor a mapping with a number as ``score``, or ``acc`` is
+            not a number.
     """
-    # Test for float first: this runs for every response, and the test for a Mapping takes longer.
+    # Test for float first, because this runs for every response and the test for Mapping is slower.
     if type(value) is float:
         return value, None
     if not isinstance(value, Mapping):
@@ -399,7 +406,7 @@ def verdict(value: Any) -> tuple[float, float | None]:
 
 
 class VerdictError(ValueError):
-    """A reward has returned something that is not a valid score."""
+    """A reward function returned a value that is not a valid score."""
 
 
 def _number(value: Any, wanted: str) -> float:
@@ -411,7 +418,7 @@ def _number(value: Any, wanted: str) -> float:
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follow no redirection."""
+        """Return None, which makes urllib treat the redirection as an error."""
 
 
 @lru_cache(maxsize=1)
@@ -420,27 +427,28 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
-    """Send a task to an HTTP scorer and return its reply. The scorer gets ``{"prompt", "response", "answer",
-    "record"}`` as JSON by POST.
+    """Send a task to an HTTP scorer and return its reply.
 
-    A failed connection, a missing reply, and the statuses 408, 429 and 5xx are retried, each time after a
-    pause twice as long. A reply that arrives byte by byte is left to the time limit of the pool; a reply that
-    ends early is an error. Redirections are refused, because following one would send a request without the
-    task.
+    The task is sent as JSON by POST: ``{"prompt", "response", "answer", "record"}``. Failed connections,
+    missing replies and the statuses 408, 429 and 5xx are retried with exponential back-off. Redirections are
+    treated as errors, because urllib would follow them with a GET that lacks the task. The timeout here
+    applies to each read, so a scorer that sends single bytes slowly is only stopped by the pool's own time
+    limit.
 
     Args:
         url: URL of the scorer.
         attempts: maximum number of requests.
-        timeout_s: seconds for all requests together.
+        timeout_s: time limit in seconds for all attempts together.
         task: the task to score.
 
     Returns:
         A number, or a mapping with ``score``.
 
     Raises:
-        RewardOutageError: the scorer cannot be reached, is busy or silent, or refuses every request.
-        RewardError: the scorer's replies to this task end early, or it refuses this task, or it does not
-            reply with JSON.
+        RewardOutageError: the scorer is unreachable, overloaded or silent, or rejects requests for a reason
+            that no response can cause.
+        RewardError: the scorer rejects this task (400, 413, 422) or fails on it (500), its replies are
+            incomplete, or they are not JSON.
     """
     question = {
         "prompt": task.prompt,
@@ -448,7 +456,7 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         "answer": task.answer,
         "record": dict(task.record),
     }
-    # A response may contain lone surrogates. JSON escapes them, so that ASCII encoding cannot fail.
+    # A response may contain lone surrogates. json.dumps escapes them, so encoding to ASCII cannot fail.
     body = json.dumps(question).encode("ascii")
     # The pauses take less than half of `timeout_s` in total.
     pause = min(_LONGEST_PAUSE, timeout_s / 2.0**attempts)
@@ -461,8 +469,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
         try:
             with _opener().open(request, timeout=each_s) as reply:
                 said = reply.read(_LARGEST_REPLY)
-                # If http.client reads a given number of bytes, it does not report that the reply ended before
-                # its Content-Length.
+                # http.client raises no error if a sized read ends before Content-Length, so check the
+                # remaining length.
                 if reply.length and len(said) < _LARGEST_REPLY:
                     raise http.client.IncompleteRead(said, reply.length)
                 return json.loads(said)
@@ -471,7 +479,8 @@ def ask_scorer(url: str, attempts: int, timeout_s: float, task: Task) -> Any:
                 f"status {error.code}",
                 RewardError if error.code in _OF_THE_QUESTION else RewardOutageError,
             )
-            # Request Timeout and Too Many Requests are temporary; a retry does not change other 4xx statuses.
+            # Retry 408 (Request Timeout) and 429 (Too Many Requests); repeating the request does not change
+            # other 4xx statuses.
             if error.code not in (408, 429) and error.code < 500:
                 break
         except (urllib.error.URLError, TimeoutError) as error:

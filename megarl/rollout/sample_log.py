@@ -1,4 +1,4 @@
-"""Sample log: the form of samples in the run's sample files, and the choice of samples that are stored."""
+"""Sample log: selects samples and converts them to the rows of the run's sample files."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleLog:
-    """Sample log of a run.
+    """Writes a run's samples to its sample files, one row per response.
 
-    A sample has ``step``, ``set``, ``group`` (number of its prompt in the step), ``generation`` (its number
-    among the responses to that prompt), ``record`` (index of the prompt in its data), ``source``, ``env``,
-    ``prompt`` (as the policy saw it, with special tokens), ``answer`` (the response, without them),
-    ``reference``, ``reward``, ``rewards`` (its unweighted parts by name), ``accuracy``, ``advantage``,
-    ``length`` (tokens of the response), ``truncated``, ``masked`` (left out of training), ``mismatch`` (mean
-    over its tokens of the absolute difference between the log-probabilities of engine and policy),
-    ``weight_version`` (training steps of the oldest weights that sampled any part of it; if weights may be
-    synced during sampling, ``newest_weight_version`` too) and, if requested, ``prompt_ids`` and
-    ``answer_ids``.
+    Columns of each row:
 
-    For a conversation of several turns, ``answer`` is everything after the prompt, ``length`` counts the
-    sampled tokens, and there are ``ended`` (``StopReason``) and ``turns``. A turn has ``role`` (assistant or
-    environment) and ``text``; a turn of the assistant also ``reward``; a turn of the environment that begins
-    another segment also ``segment``, the segment's number.
+    * ``step``, ``set``, ``group`` (index of the prompt in the step), ``generation`` (index of the response
+      among those to its prompt), ``record`` (index of the prompt in its data), ``source``, ``env``;
+    * ``prompt`` (as the policy saw it, with special tokens), ``answer`` (the response, without them),
+      ``reference``;
+    * ``reward``, ``rewards`` (unweighted parts by name), ``accuracy``, ``advantage``;
+    * ``length`` (response tokens), ``truncated``, ``masked`` (left out of training);
+    * ``mismatch``: mean over response tokens of the absolute difference between the engine's and the policy's
+      log-probabilities;
+    * ``weight_version``: training steps of the oldest weights that sampled any token;
+      ``newest_weight_version`` too if weights may be synced during sampling;
+    * ``prompt_ids`` and ``answer_ids``, if configured.
 
-    Unknown values are null, such as reward and accuracy of a sample that the environment masked; an infinite
-    number is the text ``inf``. Texts longer than ``max_characters`` lose their middle.
+    In conversations of several turns, ``answer`` is everything after the prompt, ``length`` counts sampled
+    tokens only, and there are two more columns: ``ended`` (``StopReason``) and ``turns``. Each turn has
+    ``role`` (assistant or environment) and ``text``; an assistant turn also ``reward``; an environment turn
+    that starts a new segment also ``segment``, its number.
+
+    Unknown values are null, such as the reward of a sample that the environment masked. Infinities are the
+    texts ``inf`` and ``-inf``. Texts longer than ``max_characters`` are cut in the middle.
 
     Attributes:
-        files: writer of the sample files.
+        files: writes the sample files.
         section: ``logger.samples`` of the configuration.
-        tokenizer: tokenizer of the policy.
-        sinks: sinks for a table of the samples, if the section asks for one.
+        tokenizer: the policy's tokenizer.
+        sinks: also get the samples as a table, if the section asks for it.
     """
 
     files: SampleFiles
@@ -71,14 +75,14 @@ class SampleLog:
         scored: Mapping[str, Tensor] | None = None,
         sources: Sequence[SourceRange] = (),
     ) -> None:
-        """Store the first samples of a step, if the step is due.
+        """Write the first samples of a training step, if samples of this step are due.
 
         Args:
-            step: step of the run.
-            rollouts: B samples, those of one prompt next to each other.
+            step: number of the step.
+            rollouts: B samples; responses to the same prompt are adjacent.
             advantages: [B] float.
-            scored: one row per sample: ``prev_logprobs`` of the policy before its update (absent if nobody
-                computed them), ``generation_logprobs``, ``token_mask`` [B, S] and ``sample_mask`` [B].
+            scored: ``prev_logprobs`` of the policy before its update (absent if nobody computed them),
+                ``generation_logprobs`` and ``token_mask``, [B, S] each, and ``sample_mask`` [B].
             sources: sources of the training data.
         """
         if step != 1 and step % self.section["period"]:
@@ -95,10 +99,11 @@ class SampleLog:
     def validation(
         self, step: int, validated: Sequence[ValidatedSet], sources: Sequence[SourceRange] = ()
     ) -> None:
-        """Store the first samples of each set of a validation. A single set has no name in the samples.
+        """Write the first samples of each validation set. The column ``set`` is null if there is only one
+        set.
 
         Args:
-            step: number of finished steps.
+            step: number of finished training steps.
             validated: the sets with their samples.
             sources: sources of the validation data.
         """
@@ -127,7 +132,7 @@ class SampleLog:
         return there if wanted is None else min(wanted, there)
 
     def _response(self, samples: Mapping[str, Any], row: int) -> str:
-        """Return a response in readable form; for Harmony this includes the messages that rewards do not
+        """Return a response as text. For Harmony, include the reasoning and tool messages that rewards do not
         read."""
         if not is_harmony(self.tokenizer):
             return str(samples["response_text"][row])
@@ -138,7 +143,8 @@ class SampleLog:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
     def _conversation(self, rollouts: Rollouts, row: int, limit: int) -> dict[str, Any]:
-        """Return the sampled and observed texts, in order, of a conversation of several turns."""
+        """Return the columns of a conversation of several turns: its texts, in order, and the reason why it
+        ended."""
         samples, earlier = rollouts.samples, rollouts.earlier
         rows: list[tuple[Mapping[str, Any], int]] = [(samples, row)]
         if earlier is not None:
@@ -158,10 +164,11 @@ class SampleLog:
         ids = samples["input_ids"][row, start - opening : end].numpy()
         sampled = samples["token_mask"][row, start:end].numpy() != 0
         rewards = samples["token_rewards"][row, start:end]
-        # If an observation has no tokens, the two responses around it are one piece here, with both rewards.
+        # An observation without tokens cannot be seen here: the responses before and after it become one turn
+        # with the sum of their rewards.
         changes = (np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist()
         pieces = [(first, last) for first, last in pairwise([0, *changes, len(sampled)]) if first < last]
-        # Decode all pieces in one call, because a call takes longer than the decoding itself.
+        # Decode all turns in one call, because the overhead of a call exceeds the decoding itself.
         parts = [ids[:opening], *(ids[opening + first : opening + last] for first, last in pieces)]
         opened, *texts = decode_with_special_tokens(self.tokenizer, TokenRows.of_arrays(parts))
         turns: list[dict[str, Any]] = (
@@ -184,8 +191,8 @@ class SampleLog:
         sources: Sequence[SourceRange],
         first_group: int = 0,
     ) -> list[dict[str, Any]]:
-        """Return the first ``number`` samples. They hold only texts and plain numbers, so that rows queued
-        for writing keep no tensor in memory."""
+        """Return the rows of the first ``number`` samples. They contain plain texts and numbers only, so that
+        rows in the writer's queue keep no tensor alive."""
         samples, limit = rollouts.samples, self.section["max_characters"]
         masked = (samples["sample_mask"][:number] == 0).tolist()
         columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
@@ -193,7 +200,7 @@ class SampleLog:
             samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
         )
         newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
-        # A masked sample holds 0 in these columns, but its reward is unknown.
+        # Masked samples have 0 in these columns, although their reward is unknown.
         judged = {
             name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
             for name in _JUDGED
@@ -211,7 +218,7 @@ class SampleLog:
         for row, record in enumerate(islice(rollouts.records, number)):
             generation += 1
             if record is not before:
-                # Compare objects: if a step has a record twice, it is two objects.
+                # Compare by identity: a record that occurs twice in a step is two objects.
                 before, group, generation = record, group + 1, 0
                 prompt = self.tokenizer.decode(list(record.prompt_ids), skip_special_tokens=False)
             rows.append(
@@ -252,7 +259,7 @@ def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
 
 
 def _numbers(values: Tensor) -> list[float | str | None]:
-    """Convert values to JSON numbers, with as few digits as reproduce the float32 exactly. NaN becomes None,
-    and an infinity becomes ``inf`` or ``-inf``."""
+    """Convert float32 values to JSON numbers with the shortest digits that restore them exactly. NaN becomes
+    None, an infinity ``inf`` or ``-inf``."""
     plain: list[float | str | None] = [float(str(value)) for value in values.detach().float().numpy()]
     return [value if np.isfinite(value) else None if np.isnan(value) else str(value) for value in plain]  # type: ignore[arg-type]

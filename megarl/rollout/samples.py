@@ -1,4 +1,4 @@
-"""Seeds of samples, and the difference between the log-probabilities of engine and policy on samples."""
+"""Sampling seeds, and metrics of the mismatch between the engine's and the policy's log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from megarl.observe.metrics import FAR, MISMATCH_MAX, MISMATCH_MEAN, MISMATCH_SH
 
 
 def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
-    """Return the random seed of one response, in [0, 2**63).
-
-    It is a hash of the arguments, so that a resumed run, or one with other workers, samples the same
-    response.
-    """
+    """Return the seed of one response, in [0, 2**63). It is a hash of the arguments, so a resumed run, or a
+    run with another layout, samples the same response."""
     return seed_of(f"{run_seed}:{step}:{prompt_index}:{sample_index}")
 
 
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
-    """Return the seeds of a step's responses, those of one prompt next to each other. A prompt is identified
+    """Return the seeds of a step's responses, with those for the same prompt adjacent. A prompt is identified
     by its position in the step."""
     return [
         sampling_seed(run_seed, step, prompt, sample)
@@ -32,16 +29,16 @@ def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: 
 def seeds_from(
     run_seed: int, ordinal: int, num_prompts: int, num_generations: int, prompts_per_step: int
 ) -> list[int]:
-    """Return the seeds of the responses to consecutive prompts, those of one prompt next to each other. A
+    """Return the seeds of the responses to consecutive prompts, with those for the same prompt adjacent. A
     prompt is identified by its ordinal in the run.
 
-    If every step takes ``prompts_per_step`` prompts, and none is left out, these are the seeds of
+    If each step uses ``prompts_per_step`` prompts and none is dropped, these are the seeds of
     ``sampling_seeds``.
 
     Args:
         run_seed: seed of the run.
-        ordinal: number of prompts before the first of these.
-        num_prompts, num_generations: number of prompts, and of responses to each.
+        ordinal: number of prompts in the run before the first of these.
+        num_prompts, num_generations: number of prompts, and of responses per prompt.
         prompts_per_step: number of prompts that a step trains on.
     """
     places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
@@ -54,10 +51,10 @@ def seeds_from(
 
 
 def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:
-    """Return the seeds of the responses to a validation set, those of one prompt next to each other.
+    """Return the seeds of the responses to a validation set, with those for the same prompt adjacent.
 
-    They depend only on the name of the set and the positions of prompt and response, so that every validation
-    of every run samples with the same seeds, and ``megarl eval`` reproduces the metrics of a step.
+    They depend only on the set's name and the positions of prompt and response. So every validation of every
+    run uses the same seeds, and ``megarl eval`` reproduces the metrics of a training step.
     """
     return [
         seed_of(f"validation:{name}:{prompt}:{sample}")
@@ -67,28 +64,27 @@ def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """Return the seed of a later response of a conversation, in [0, 2**63), from the seed of its first one,
-    which is ``sampling_seed``."""
+    """Derive the seed of a conversation's later response, in [0, 2**63), from the seed of the first."""
     return seed_of(f"{seed}:{turn}")
 
 
 MODEL_INPUTS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-"""Columns of samples that a model needs to score samples or train on them."""
+"""Batch columns that a model needs to compute log-probabilities or to train."""
 
 TOKEN_MULT_PROB_ERROR = "token_mult_prob_error"
 
 
 def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[str, float]:
-    """Compute metrics of the difference between two log-probabilities of each token.
+    """Compare two log-probabilities of each token: the engine's and the policy's.
 
     Args:
         generation: [B, S] float, log-probabilities from sampling.
-        policy: [B, S] float, log-probabilities of the policy before its update.
-        mask: [B, S], nonzero on the tokens that count.
+        policy: [B, S] float, log-probabilities under the policy before its update.
+        mask: [B, S], nonzero on the tokens to compare.
 
     Returns:
-        Over these tokens: ``mismatch_mean`` and ``mismatch_max`` of the absolute difference,
-        ``mismatch_share_above_0.05`` of the tokens, and ``token_mult_prob_error``, the mean of
+        ``mismatch_mean`` and ``mismatch_max`` of the absolute difference; ``mismatch_share_above_0.05``, the
+        share of tokens with a larger difference; and ``token_mult_prob_error``, the mean of
         exp(|difference|). A NaN difference counts as infinite. Without any token the values are 0, 0, 0 and
         1.
     """
@@ -105,29 +101,29 @@ def mismatch_metrics(generation: Tensor, policy: Tensor, mask: Tensor) -> dict[s
 
 
 def effective_share(log_weights: Tensor, mask: Tensor) -> float:
-    """Return the effective sample size of importance weights as a share of their number, (sum w)^2 / (n sum
-    w^2), or 1 if there are no weights.
+    """Return the effective sample size of importance weights divided by their number: (sum w)^2 / (n sum
+    w^2). 1 if there are no weights.
 
     Args:
-        log_weights: [B, S] float, logarithms of the weights.
+        log_weights: [B, S] float, log importance weights.
         mask: [B, S], nonzero on the tokens that count.
     """
     counted = log_weights[mask != 0].double()
     if not len(counted):
         return 1.0
-    # Subtract the largest value, so that every weight is at most 1 and none overflows.
+    # Subtract the maximum, so that no weight overflows.
     weights = (counted - counted.max()).exp()
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
 
 def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean absolute difference between two log-probabilities over the tokens of each row.
+    """Return each row's mean absolute difference between two log-probabilities of its tokens.
 
     Args:
-        generation, policy, mask: as for ``mismatch_metrics``.
+        generation, policy, mask: see ``mismatch_metrics``.
 
     Returns:
-        [B] float64; infinite if a difference is NaN, and NaN for a row without any token.
+        [B] float64; infinite if a difference is NaN, and NaN for a row without tokens.
     """
     counted = mask != 0
     difference = torch.where(counted, _differences(generation, policy), 0.0)
@@ -135,7 +131,7 @@ def row_mismatch(generation: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
 
 
 def _differences(generation: Tensor, policy: Tensor) -> Tensor:
-    """Return absolute differences in float64; a NaN difference becomes infinite."""
+    """Return the absolute differences in float64, with NaN replaced by infinity."""
     difference = (generation.double() - policy.double()).abs()
     return torch.where(difference.isnan(), torch.inf, difference)
 
@@ -149,23 +145,22 @@ def masked_far_apart(
     step: int,
     section: str = "grpo",
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return a sample mask without the sequences whose log-probabilities from generation and training differ
-    too much.
+    """Mask the sequences whose generation and training log-probabilities differ too much.
 
     Args:
-        generation, policy: [B, S] float, as for ``mismatch_metrics``.
+        generation, policy: [B, S] float, see ``mismatch_metrics``.
         token_mask: [B, S].
         sample_mask: [B].
-        threshold: maximum of a sequence's mean over tokens of exp(|difference|); a NaN difference counts as
+        threshold: maximum mean over a sequence's tokens of exp(|difference|); a NaN difference counts as
             infinite.
-        step, section: step of the run, and section with the threshold, for the error message.
+        step, section: number of the step and name of the configuration section, for the error message.
 
     Returns:
-        (mask [B], metrics): ``num_masked_seqs_by_logprob_error``, and ``max_seq_mult_prob_error`` over all
-        sequences that counted.
+        The new sample mask [B], and metrics: ``num_masked_seqs_by_logprob_error``, and
+        ``max_seq_mult_prob_error`` over all sequences that counted before.
 
     Raises:
-        MismatchError: no sequence that counted is left.
+        MismatchError: no sequence is left.
     """
     counts = (token_mask != 0) & (sample_mask != 0).unsqueeze(1)
     errors = torch.where(counts, _differences(generation, policy).exp(), 0.0)
@@ -188,13 +183,13 @@ def masked_far_apart(
 
 
 def check_mismatch(metrics: dict[str, float], bound: float | None, step: int, section: str = "grpo") -> None:
-    """Refuse to train on responses that seem to come from a different policy.
+    """Check that generation and training log-probabilities agree well enough to train on the responses.
 
     Raises:
-        MismatchError: ``token_mult_prob_error`` is above the bound.
+        MismatchError: ``token_mult_prob_error`` is above ``bound``.
     """
     error = metrics[TOKEN_MULT_PROB_ERROR]
-    # Write ``not <=`` instead of ``>``, so that NaN is refused too.
+    # ``not <=`` instead of ``>`` also rejects NaN.
     if bound is not None and not error <= bound:
         raise MismatchError(
             f"step {step}: {TOKEN_MULT_PROB_ERROR} = {error:.4g} is above "

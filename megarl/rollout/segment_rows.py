@@ -1,8 +1,8 @@
-"""Segments of responses as rows of a training batch, and estimates for a response from its rows.
+"""Conversion between responses and training rows, for responses with several segments.
 
-A response whose conversation is one segment is one row. Any other response is several consecutive rows, which
-share the response's advantage. Estimates for a response (advantages, returns) are made over all its tokens,
-one segment after the other, as if they were one row.
+A response of one segment is one row. Any other response is several consecutive rows, which share its
+advantage. Estimates per response (advantages, returns) are computed over all its tokens, as if its segments
+were one row.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ if TYPE_CHECKING:
     from megarl.rollout.collector import Rollouts
 
 RESPONSE = "response"
-"""Column [R] int64 of rows that are segments: the number of each segment's response, ascending."""
+"""Batch column [R] int64, ascending: index of the response to which each row (segment) belongs."""
 RESPONSE_TOKENS = "response_tokens"
-"""Column [R] int64 of a training batch: the number of tokens that count, over all rows of the same
-response."""
+"""Batch column [R] int64: number of trained tokens of the row's whole response."""
 
 
 def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
-    """Return rollouts with one row per segment and the column ``response``. If each response is one segment,
-    return the same object.
+    """Convert rollouts to one row per segment, and add the column ``response``. Return the same object if
+    each response is one segment.
 
     Args:
         rollouts: B responses.
-        pad_token_id: padding of token ids.
+        pad_token_id: token id for padding.
     """
     earlier = rollouts.earlier
     if earlier is None:
         return rollouts
     last = rollouts.samples
     count = last.size
-    # Copy the values that describe a whole response into each of its rows.
+    # Values per response are copied to each of its rows.
     of_earlier = last.select_indices(earlier[RESPONSE]) | {
         name: earlier[name] for name in earlier if name != RESPONSE
     }
-    # An earlier segment only counts if its response does.
+    # If a response is masked, all its segments are.
     of_earlier["sample_mask"] = of_earlier["sample_mask"] * (~of_earlier["masked"]).float()
     padding = {"input_ids": pad_token_id, "prompt_ids": pad_token_id}
     both = type(last).from_batches([last, of_earlier], padding)
     response = torch.cat([torch.arange(count), earlier[RESPONSE]])
-    # Move each last segment, which comes first here, behind the other segments of its response.
+    # The last segments come first in ``both``; sort each behind the earlier segments of its response.
     is_last = torch.arange(len(response)) < count
     order = sorted(range(len(response)), key=lambda row: (int(response[row]), bool(is_last[row])))
     samples = both.select_indices(order)
@@ -59,36 +58,36 @@ def rows_of_segments(rollouts: Rollouts, pad_token_id: int) -> Rollouts:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRows:
-    """The assignment of rows, which are segments, to responses.
+    """Maps the rows of a batch, which are segments, to responses.
 
     Attributes:
-        response: [R] int64, ascending from 0, the response of each row.
+        response: [R] int64, ascending from 0, response index of each row.
     """
 
     response: Tensor
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> SegmentRows | None:
-        """Return the segments of a batch, or None if each row is a response."""
+        """Build the mapping of a batch. Return None if each row is a complete response."""
         return cls(batch[RESPONSE]) if RESPONSE in batch else None
 
     @property
     def _places(self) -> Tensor:
-        """Number of each row among those of its response, [R]."""
+        """Index of each row among the rows of its response, [R]."""
         first = torch.searchsorted(self.response, self.response)
         return torch.arange(len(self.response)) - first
 
     @property
     def _last_rows(self) -> Tensor:
-        """The last row of each response, [B]."""
+        """Index of each response's last row, [B]."""
         return torch.searchsorted(self.response, torch.arange(int(self.response[-1]) + 1), right=True) - 1
 
     def by_response(self, batch: Mapping[str, Any]) -> BatchedDataDict[Any]:
-        """Return a batch with one row for each of B responses.
+        """Convert a batch of R rows to one row per response, B rows.
 
-        Columns [R, S] become [B, K * S], the rows of a response one after the other. Other columns have the
-        values of the response's last row. ``sample_mask`` is 1 if any of its rows counts, and
-        ``input_lengths`` ends with the last row.
+        Columns [R, S] become [B, K * S] by concatenation of a response's rows. Other columns take the value
+        of the response's last row. ``sample_mask`` is 1 if any row of the response counts, and
+        ``input_lengths`` extends to the end of the last row.
         """
         last, places = self._last_rows, self._places
         found: BatchedDataDict[Any] = BatchedDataDict()
@@ -103,7 +102,7 @@ class SegmentRows:
         found["input_lengths"] = found["input_lengths"] + places[last] * width
         counted = torch.zeros_like(found["sample_mask"]).index_add(0, self.response, batch["sample_mask"])
         found["sample_mask"] = (counted > 0).to(counted.dtype)
-        # Mask the tokens of a row that does not count, because other rows of its response may count.
+        # The joined response counts if any of its rows does, so mask the tokens of rows that do not.
         found["token_mask"] = self._joined(batch["token_mask"] * batch["sample_mask"].unsqueeze(1))
         del found[RESPONSE]
         return found
@@ -115,15 +114,22 @@ class SegmentRows:
         return joined.flatten(1)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Return values of responses, [B, 1] or [B, K * S], by row: [R, 1] or [R, S]."""
+        """Convert values per response to values per row: [B, 1] to [R, 1], or [B, K * S] to [R, S]."""
         if values.shape[1] == 1:
             return values[self.response]
         places = self._places
         return values.unflatten(1, (int(places.max()) + 1, -1))[self.response, places]
 
     def without_some_rows(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return the sample mask ``after``, [R], with all rows of a response set to 0 if any of its rows
-        counts in ``before`` but not in ``after``."""
+        """Extend a change of the sample mask from rows to whole responses.
+
+        Args:
+            before: [R], the mask before the change.
+            after: [R], the mask after some rows were set to 0.
+
+        Returns:
+            ``after``, with all rows of a response set to 0 if any of its rows was.
+        """
         left_out = torch.zeros(int(self.response[-1]) + 1, dtype=torch.bool)
         left_out[self.response[(before != 0) & (after == 0)]] = True
         return after * (~left_out[self.response]).to(after.dtype)
@@ -132,20 +138,19 @@ class SegmentRows:
 def global_batches(
     batch: BatchedDataDict[Any], responses: int, multiple: int
 ) -> tuple[BatchedDataDict[Any], int, list[int]]:
-    """Return a batch of segments with global batches of equal size, and the counts by which a loss weights
-    responses.
+    """Pad a batch of segments so that all global batches have the same number of rows.
 
-    A global batch has the rows of ``responses`` responses, and is padded with copies of its shortest row that
-    do not count.
+    A global batch has the rows of ``responses`` responses. It is padded with copies of its shortest row whose
+    masks are 0.
 
     Args:
         batch: R rows with ``response``.
         responses: number of responses per global batch.
-        multiple: the number of rows of a global batch is a multiple of this.
+        multiple: round the rows of a global batch up to a multiple of this.
 
     Returns:
-        The batch, with ``response_tokens`` instead of ``response``; the number of rows of a global batch; and
-        for each row its row in the original ``batch``.
+        The padded batch, with ``response_tokens`` in place of ``response``; the rows per global batch; and
+        for each row the index of its original in ``batch``.
     """
     response = batch[RESPONSE]
     begins = torch.searchsorted(response, torch.arange(0, int(response[-1]) + 1, responses)).tolist()
@@ -164,7 +169,7 @@ def global_batches(
     filled["sample_mask"] = filled["sample_mask"].masked_fill(filling, 0)
     filled["token_mask"] = filled["token_mask"].masked_fill(filling.unsqueeze(1), 0)
     numbers = filled.pop(RESPONSE)
-    # Leave out a row's first token, which is given and not predicted, and therefore has no loss.
+    # A row's first token is not predicted, and so has no loss.
     counts = ((filled["token_mask"] != 0) & (filled["sample_mask"] != 0).unsqueeze(1))[:, 1:].sum(dim=1)
     totals = torch.zeros(int(numbers.max()) + 1, dtype=counts.dtype).index_add(0, numbers, counts)
     filled[RESPONSE_TOKENS] = totals[numbers]

@@ -1,4 +1,4 @@
-"""SingleTurn: the environment with a single turn, whose rewards compare a response with the record's
+"""SingleTurn: environment with one turn, in which reward functions compare the response with the record's
 reference answer."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Number of a run's missing rewards that are reported one by one; each later batch has one line for all.
+# Missing scores that are logged one by one in a run; after that each batch logs a single line.
 _TOLD = 3
 
-# Maximum number of consecutive batches without any score.
+# The run fails after this number of consecutive batches without any score.
 _BATCHES = 3
 
 
@@ -36,12 +36,12 @@ _Score = TypeVar("_Score")
 
 
 class ScoresAhead(Generic[_Task, _Score]):
-    """A thread that scores tasks, and runs as long as it has some. ``begin`` and ``take`` must be called by
-    one thread.
+    """Scores tasks in a background thread while more tasks arrive. ``begin`` and ``take`` must be called from
+    the same thread.
 
     Args:
-        score: returns the score of each task, in order. It is called by one thread at a time, with all tasks
-            that have arrived meanwhile.
+        score: returns the scores of a list of tasks, in order. It gets all tasks that have arrived since its
+            previous call, and is never called concurrently.
     """
 
     def __init__(self, score: Callable[[Sequence[_Task]], Sequence[_Score]]) -> None:
@@ -53,7 +53,7 @@ class ScoresAhead(Generic[_Task, _Score]):
         self._thread: threading.Thread | None = None
 
     def begin(self, tasks: Sequence[tuple[Hashable, _Task]]) -> None:
-        """Begin to score more tasks, each with the key under which ``take`` returns its score."""
+        """Queue tasks for scoring. Each comes with the key under which ``take`` returns its score."""
         with self._lock:
             self._waiting += tasks
             if self._thread is None and self._waiting:
@@ -61,8 +61,8 @@ class ScoresAhead(Generic[_Task, _Score]):
                 self._thread.start()
 
     def take(self) -> dict[Hashable, deque[_Score]]:
-        """Wait for all tasks that have begun, and return their scores by key, one for each task with that
-        key. The scores are then forgotten.
+        """Wait until all queued tasks are scored, then return and clear the scores. Each key maps to one
+        score per task with that key, in queue order.
 
         Raises:
             BaseException: the exception that ``score`` raised.
@@ -79,7 +79,7 @@ class ScoresAhead(Generic[_Task, _Score]):
         while True:
             with self._lock:
                 tasks, self._waiting = self._waiting, []
-                # Clear the thread under the lock, so that a task that arrives from now on starts another one.
+                # Clear the attribute under the lock, so that a task which arrives later starts a new thread.
                 if not tasks or self._error is not None:
                     self._thread = None
                     return
@@ -94,14 +94,14 @@ class ScoresAhead(Generic[_Task, _Score]):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One reward of an environment.
+    """One reward function of an environment that adds up several.
 
     Attributes:
         name: name of the reward.
         weight: factor in the sum.
-        spec: specification of the reward.
-        reward: the reward itself.
-        place: its number in the pool; None if the driver computes it.
+        spec: name and options of the reward.
+        reward: the reward function.
+        place: index of the reward in the process pool; None if the driver computes it.
     """
 
     name: str
@@ -112,14 +112,14 @@ class _Part:
 
 
 class SingleTurn:
-    """Environment with a single turn: reward functions compare the response with the record's reference
-    answer, and the conversation ends.
+    """Environment with one turn: reward functions compare the response with the record's reference answer,
+    and the conversation ends.
 
-    A reward that may fail or take long is computed in the processes of a pool, so that no response harms the
-    run or the other samples.
+    Rewards that may fail, hang or take long run in a process pool, so that a bad response cannot harm the run
+    or other samples.
 
     Args:
-        section: the ``env`` section, or the section of a named environment in it.
+        section: the ``env`` section, or the section of one named environment in it.
 
     Raises:
         ConfigError: a reward function does not exist.
@@ -127,7 +127,7 @@ class SingleTurn:
 
     def __init__(self, section: EnvConfig) -> None:
         on_error = section["on_error"]
-        # Mask an outage, unless errors end the run, because no response can cause it.
+        # An outage masks the sample even if errors count as 0, because no response can cause it.
         self._on_fault = {
             "error": on_error,
             "timeout": section["on_timeout"],
@@ -159,34 +159,38 @@ class SingleTurn:
             self._ahead = ScoresAhead(self._pool.score)
 
     def judges_groups(self, step_rows: int) -> None:
-        """Declare that from now on each call has the responses to one prompt, out of ``step_rows`` responses
-        per step. A reward function that fails on all responses of its calls then counts as broken only once
-        it has failed on that many."""
+        """Declare that each following call to ``step`` gets the responses to one prompt instead of a whole
+        step.
+
+        Args:
+            step_rows: responses per training step. A reward function that fails on every response of its
+                calls is treated as broken only after failing on this many in a row.
+        """
         self._step_rows = step_rows
 
     @property
     def scores_ahead(self) -> bool:
-        """True if rewards are computed in other processes, so that scoring may begin while responses are
-        still sampled."""
+        """True if rewards run in a process pool, so that scoring can start while other responses are still
+        being sampled."""
         return self._ahead is not None
 
     def score_ahead(self, turn: Turn) -> None:
-        """Begin to score some responses of the batch that ``step`` gets next. The result of ``step`` does not
-        depend on this."""
+        """Start to score some responses of the batch that ``step`` gets next. This saves time and does not
+        change the result of ``step``."""
         if self._ahead is not None:
             self._ahead.begin(self._pooled_tasks(self._as_read(turn)))
 
     def step(self, turn: Turn) -> EnvironmentReturn:
-        """Return the rewards of the responses, which are the sums of their weighted parts.
+        """Return the rewards of the responses: the weighted sums of all reward functions.
 
-        The metrics ``reward_errors`` (including outages) and ``reward_timeouts`` count parts that could not
-        be computed; if there are several rewards, each has its own metrics too, such as
+        The metrics ``reward_errors`` (which include scorer outages) and ``reward_timeouts`` count scores that
+        could not be computed. With several reward functions there is also one of each per function, such as
         ``reward_errors/NAME``.
 
         Raises:
-            RewardError: a response has no reward, and ``env.on_error`` or ``env.on_timeout`` is ``raise``; a
-                reward function raised on every response; or none of the responses of ``_BATCHES`` batches in
-                a row could be scored.
+            RewardError: a response has no score, and ``env.on_error`` or ``env.on_timeout`` is ``raise``; a
+                reward function raised on every response; or ``_BATCHES`` batches in a row had no scored
+                response.
         """
         turn = self._as_read(turn)
         columns = self._without_broken(_with_a_score_each(self._scores(turn)), turn)
@@ -203,8 +207,8 @@ class SingleTurn:
         )
 
     def fault_of_reference(self, answer: str) -> str | Doubt | None:
-        """Return why a reward function cannot use a reference answer, else the first doubt of a reward
-        function about it, else None."""
+        """Return the first reason why a reward function cannot use a reference answer, else the first
+        ``Doubt`` of a reward function, else None."""
         doubt = None
         for part in self._parts:
             fault = part.reward.fault_of_reference
@@ -216,13 +220,13 @@ class SingleTurn:
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
-        """Function that extracts a response's final answer, from the first reward that measures correctness
-        and has such a function; None if there is none."""
+        """Function that extracts the final answer from a response. It comes from the first reward function
+        that measures correctness and can extract answers; None if there is no such function."""
         rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
         return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
 
     def close(self) -> None:
-        """End the processes of the pool."""
+        """Stop the processes of the pool."""
         if self._pool is not None:
             self._pool.close()
 
@@ -234,7 +238,7 @@ class SingleTurn:
         )
 
     def _scores(self, turn: Turn) -> list[list[Score]]:
-        """Return the scores of each reward, each a list of B."""
+        """Return one list of B scores per reward function."""
         pooled = self._pooled_scores(turn)
         full = self._tasks(turn) if any(part.place is None for part in self._parts) else []
         rows = len(turn.responses)
@@ -246,15 +250,15 @@ class SingleTurn:
         ]
 
     def _pooled_scores(self, turn: Turn) -> list[Score]:
-        """Return the scores from the pool, including those that were begun ahead."""
+        """Return the scores of the pool's rewards. Scores that ``score_ahead`` has started are reused."""
         if self._pool is None or self._ahead is None:
             return []
         ahead = self._ahead.take()
         found: list[Score | None] = []
         missing: list[tuple[int, Task]] = []
         for key, task in self._pooled_tasks(turn):
-            # Keep a queue per key: two responses to a prompt may have the same text, and each has its own
-            # score.
+            # Pop from a queue, because two responses to a prompt may have the same text and hence the same
+            # key.
             found.append(ahead[key].popleft() if ahead.get(key) else None)
             if found[-1] is None:
                 missing.append(task)
@@ -262,10 +266,10 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """Return the tasks for the pool, each with a key. They are ordered by reward, so that the slow
-        responses of different rewards are spread out."""
+        """Return the pool's tasks, each with a key that identifies it. Tasks are ordered by reward, so that a
+        response which is slow for every reward does not occupy neighbouring slots."""
         full = self._tasks(turn)
-        # Do not send what a reward does not read through the pipe to its process.
+        # Sending prompts and records through a pipe is slow, so omit them for rewards that do not read them.
         short = (
             [task._replace(prompt="", record={}) for task in full]
             if any(part.reward.wants_record for part in self._parts)
@@ -277,7 +281,7 @@ class SingleTurn:
                 for record, task in zip(
                     turn.records, full if part.reward.wants_record else short, strict=True
                 ):
-                    # Identify the record by its object, which stays the same as long as its episode exists.
+                    # id() is a safe key here: the record lives as long as its episode.
                     found.append(((part.place, id(record), task.response, task.length), (part.place, task)))
         return found
 
@@ -289,7 +293,8 @@ class SingleTurn:
     def _values_of_parts(
         self, columns: Sequence[Sequence[Score]], masked: Sequence[bool]
     ) -> dict[str, list[float | None]]:
-        """Return the values of each reward; None for a masked sample, and for one of another task."""
+        """Return B values per reward function. A value is None for a masked sample, and for a sample that
+        belongs to another function's task."""
         found: dict[str, list[float | None]] = {}
         for part, column in zip(self._parts, columns, strict=True):
             values = [
@@ -301,8 +306,12 @@ class SingleTurn:
         return found
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
-        """Return for each sample whether it is left out of training. Log the samples without a reward, and
-        raise if too many batches in a row have no scored sample."""
+        """Return a flag per sample that is true if the sample is left out of training. Log the samples
+        without a reward.
+
+        Raises:
+            RewardError: too many batches in a row had no scored sample.
+        """
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
         unscored = [False] * len(masked)
         for part, column in zip(self._parts, columns, strict=True):
@@ -337,15 +346,15 @@ class SingleTurn:
         return masked
 
     def _without_broken(self, columns: list[list[Score]], turn: Turn) -> list[list[Score]]:
-        """Return the scores. If an external scorer fails on every response of a batch, its scores become
-        outages. A single response is not enough to conclude this.
+        """Handle reward functions that fail on every response of a batch. For an external scorer, mark the
+        scores as an outage. A single response is not enough evidence and is left as it is.
 
         Raises:
-            RewardError: a reward function fails on every response, which is its own fault and not that of the
-                responses.
+            RewardError: a reward function other than an external scorer fails on every response, so the
+                responses are not the cause.
         """
         for place, (part, column) in enumerate(zip(self._parts, columns, strict=True)):
-            # A failed import is an outage with a trace, and is permanent (``score_of``).
+            # ``score_of`` reports a failed import as an outage with a traceback; retrying cannot cure it.
             fails = len(column) > 1 and all(score.fault == "error" or score.trace for score in column)
             self._failing[part.name] = self._failing.get(part.name, 0) + len(column) if fails else 0
             if fails:
@@ -368,7 +377,11 @@ class SingleTurn:
         return columns
 
     def _is_masked(self, score: Score, part: _Part, turn: Turn, row: int, *, tell: bool) -> bool:
-        """Return whether a sample is left out of training because one of its rewards is missing."""
+        """Return whether a missing score leaves its sample out of training; False counts it as 0.
+
+        Raises:
+            RewardError: the configuration stops the run on such a failure.
+        """
         assert score.fault is not None
         reward = f"reward {part.name}" if self._has_several else "reward"
         what = (
@@ -402,7 +415,7 @@ class SingleTurn:
         return bool(decision == "mask")
 
     def _metrics(self, columns: Sequence[Sequence[Score]]) -> dict[str, float]:
-        """Count the missing rewards by reason."""
+        """Count missing scores by reason."""
         counts: dict[str, float] = {"reward_errors": 0, "reward_timeouts": 0}
         for part, column in zip(self._parts, columns, strict=True):
             faults = ["error" if score.fault == "outage" else score.fault for score in column]
@@ -413,9 +426,11 @@ class SingleTurn:
         return counts
 
     def _accuracies(self, columns: Sequence[Sequence[Score]], rewards: Sequence[float]) -> list[float | None]:
-        """Return the accuracy of each response: the one that a reward reports with its value, else the value
-        of the first reward that measures correctness, else the summed reward. Return an empty list if the
-        accuracy is the reward anyway."""
+        """Return the accuracy of each response, or an empty list if the accuracy equals the reward anyway.
+
+        It is the accuracy that a reward function reports, else the score of the first function that measures
+        correctness, else the summed reward.
+        """
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
         judges = [
@@ -440,7 +455,8 @@ def _is_of_another_task(score: Score) -> bool:
 
 
 def _with_a_score_each(columns: list[list[Score]]) -> list[list[Score]]:
-    """Return the scores, with a fault for each response that every reward leaves to another one."""
+    """Mark a response as failed if every reward function returned None for it, claiming that it belongs to
+    another task."""
     for row, scores in enumerate(zip(*columns, strict=True)):
         if all(map(_is_of_another_task, scores)):
             columns[0][row] = Score(
@@ -450,8 +466,7 @@ def _with_a_score_each(columns: list[list[Score]]) -> list[list[Score]]:
 
 
 def _weighted(parts: Sequence[_Part], columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return for each response the weighted sum of its values. A single reward of weight 1 is returned
-    unchanged."""
+    """Return the weighted sum of scores per response. A single reward of weight 1 keeps its exact values."""
     sums = [parts[0].weight * value for value in columns[0]]
     for part, column in zip(parts[1:], columns[1:], strict=True):
         sums = [total + part.weight * value for total, value in zip(sums, column, strict=True)]
@@ -462,7 +477,8 @@ def _task(turn: Turn, row: int, length: int, *, with_record: bool) -> Task:
     record, response = turn.records[row], turn.responses[row]
     if not with_record:
         return Task(response, record.answer, length, is_chat=getattr(record, "is_chat", False))
-    # The data's own index is what a function was written for; the answer is always the reference.
+    # The data's own field ``index`` overrides the record number, since a user's function was written for it;
+    # ``answer`` is always the reference.
     fields = {"index": record.index, **getattr(record, "fields", {}), "answer": record.answer}
     prompt = turn.prompts[row] if turn.prompts else ""
     return Task(response, record.answer, length, prompt, fields, getattr(record, "is_chat", False))

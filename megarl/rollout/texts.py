@@ -1,10 +1,8 @@
-"""Decoding of many rows of token ids at once, with the same results as ``tokenizer.batch_decode`` in a
-fraction of its time.
+"""Fast decoding of batches of token ids. The texts are those of ``tokenizer.batch_decode``.
 
-transformers looks at each token of a list and calls the tokenizers library row by row. This module passes all
-rows to that library in one call. If the library's decoder just joins the bytes of the tokens (``ByteLevel``:
-GPT-2, Qwen, Llama 3 and others), a table of these bytes decodes batches that have more tokens than the
-vocabulary.
+transformers inspects each token and calls the tokenizers library once per row. This module passes all rows in
+one call. If the decoder only concatenates the tokens' bytes (``ByteLevel``: GPT-2, Qwen, Llama 3 and others),
+batches with more tokens than the vocabulary are decoded with a table of these bytes.
 """
 
 from __future__ import annotations
@@ -22,24 +20,24 @@ from megarl.distributed.token_rows import TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Number of tokens that are joined at once, which bounds the memory needed.
+# Number of tokens decoded at a time, which bounds the memory.
 _AT_ONCE = 1 << 20
 
 
-# Special tokens of the Harmony format, in which GPT-OSS writes its reasoning and its answer as messages of
-# several channels.
+# Special tokens of the Harmony format, in which GPT-OSS writes reasoning and answer as messages in channels.
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
 _FINAL = "final"
-# Number of tokens between a channel and its message of which the channel's name is among the first.
+# Only this many tokens after ``<|channel|>`` are decoded to find the channel's name, so that a long header
+# costs no time.
 _LONGEST_HEADER = 64
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return the texts of responses that rewards read: without special tokens, and for Harmony only the last
-    message of the final channel.
+    """Decode responses as rewards read them: without special tokens, and for Harmony only the last message of
+    the final channel.
 
-    Without its special tokens, a Harmony response is a single text of reasoning, channel names and answer.
+    Without special tokens, a Harmony response would be one text of reasoning, channel names and the answer.
     """
     marks = _harmony_ids(tokenizer)
     texts = decode_rows(tokenizer, rows)
@@ -49,8 +47,8 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[
 
 
 def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a model writes messages in channels (Harmony), of which rewards read only the
-    final one."""
+    """Return whether the tokenizer has the special tokens of the Harmony format, in which a response is a
+    sequence of messages and rewards read only the final one."""
     return _harmony_ids(tokenizer) is not None
 
 
@@ -62,13 +60,13 @@ def _harmony_ids(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int] | None
 def _final_message(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], marks: Mapping[str, int], text: str
 ) -> str:
-    """Return the last message of the final channel: the whole text if there are no channels, and an empty
-    text if no channel is final."""
+    """Return the last message of the final channel. If there are no channels, return the whole text; if none
+    is final, an empty text."""
     tokens = list(map(int, ids))
     ends = set(marks.values())
     if marks["<|channel|>"] not in tokens:
         return text
-    # From the end, so that each token is read once: a policy may write thousands of channels.
+    # Scan backwards, so that each token is visited once: a policy may write thousands of channels.
     message, end, next_mark = None, len(tokens), len(tokens)
     for place in reversed(range(len(tokens))):
         token = tokens[place]
@@ -84,7 +82,7 @@ def _final_message(
 
 
 def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return the texts of rows of tokens, including special tokens."""
+    """Decode rows of token ids, including special tokens."""
     decode = (
         tokenizer.backend_tokenizer.decode_batch
         if _decodes_as_its_backend(tokenizer)
@@ -95,11 +93,11 @@ def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: TokenRo
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str]:
-    """Return the texts of rows of tokens without special tokens, as ``tokenizer.batch_decode(rows,
-    skip_special_tokens=True)`` returns them.
+    """Decode rows of token ids without special tokens. Equals ``tokenizer.batch_decode(rows,
+    skip_special_tokens=True)``.
 
-    A tokenizer that overrides ``decode``, has no backend of the tokenizers library, or cleans up spaces is
-    called itself.
+    Tokenizers that override ``decode``, have no backend of the tokenizers library, or clean up spaces are
+    called directly.
     """
     if len(rows) == 0:
         return []
@@ -115,7 +113,7 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, rows: TokenRows) -> list[str
 
 
 def _decodes_as_its_backend(tokenizer: Any) -> bool:
-    """Return whether transformers leaves the texts of the tokenizers library unchanged."""
+    """Return whether transformers returns the tokenizers library's texts unchanged."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -128,7 +126,8 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
         return False
     if not tokenizer.clean_up_tokenization_spaces:
         return True
-    # Newer versions of transformers ignore the setting for BPE, whose texts it would damage.
+    # Newer versions of transformers ignore clean_up_tokenization_spaces for BPE, because it would corrupt the
+    # text.
     kept = not getattr(
         tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True
     )
@@ -137,13 +136,13 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """The bytes of each token.
+    """Byte strings of all token ids, as flat arrays.
 
     Attributes:
-        data: uint8, the bytes of all tokens one after another.
-        first: int64 [tokens + 1], index of each token's first byte.
-        lengths: int64 [tokens + 1], number of each token's bytes; 0 for special tokens, for unused ids, and
-            in the last entry, which stands for all larger ids.
+        data: uint8, concatenated bytes of all tokens.
+        first: int64 [tokens + 1], offset of each token's first byte in ``data``.
+        lengths: int64 [tokens + 1], number of bytes of each token. 0 for special tokens, for unused ids, and
+            for the last entry, which stands for all larger ids.
     """
 
     data: np.ndarray
@@ -152,13 +151,13 @@ class ByteTable:
 
     @classmethod
     def of(cls, tokens: Mapping[int, bytes]) -> ByteTable:
-        """Build the table from the bytes of each id."""
+        """Build the table from a mapping of token ids to bytes."""
         pieces = [tokens.get(number, b"") for number in range(max(tokens, default=-1) + 2)]
         lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
         return cls(np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, lengths)
 
     def decode(self, rows: TokenRows) -> list[str]:
-        """Return the text of each row; invalid UTF-8 becomes U+FFFD."""
+        """Decode rows to texts. Invalid UTF-8 becomes U+FFFD."""
         return [text for part in rows.parts(_AT_ONCE) for text in self._decode(part)]
 
     def _decode(self, rows: TokenRows) -> Iterator[str]:
@@ -168,30 +167,29 @@ class ByteTable:
         lengths = self.lengths[ids]
         ends = np.cumsum(lengths)
         size = int(ends[-1]) if len(ends) else 0
-        # For each byte of the text, compute its index in ``data``: it increases from the first byte of its
-        # token.
+        # Index into ``data`` of each output byte: the offset of its token plus its position in the token.
         places = np.repeat(self.first[ids] - (ends - lengths), lengths)
         places += np.arange(size)
         joined = self.data[places].tobytes()
         begun = 0
-        # Iterate over the ends of the rows in bytes.
+        # Split the joined bytes at the ends of the rows.
         for end in np.concatenate([[0], ends])[np.cumsum(rows.lengths)].tolist():
             yield joined[begun:end].decode("utf-8", "replace")
             begun = end
 
 
-# A table exists as long as its tokenizer.
+# Weak keys: a table is dropped together with its tokenizer.
 _tables: weakref.WeakKeyDictionary[Any, tuple[Any, ByteTable | None]] = weakref.WeakKeyDictionary()
 
 
 def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
-    """Return the cached table of a tokenizer, or None if the tokenizer's decoder does more than join
+    """Return the cached byte table of a tokenizer, or None if its decoder does more than concatenate
     bytes."""
     state = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
     if (json.loads(state) or {}).get("type") != "ByteLevel":
         return None
     added = backend.get_added_tokens_decoder()
-    # Include the vocabulary, because a tokenizer may receive further tokens after its table was made.
+    # Part of the cache key, because tokens may be added to a tokenizer after its table was built.
     now = (
         state,
         backend.get_vocab_size(),
@@ -204,13 +202,13 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """Return the table if it gives the library's texts for the whole vocabulary, else None: the library's
-    next version may decode differently."""
+    """Build a byte table and compare its texts with those of the tokenizers library for the whole vocabulary.
+    Return None if they differ, as they may with a future version of that library."""
     special = {number for number, token in added.items() if token.special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     tokens |= {
         number: token.content for number, token in added.items()
-    }  # If both have a number, the library uses the added token.
+    }  # If an id is in both, the tokenizers library uses the added token.
     table = ByteTable.of(
         {number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()}
     )
@@ -226,8 +224,8 @@ def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Return the bytes of a byte-level token. A token with any other character gives the bytes of its own
-    text."""
+    """Return the bytes of a byte-level token. A token with a character outside the byte-level alphabet is
+    encoded as UTF-8."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
@@ -235,8 +233,8 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character in byte-level tokens: printable Latin-1 characters represent
-    themselves, and the other bytes are numbered from U+0100 on."""
+    """Map the characters of byte-level tokens to bytes, as GPT-2 does: printable Latin-1 characters stand for
+    themselves, the other bytes for characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

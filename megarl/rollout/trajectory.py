@@ -1,5 +1,4 @@
-"""Trajectories: the tokens of a policy's conversations with an environment, and the batch that is built from
-them."""
+"""Token segments of conversations, and the batch that is built from them."""
 
 from __future__ import annotations
 
@@ -16,32 +15,27 @@ from megarl.distributed.token_batches import pad_arrays, padded
 from megarl.distributed.token_rows import TokenRows
 
 TOKEN_VERSIONS = "token_versions"
-"""Column of a batch with weight versions, see ``batch_of``."""
+"""Batch column of weight versions per token, see ``batch_of``."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens in the order in which a model sees them: a prompt, followed alternately by sampled and observed
-    tokens.
+    """A token sequence as the model sees it: a prompt, then alternately sampled and observed tokens.
 
-    Sampled tokens are never decoded and encoded again: the next prompt is all tokens so far, followed by
-    those of the observation.
+    Sampled tokens are never decoded and encoded again: the next prompt is all tokens so far plus those of the
+    observation.
 
-    A conversation is one segment, unless the prompt of a later turn does not begin with the tokens so far,
-    for example because the chat template drops the reasoning from earlier responses. Then another segment
-    begins.
+    A conversation is one segment unless the prompt of a later turn does not start with the tokens so far, for
+    example because the chat template drops the reasoning of earlier responses. A new segment starts then.
 
     Attributes:
         prompt: [P] int64.
-        pieces: tokens [n] int64, each with the log-probabilities [n] float32 from their sampling and the
-            weight versions [n] int64. Observed tokens have None for both; versions are None too if engines do
+        pieces: runs of tokens [n] int64, each with the sampling log-probabilities [n] float32 and the weight
+            versions [n] int64. Both are None for observed tokens; versions are also None if the engine does
             not report them.
-        rewards: reward of each response; the reward of the whole conversation, known once it has ended, is
-            added to the last one.
-        opening: in a segment that is not the first, the number of tokens at the end of the prompt that are an
-            observation.
-        length, sampled_length: number of tokens after the prompt, and how many of them were sampled; updated
-            as tokens are appended.
+        rewards: one reward per response. The reward of the complete conversation is added to the last one.
+        opening: number of tokens at the end of the prompt that are an observation; 0 in a first segment.
+        length, sampled_length: number of tokens after the prompt, and of the sampled ones among them.
     """
 
     prompt: np.ndarray
@@ -52,20 +46,20 @@ class Segment:
     sampled_length: int = field(default=0, init=False)
 
     def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray | None = None) -> None:
-        """Append tokens that the policy sampled."""
+        """Append sampled tokens with their log-probabilities and weight versions."""
         self.pieces.append((tokens, logprobs, versions))
         self.rewards.append(0.0)
         self.length += len(tokens)
         self.sampled_length += len(tokens)
 
     def observed(self, tokens: np.ndarray) -> None:
-        """Append tokens that the environment returned."""
+        """Append tokens of an observation."""
         self.pieces.append((tokens, None, None))
         self.length += len(tokens)
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens, [n] int64."""
+        """All tokens including the prompt, [n] int64."""
         if not self.pieces:
             return self.prompt
         return np.concatenate([self.prompt, *[piece[0] for piece in self.pieces]])
@@ -75,7 +69,7 @@ class Segment:
 
     @property
     def last_token(self) -> int | None:
-        """The last token of the last piece; None if that piece is empty."""
+        """The last token, or None if the last appended run is empty."""
         tokens = self.pieces[-1][0] if self.pieces else self.prompt
         return int(tokens[-1]) if len(tokens) else None
 
@@ -84,14 +78,19 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     """Build a batch with one row per segment.
 
     Returns:
-        ``input_ids`` [B, S] int64 right-padded, ``input_lengths`` [B] int64, ``token_mask`` [B, S] float (1
-        on sampled tokens), ``sample_mask`` [B] float (0 if nothing was sampled), ``generation_logprobs`` [B,
-        S] float32 (0 except on sampled tokens), ``generation_lengths`` [B] int64 (sampled tokens),
-        ``prompt_ids`` [B, longest prompt] int64, ``prompt_lengths`` [B] int64. If engines report them,
-        ``token_versions`` [B, S] int64 (weight versions; 0 except on sampled tokens).
+        A batch with these columns:
+
+        * ``input_ids`` [B, S] int64, right-padded; ``input_lengths`` [B] int64;
+        * ``token_mask`` [B, S] float: 1 on sampled tokens;
+        * ``sample_mask`` [B] float: 0 if nothing was sampled;
+        * ``generation_logprobs`` [B, S] float32: 0 except on sampled tokens;
+        * ``generation_lengths`` [B] int64: number of sampled tokens;
+        * ``prompt_ids`` [B, longest prompt] int64; ``prompt_lengths`` [B] int64;
+        * ``token_versions`` [B, S] int64, weight versions, 0 except on sampled tokens: only if the engine
+          reports them.
     """
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
-    # Alternate observed and sampled pieces of all segments, one segment after another.
+    # Concatenate the prompt and all runs of each segment.
     pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
     tokens = [tokens for tokens, *_ in pieces]
     rows = TokenRows(np.concatenate(tokens), np.fromiter(map(len, segments), np.int64, len(segments)))
@@ -99,7 +98,7 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
     is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], list(map(len, tokens)))
     of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
     versions = [each for _, _, each in pieces if each is not None]
-    # Use versions only if every piece has them: a piece without them would shift those of all later pieces.
+    # Versions are used only if every sampled run has them: a gap would shift the versions of all later runs.
     tells = len(versions) == len(of_sampled) > 0
     token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
     token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled
@@ -125,8 +124,8 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
 
 
 def token_rewards(segments: Sequence[Segment], width: int) -> torch.Tensor:
-    """Return the reward of each response at its last token, [B, width] float32; all other positions are 0.
-    The reward of a response without tokens is dropped."""
+    """Return a [B, width] float32 tensor with each response's reward at its last token, and 0 elsewhere. The
+    reward of an empty response is dropped."""
     found = np.zeros((len(segments), width), np.float32)
     for row, segment in enumerate(segments):
         rewards, end = iter(segment.rewards), len(segment.prompt)

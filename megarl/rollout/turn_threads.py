@@ -1,4 +1,4 @@
-"""Calls of an environment in threads, a few at a time; a call that hangs is abandoned."""
+"""Threads for environment calls. A call that hangs is abandoned, and its thread replaced."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from megarl.errors import RewardError
 
-# Interval at which calls that wait or take too long are checked.
+# Poll interval in seconds for queued and overdue calls.
 _LOOK_SECONDS = 0.01
 
-# Number of threads that an owner begins with. Two turns of 256 quick conversations took 0.41 s on two cores
-# with one thread for each, and 0.18 s with this number.
+# Initial number of threads per owner. For two turns of 256 fast conversations on two cores this took 0.18 s;
+# one thread per conversation took 0.41 s.
 _FEW = 8
 
 
 class Call(NamedTuple):
-    """A call that is waiting or running.
+    """A call that is queued or running.
 
     Attributes:
-        number: number that the caller has chosen.
+        number: id that the caller has chosen.
         call: the function to call.
-        owner: object whose call it is; at most ``most`` calls of an owner run at once.
+        owner: environment that is called; it runs at most ``most`` calls concurrently.
         most: maximum number of threads of this owner.
         timeout_s: time limit in seconds.
     """
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a call, with a result or an error, or with neither if it timed out."""
+    """Outcome of a call: a result, an error, or neither if it timed out."""
 
     number: int
     result: Any = None
@@ -51,10 +51,10 @@ class Ended(NamedTuple):
 
 
 class _Owner:
-    """The threads of an owner, which are started on demand.
+    """The threads and the queue of one environment. Threads are started on demand.
 
     Args:
-        name: name of the owner, for messages.
+        name: name of the environment, for messages.
         most: maximum number of threads.
     """
 
@@ -65,8 +65,8 @@ class _Owner:
 
 
 class TurnThreads:
-    """Threads that run calls and are kept until ``close``. A thread whose call never returns ends with the
-    process."""
+    """Daemon threads that run environment calls until ``close``. A thread whose call never returns ends with
+    the process."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _Owner] = {}
@@ -82,7 +82,7 @@ class TurnThreads:
         return len(self._calls)
 
     def start(self, call: Call) -> None:
-        """Run a call as soon as its owner has a free thread."""
+        """Queue a call, which runs as soon as its owner has a free thread."""
         owner = self._owners.get(id(call.owner))
         if owner is None:
             owner = self._owners[id(call.owner)] = _Owner(type(call.owner).__name__, call.most)
@@ -93,11 +93,11 @@ class TurnThreads:
             self._add_threads(owner, 1)
 
     def take(self, *, wait: bool, all_of_them: bool = False) -> list[Ended]:
-        """Return calls that have ended.
+        """Return the calls that have ended.
 
         Args:
-            wait: wait for at least one, if there are any calls.
-            all_of_them: with ``wait``, wait for all.
+            wait: block until at least one has ended, if any are pending.
+            all_of_them: with ``wait``, block until all have ended.
 
         Raises:
             RewardError: more calls of an owner hang than it may have threads.
@@ -111,23 +111,23 @@ class TurnThreads:
         return found
 
     def forget(self) -> None:
-        """Abandon all calls that have not ended."""
+        """Abandon all pending calls and discard their results."""
         self._given_up += self._calls.values()
         self._calls.clear()
         self._begun.clear()
-        # Closing makes a thread that is in a call end after it, and makes a waiting thread end at once.
+        # The sentinels make idle threads exit now, and busy ones after their call.
         self.close()
         self._owners.clear()
 
     def close(self) -> None:
-        """End the threads once their calls have ended."""
+        """Make the threads exit after their current calls."""
         for owner in self._owners.values():
             for _ in range(owner.threads):
                 owner.waiting.put(None)
 
     def _next(self, *, block: bool) -> Ended | None:
-        """Return the next call that ends; a call that exceeds its time limit ends here. Without ``block``,
-        return None if there is none."""
+        """Return the next call that ends or exceeds its time limit. Without ``block``, return None if there
+        is none."""
         while True:
             try:
                 ended = self._ended.get(timeout=_LOOK_SECONDS) if block else self._ended.get_nowait()
@@ -140,7 +140,7 @@ class TurnThreads:
                 if not block:
                     return None
                 continue
-            # Compare the calls themselves: a call that was given up may still end, when a later call has its
+            # Compare call objects, not numbers: an abandoned call may return when a later call has its
             # number.
             if ended.call is self._calls.get(ended.number):
                 return self._closed(ended)
@@ -156,7 +156,11 @@ class TurnThreads:
         return ended
 
     def _give_up(self, call: Call) -> None:
-        """Abandon a call that hangs, and start another thread in place of its thread."""
+        """Abandon a call that hangs, and start a replacement for its thread.
+
+        Raises:
+            RewardError: more calls of the owner hang than it may have threads.
+        """
         owner = self._owners[id(call.owner)]
         self._given_up.append(call)
         owner.hanging += 1
@@ -170,7 +174,7 @@ class TurnThreads:
         self._add_threads(owner, min(1, owner.most - owner.threads))
 
     def _grow(self) -> None:
-        """Double the threads of owners whose calls are still waiting. Owners whose calls end at once need few
+        """Double the threads of owners with queued calls. Owners whose calls return quickly thus keep few
         threads."""
         now = time.monotonic()
         if now - self._grown < _LOOK_SECONDS:
@@ -194,5 +198,5 @@ class TurnThreads:
             except BaseException as error:
                 ended = Ended(call.number, error=error, call=call)
             if any(call is each for each in self._given_up):
-                return  # Another thread has replaced this one.
+                return  # A replacement is already running.
             self._ended.put(ended)

@@ -1,4 +1,4 @@
-"""Packing of sequences into token-bounded bins. Pure Python: importing it loads neither torch nor ray."""
+"""Packing of sequences into token-bounded bins. Pure Python: importing it loads neither torch nor Ray."""
 
 from __future__ import annotations
 

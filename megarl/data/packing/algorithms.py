@@ -1,4 +1,4 @@
-"""The packing algorithms: each turns sequence lengths into bins that never exceed a capacity."""
+"""Packing algorithms: they distribute sequences over bins of a maximum capacity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.errors import PackingError
 
 
 class PackingAlgorithm(Enum):
-    """Names of the algorithms, as the configuration writes them."""
+    """Packing algorithms by their configuration value."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -36,16 +36,16 @@ DEFAULT_PACKING_ALGORITHM = PackingAlgorithm.BEST_FIT_DECREASING
 
 
 class SequencePacker(ABC):
-    """Packs sequences into bins of at most ``bin_capacity`` tokens.
+    """Base class of packers, which pack sequences into bins of at most ``bin_capacity`` tokens.
 
     Args:
-        bin_capacity: tokens a bin may hold.
-        collect_metrics: keep statistics of every ``pack`` in ``metrics``.
-        min_bin_count: make at least this many bins (default 0).
-        bin_count_multiple: make the number of bins a multiple of this (default 1).
+        bin_capacity: maximum tokens per bin.
+        collect_metrics: collect statistics of every ``pack`` call in ``metrics``.
+        min_bin_count: minimum number of bins (default 0).
+        bin_count_multiple: the number of bins is a multiple of this (default 1).
 
     Raises:
-        PackingError: ``min_bin_count`` is negative or ``bin_count_multiple`` is not positive.
+        PackingError: ``min_bin_count`` is negative, or ``bin_count_multiple`` is not positive.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class SequencePacker(ABC):
             sequence_lengths: lengths in tokens.
 
         Returns:
-            Bins of indices into ``sequence_lengths``: every index once, no bin empty, none above the
-            capacity. There are at least ``min_bin_count`` bins and their number is a multiple of
+            Lists of indices into ``sequence_lengths``. Each index occurs once, and no bin is empty or above
+            the capacity. There are at least ``min_bin_count`` bins, and their number is a multiple of
             ``bin_count_multiple``.
 
         Raises:
@@ -98,11 +98,11 @@ class SequencePacker(ABC):
     def compute_metrics(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]
     ) -> dict[str, float]:
-        """Return statistics of one packing (see ``PackingMetrics``), without recording it."""
+        """Return the statistics of one packing (see ``PackingMetrics``) without storing them."""
         return PackingMetrics().calculate_stats_only(sequence_lengths, bins, self.bin_capacity)
 
     def get_aggregated_metrics(self) -> dict[str, float]:
-        """Return statistics of all packings so far; empty unless ``collect_metrics``."""
+        """Return the statistics of all packings so far; empty unless ``collect_metrics`` is set."""
         return self.metrics.get_aggregated_stats() if self.metrics is not None else {}
 
     def reset_metrics(self) -> None:
@@ -112,7 +112,7 @@ class SequencePacker(ABC):
 
     @abstractmethod
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
-        """Return bins for validated lengths, without regard to the number of bins."""
+        """Pack validated lengths, without regard to the required number of bins."""
 
     def _validate(self, lengths: Sequence[int]) -> None:
         if self.bin_capacity <= 0:
@@ -146,18 +146,18 @@ class SequencePacker(ABC):
         return wanted
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
-        # Try to spread all sequences again first: splitting leaves bins nearly empty, and a micro-batch takes
-        # as long as its slowest rank.
+        # Try even spreading first: splitting leaves nearly empty bins, and a micro-batch takes as long as its
+        # slowest rank.
         evenly = spread(lengths, wanted, self.bin_capacity)
         return evenly if evenly is not None else grow_by_splitting(bins, wanted, lengths, split_evenly)
 
 
 class ConcatenativePacker(SequencePacker):
-    """Fills bins in input order and opens a new one when the next sequence does not fit. O(n)."""
+    """Fills bins in input order, and opens a new one if the next sequence does not fit. O(n)."""
 
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
         bins: list[Bin] = []
-        # Start below 0, so that a first sequence of length 0 also opens a bin.
+        # Below 0, so that a first sequence of length 0 also opens a bin.
         room = -1
         for index, length in enumerate(lengths):
             if length > room:
@@ -168,13 +168,13 @@ class ConcatenativePacker(SequencePacker):
         return bins
 
     def _grow(self, bins: list[Bin], wanted: int, lengths: list[int]) -> list[Bin]:
-        # Sort the bins into input order, which this algorithm promises.
+        # Restore input order, which this algorithm promises.
         return sorted(grow_by_splitting(bins, wanted, lengths, split_in_order))
 
 
 class FirstFitPacker(SequencePacker):
-    """Puts each sequence, in an order that subclasses choose (here: input order), into the first bin with
-    room. O(n log n)."""
+    """Puts each sequence into the first bin with enough free capacity. O(n log n). Subclasses choose the
+    order of the sequences; here it is the input order."""
 
     def _order(self, lengths: list[int]) -> list[int]:
         return list(range(len(lengths)))
@@ -184,7 +184,7 @@ class FirstFitPacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(FirstFitPacker):
-    """First fit, longest sequences first. Uses at most 11/9 of the least number of bins plus 6/9 (Dosa
+    """First fit, longest sequences first. Uses at most 11/9 of the optimal number of bins plus 6/9 (Dosa
     2007)."""
 
     def _order(self, lengths: list[int]) -> list[int]:
@@ -195,7 +195,7 @@ class FirstFitShufflePacker(FirstFitPacker):
     """First fit in a random order, which mixes long and short sequences.
 
     Args:
-        seed: makes ``pack`` a pure function of the lengths; None uses the process-wide generator of Python's
+        seed: seed of the order, which is then the same in every ``pack`` call; None uses Python's global
             ``random``.
     """
 
@@ -220,20 +220,20 @@ class FirstFitShufflePacker(FirstFitPacker):
 
 
 class BestFitDecreasingPacker(SequencePacker):
-    """Longest sequences first, each into the fullest bin with room. O(n log n), and the default: as full as
-    the slower algorithms."""
+    """Puts each sequence, longest first, into the fullest bin with enough free capacity. O(n log n). This is
+    the default, because its bins are as full as those of slower algorithms."""
 
     def _pack_implementation(self, lengths: list[int]) -> list[Bin]:
         return best_fit(lengths, longest_first(lengths), self.bin_capacity)
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
-    """Modified first fit decreasing of Johnson and Garey (*A 71/60 theorem for bin packing*, 1985). Lengths
+    """Modified first fit decreasing (Johnson and Garey, *A 71/60 theorem for bin packing*, 1985). Lengths
     must be positive.
 
-    Sequences longer than half a bin get a bin each. Then those above a third and pairs of those above a sixth
-    are added to them if they fit, then anything that fits, and the rest is packed first fit decreasing into
-    new bins.
+    Each sequence longer than half a bin gets its own bin. Then sequences longer than a third, and pairs of
+    sequences longer than a sixth, are added where they fit, then any that fit. The rest is packed into new
+    bins by first fit decreasing.
     """
 
     def _validate(self, lengths: Sequence[int]) -> None:
@@ -249,9 +249,9 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         shortest_first = sorted(range(len(lengths)), key=lengths.__getitem__)
         capacity = self.bin_capacity
         sizes = [lengths[index] for index in shortest_first]
-        # Lengths are integers, so that comparing with the floor of a fraction is exact.
+        # Lengths are integers, so comparing with the floor of a fraction is exact.
         sixth, third, half = (bisect_right(sizes, capacity // parts) for parts in (6, 3, 2))
-        # Handle half = 0 separately: the stop would be -1, which a slice counts from the end.
+        # half = 0 needs its own case: a slice would count the stop -1 from the end.
         large = shortest_first[: half - 1 : -1] if half else shortest_first[::-1]
         bins: list[Bin] = [[index] for index in large]
         room = [capacity - lengths[index] for index in large]
@@ -263,7 +263,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             bins[number].append(index)
             room[number] -= lengths[index]
 
-        # Follow the paper's order: forwards through the bins for medium sequences, backwards for small ones.
+        # As in the paper: forwards through the bins for medium sequences, backwards for small ones.
         without_medium: list[int] = []
         for number in range(len(bins)):
             if medium.fits(room[number]):
@@ -274,7 +274,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             if small.two_fit(room[number]):
                 place(number, small.pop_smallest())
                 place(number, small.pop_largest_within(room[number]))
-        # Join them in this order, which keeps the members sorted as the pool requires.
+        # This order keeps the pool sorted.
         rest = _SortedPool(tiny.members + small.members + medium.members, lengths)
         for number in range(len(bins)):
             while rest.fits(room[number]):
@@ -283,7 +283,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 class _SortedPool:
-    """Sequences not placed yet, shortest first."""
+    """Sequences that are not packed yet, shortest first."""
 
     def __init__(self, members: list[int], lengths: Sequence[int]) -> None:
         self.members = members
@@ -323,14 +323,15 @@ def get_packer(
     bin_count_multiple: int | None = None,
     seed: int | None = None,
 ) -> SequencePacker:
-    """Return the packer called ``algorithm`` (a member, or its name in any case).
+    """Build a packer.
 
     Args:
-        seed: for ``first_fit_shuffle``; the others are deterministic and ignore it.
-        The other arguments are those of ``SequencePacker``.
+        algorithm: a ``PackingAlgorithm`` or its name in any case.
+        bin_capacity, collect_metrics, min_bin_count, bin_count_multiple: see ``SequencePacker``.
+        seed: see ``FirstFitShufflePacker``; other algorithms are deterministic and ignore it.
 
     Raises:
-        PackingError: there is no such algorithm, or an argument is out of bounds.
+        PackingError: there is no such algorithm, or an argument is out of range.
     """
     if not isinstance(algorithm, PackingAlgorithm):
         try:

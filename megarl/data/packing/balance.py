@@ -1,4 +1,4 @@
-"""Distribution of packed bins over shards so that shards have equal work, in total and micro-batch by
+"""Distribution of packed bins over shards such that all shards have equal work, in total and in each
 micro-batch."""
 
 from __future__ import annotations
@@ -8,33 +8,33 @@ from collections.abc import Sequence
 from megarl.errors import PackingError
 
 DEFAULT_ATTENTION_CROSSOVER_LENGTH = 24576
-"""Sequence length in tokens at which causal attention costs as much as the matrix multiplications: 12 x
-hidden size, here 2048."""
+"""Sequence length in tokens at which causal attention costs as much as the other matmuls: 12 times the hidden
+size, here for a hidden size of 2048."""
 
 
 def sequence_cost(length: int, attention_crossover_length: int = DEFAULT_ATTENTION_CROSSOVER_LENGTH) -> int:
-    """Return the relative forward-and-backward cost of one sequence, in arbitrary units.
+    """Return the relative forward and backward cost of a sequence, in arbitrary units.
 
-    A transformer layer spends about ``24 h^2 s`` FLOPs on matrix multiplications and ``2 h s^2`` on causal
-    attention (Narayanan et al. 2021, appendix, halved for the causal mask), which is proportional to ``12 h s
-    + s^2``; ``12 h`` is the crossover length.
+    A transformer layer takes about ``24 h^2 s`` FLOPs for matmuls and ``2 h s^2`` for causal attention
+    (Narayanan et al. 2021, appendix, halved for the causal mask). This is proportional to ``s (12 h + s)``,
+    and ``12 h`` is the crossover length.
     """
     return length * (attention_crossover_length + length)
 
 
 def deal_bins(costs: Sequence[int], shards: int) -> list[int]:
-    """Order bins so that distributing them round-robin gives every shard equal work.
+    """Order bins such that dealing them round-robin gives all shards equal work.
 
-    Bins are taken in rounds of ``shards`` from the costliest down, so that the bins of one round, which run
-    at the same time on different shards, cost about the same; within a round the costliest bin goes to the
-    shard with the least work so far. Ties keep input order.
+    The costliest ``shards`` bins form the first round, and so on, because the bins of a round run at the same
+    time on different shards and should cost the same. Within a round, the costliest bin goes to the shard
+    with the least work so far. Ties keep the input order.
 
     Args:
         costs: cost of each bin; their number must be a multiple of ``shards``.
         shards: number of data-parallel shards.
 
     Returns:
-        A permutation of bin numbers; the bin at position p belongs to shard ``p % shards``.
+        A permutation of bin indices; the bin at position p belongs to shard ``p % shards``.
 
     Raises:
         PackingError: the number of bins is not a multiple of ``shards``.

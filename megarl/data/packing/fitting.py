@@ -1,5 +1,5 @@
-"""Building blocks of the packers: lower bounds on bins, first fit, best fit, spreading over a number of bins,
-splitting bins."""
+"""Building blocks of the packers: a lower bound on the number of bins, first fit, best fit, even spreading,
+and splitting of bins."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ Split = Callable[[Bin, Sequence[int]], tuple[Bin, Bin]]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
-    """Return indices by decreasing length; equal lengths keep their order."""
+    """Return indices sorted by decreasing length. Equal lengths keep their order."""
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[Bin]:
-    """Put each sequence of ``order`` into the lowest-numbered bin with room, none longer than ``capacity``.
-    Takes O(n log n).
+    """Put each sequence, in the given order, into the lowest-numbered bin with enough free capacity. O(n log
+    n).
 
-    A tree over bins holds the largest room below each node; bins not opened yet are leaves with full room to
-    the right of all others, so that the same search also opens bins."""
+    The leaves of a binary tree are the bins' free capacities, and each inner node is the maximum of its
+    children. Bins that are not opened yet are leaves with full capacity to the right of the opened ones, so
+    the same search also opens bins.
+
+    Args:
+        lengths: lengths in tokens, none above ``capacity``.
+        order: indices into ``lengths``.
+        capacity: maximum tokens per bin.
+    """
     if not order:
         return []
     leaves = 1 << (len(order) - 1).bit_length()
@@ -46,20 +53,20 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> li
             node //= 2
             largest = max(room[2 * node], room[2 * node + 1])
             if room[node] == largest:
-                # The largest room in this node is unchanged, and therefore also in all nodes above it.
+                # The maximum of this node is unchanged, and so are those of all nodes above it.
                 break
             room[node] = largest
     return bins
 
 
 def best_fit(lengths: Sequence[int], order: Iterable[int], capacity: int) -> list[Bin]:
-    """Put each sequence of ``order`` into the fullest bin with room, the lowest-numbered of equals; bisection
-    in a sorted list finds it."""
+    """Put each sequence, in the given order, into the fullest bin with enough free capacity, or the
+    lowest-numbered among equally full ones. The bin is found by bisection in a sorted list."""
     bins: list[Bin] = []
     room_and_bin: list[tuple[int, int]] = []
     for index in order:
         length = lengths[index]
-        # Search with -1, which precedes every bin number, so that a bin with exactly this room is found too.
+        # -1 precedes every bin number, so that a bin with exactly this free capacity is found too.
         place = bisect_left(room_and_bin, (length, -1))
         if place == len(room_and_bin):
             room, number = capacity, len(bins)
@@ -76,8 +83,8 @@ def spread(lengths: Sequence[int], bin_count: int, capacity: int) -> list[Bin] |
     (Graham's LPT rule).
 
     Returns:
-        The bins, none empty when there are at least ``bin_count`` sequences of positive length; None when the
-        rule breaks the capacity.
+        The bins, or None if the rule would exceed the capacity. No bin is empty if there are at least
+        ``bin_count`` sequences of positive length.
     """
     load_count_bin = [(0, 0, number) for number in range(bin_count)]
     bins: list[Bin] = [[] for _ in range(bin_count)]
@@ -86,19 +93,17 @@ def spread(lengths: Sequence[int], bin_count: int, capacity: int) -> list[Bin] |
         if load + lengths[index] > capacity:
             return None
         bins[number].append(index)
-        # Compare the count as well, so that sequences of length zero are spread over all bins instead of
-        # collecting in one.
+        # The count breaks ties, so that sequences of length 0 are spread over all bins.
         heapq.heapreplace(load_count_bin, (load + lengths[index], count + 1, number))
     return bins
 
 
 def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Divide a bin of two or more sequences into two of nearly equal load, neither empty."""
+    """Split a bin of two or more sequences into two non-empty bins of nearly equal load."""
     halves: tuple[Bin, Bin] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda member: -lengths[member]):
-        # Compare the numbers of members if the loads are equal: otherwise sequences of length 0 would leave
-        # one half empty.
+        # The number of members breaks ties; otherwise sequences of length 0 would leave one half empty.
         lighter = 0 if (loads[0], len(halves[0])) <= (loads[1], len(halves[1])) else 1
         halves[lighter].append(index)
         loads[lighter] += lengths[index]
@@ -106,8 +111,8 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Divide a bin of two or more sequences at the point closest to equal loads, neither half empty; the
-    order is kept."""
+    """Split a bin of two or more sequences at the point closest to equal loads, without reordering them.
+    Neither part is empty."""
     total = sum(lengths[index] for index in members)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):
@@ -119,11 +124,10 @@ def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
 
 
 def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int], split: Split) -> list[Bin]:
-    """Raise the number of bins to ``bin_count`` by splitting, each time the bin whose smaller half is
-    largest.
+    """Split bins until there are ``bin_count``. Each time, the bin whose smaller half is largest is split,
+    which avoids nearly empty bins.
 
-    That rule avoids nearly empty bins as long as the sequences allow it. ``bin_count`` must not exceed the
-    number of sequences.
+    ``bin_count`` must not exceed the number of sequences.
     """
     single: list[Bin] = []
     splittable: list[tuple[int, int, Bin, tuple[Bin, Bin]]] = []
@@ -134,7 +138,7 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
             return
         halves = split(members, lengths)
         smaller = min(sum(lengths[index] for index in half) for half in halves)
-        # Every tie break is different, so that the heap never compares the members.
+        # Tie breaks are unique, so that the heap never compares members.
         heapq.heappush(splittable, (-smaller, tie_break, members, halves))
 
     for number, members in enumerate(bins):
@@ -147,17 +151,17 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
 
 
 def martello_toth_lower_bound(sequence_lengths: Sequence[int], bin_capacity: int) -> int:
-    """Return the bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3): no packing uses
-    fewer bins.
+    """Return the lower bound L2 of Martello and Toth on the number of bins (*Knapsack Problems*, 1990,
+    section 8.3). O(n log n).
 
-    For a threshold k, items longer than ``capacity - k`` need a bin each, which they share with no item of
-    length k or more. The other items longer than half a bin need a bin each too. Items of length k up to half
-    a bin that do not fit into the remaining room of those bins need further bins. The bound is the best over
-    all k; only lengths that occur need to be tried. Takes O(n log n).
+    For a threshold k, each item longer than ``capacity - k`` needs a bin that it shares with no item of
+    length k or more. Each other item longer than half a bin needs a bin as well. Items of length k up to half
+    a bin that do not fit into the free capacity of the latter bins need further ones. The bound is the
+    maximum over all k; only lengths that occur need to be tried.
 
     Args:
         sequence_lengths: lengths in tokens, each from 0 to ``bin_capacity``.
-        bin_capacity: tokens a bin holds.
+        bin_capacity: maximum tokens per bin.
 
     Raises:
         PackingError: the capacity is not positive, or a length is outside ``[0, bin_capacity]``.

@@ -1,4 +1,4 @@
-"""Metrics of the quality of a packing, for one call and summed over many."""
+"""Metrics of packing quality, per call and aggregated."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ logger = logging.getLogger(__name__)
 
 
 class PackingMetrics:
-    """Accumulates statistics over packings.
+    """Collects statistics of packings.
 
-    Statistics of one packing (keys of the returned dictionaries):
+    Keys of the statistics of one packing:
         num_sequences, num_bins: counts.
         total_sequence_length, total_bin_capacity, total_waste: tokens.
-        average_utilization: tokens over capacity, 0 to 1; waste_ratio: one minus that.
-        bin_balance: 1 - (fullest - emptiest bin) / capacity; 1 means that all bins are equally full.
-        theoretical_min_bins: total length over capacity, rounded up.
-        bin_efficiency: theoretical_min_bins over num_bins, 0 to 1.
+        average_utilization: tokens divided by capacity, 0 to 1; waste_ratio: 1 minus that.
+        bin_balance: 1 - (fullest bin - emptiest bin) / capacity; 1 if all bins are equally full.
+        theoretical_min_bins: total length divided by the capacity of a bin, rounded up.
+        bin_efficiency: theoretical_min_bins divided by num_bins, 0 to 1.
 
-    Statistics of an empty packing are all zero, except that efficiency and balance are 1.
+    For an empty packing all values are 0, except that efficiency and balance are 1.
     """
 
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
 
     def reset(self) -> None:
-        """Clear all packings."""
+        """Clear the collected statistics."""
         self.history.clear()
 
     def update(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Add one packing and return its statistics."""
+        """Compute, store and return the statistics of one packing."""
         stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
         self.history.append(stats)
         return stats
@@ -40,12 +40,12 @@ class PackingMetrics:
     def calculate_stats_only(
         self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]], bin_capacity: int
     ) -> dict[str, float]:
-        """Return statistics of one packing, without adding it.
+        """Return the statistics of one packing without storing them.
 
         Args:
             sequence_lengths: lengths in tokens.
             bins: lists of indices into ``sequence_lengths``.
-            bin_capacity: tokens a bin may hold.
+            bin_capacity: maximum tokens per bin.
         """
         loads = [sum(sequence_lengths[index] for index in members) for members in bins]
         total = sum(loads)
@@ -65,10 +65,11 @@ class PackingMetrics:
         }
 
     def get_aggregated_stats(self) -> dict[str, float]:
-        """Return the statistics over everything added: counts and tokens summed, ratios recomputed from the
-        sums, ``bin_balance`` averaged.
+        """Aggregate all stored statistics: counts and tokens are summed, ratios computed from the sums, and
+        ``bin_balance`` averaged. ``num_packings`` is the number of packings.
 
-        ``num_packings`` counts the packings; the dictionary is empty if there are none.
+        Returns:
+            The statistics; empty if no packing was stored.
         """
         if not self.history:
             return {}
@@ -90,7 +91,7 @@ class PackingMetrics:
         return stats
 
     def print_aggregated_stats(self) -> None:
-        """Log the aggregated statistics, one line each, at level INFO."""
+        """Log the aggregated statistics at level INFO, one per line."""
         stats = self.get_aggregated_stats()
         if not stats:
             logger.info("packing: nothing packed yet")

@@ -1,4 +1,4 @@
-"""AIME 2025: the 15 problems of either day, in a subset each."""
+"""AIME 2025: 30 problems, in one subset per day of 15 each."""
 
 from megarl.data.rows import NamedSet
 

@@ -1,4 +1,4 @@
-"""AIME 2026: 30 problems, whose answers are stored as numbers."""
+"""AIME 2026: 30 problems. The answers are stored as numbers."""
 
 from megarl.data.rows import NamedSet
 

@@ -1,4 +1,4 @@
-"""AIME 2024 as DAPO publishes it: in verl's form, each problem 32 times, of which one is taken."""
+"""AIME 2024 as published by DAPO in verl's format. Each problem is stored 32 times and read once."""
 
 from megarl.data.rows import NamedSet
 

@@ -1,5 +1,5 @@
-"""DAPO-Math-17k: problems with whole numbers as answers, in verl's form. Each problem is stored about a
-hundred times."""
+"""DAPO-Math-17k: problems with integer answers, in verl's format. Each problem is stored about a hundred
+times."""
 
 from megarl.data.rows import NamedSet
 

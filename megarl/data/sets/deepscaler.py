@@ -1,4 +1,4 @@
-"""DeepScaleR: about 40,000 problems of competitions."""
+"""DeepScaleR: about 40,000 competition problems."""
 
 from megarl.data.rows import NamedSet
 

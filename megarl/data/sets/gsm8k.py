@@ -1,4 +1,4 @@
-"""GSM8K: word problems of arithmetic, whose solutions end with the answer after four number signs."""
+"""GSM8K: arithmetic word problems. Solutions end with ``####`` and the answer."""
 
 from megarl.data.rows import NamedSet
 

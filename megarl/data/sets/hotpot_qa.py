@@ -1,6 +1,5 @@
-"""HotpotQA: questions whose answers need two paragraphs of Wikipedia; each has these and eight others with
-it, which
-can be searched."""
+"""HotpotQA: questions whose answers need two paragraphs of Wikipedia. Each row also contains eight other
+paragraphs; all can be searched."""
 
 from megarl.data.rows import NamedSet
 

@@ -1,4 +1,4 @@
-"""OpenMathInstruct-2: problems with their expected answers; its first million where no split is given, as in
+"""OpenMathInstruct-2: problems with expected answers. The default split is the first million, as in
 NeMo-RL."""
 
 from megarl.data.rows import NamedSet

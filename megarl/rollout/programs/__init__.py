@@ -1,8 +1,8 @@
-"""Programs that a model wrote, run against tests: the reward ``code``.
+"""The reward ``code``: runs programs that a model wrote against tests, in a sandbox.
 
-``forms`` parses tests and extracts the program, ``verdict`` scores it, ``process`` runs a program under a
-supervisor, ``sandbox`` isolates it, ``inside`` runs the program there and answers the requests of
-``conversation``, and ``statements`` and ``evaluation`` evaluate asserts outside.
+Modules: ``forms`` parses tests and extracts the program; ``verdict`` scores it; ``process`` runs a program
+under a supervisor; ``sandbox`` isolates it; ``inside`` hosts the program in the sandbox and answers the
+requests of ``conversation``; ``statements`` and ``evaluation`` evaluate asserts outside of the sandbox.
 """
 
 from megarl.rollout.programs.process import Limits, isolation, notice_of_user

@@ -1,5 +1,5 @@
-"""Print why programs cannot be isolated here, or nothing if they can. ``process.fault_of_isolation`` runs
-this program."""
+"""Print why programs cannot be isolated on this machine, or nothing if they can. Run by
+``process.fault_of_isolation``."""
 
 import sys
 

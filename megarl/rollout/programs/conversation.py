@@ -1,7 +1,7 @@
-"""A program that has been run and now answers requests, seen from outside its process.
+"""Requests from the driver to a running program in the sandbox.
 
-Its answers are only data, because the program can write anything to the pipe. Nothing in them is executed,
-and each value is rebuilt from Python's own plain types.
+Replies are untrusted data, because the program can write anything to the pipe. Nothing in them is executed,
+and each value is rebuilt from Python's plain types.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from megarl.rollout.programs.process import LONGEST_OUTPUT, Limits, file_of, pyt
 
 _SOURCE = (Path(__file__).parent / "inside.py").read_text(encoding="utf-8")
 INSIDE = f"import marshal\nexec(marshal.loads({marshal.dumps(compile(_SOURCE, 'inside.py', 'exec'))!r}))"
-"""Source of the program that runs the model's program; it is compiled once, instead of in each process."""
+"""Source of the host program, which runs the model's program. It embeds compiled code, so that not every
+process has to compile it."""
 
 _PIECE = 1 << 16
-# Maximum number of bytes of all answers together, because a statement may keep the values of many calls.
+# Maximum bytes of all replies together, because a statement may keep the values of many calls.
 _LONGEST_CONVERSATION = 4 * LONGEST_OUTPUT
 
-# Maximum count of numbers in all ranges of a conversation: a range takes a few bytes of an answer, but a
-# statement may turn every one into a list.
+# Maximum total length of all ranges that a program returns: a range takes few bytes in a reply, but a
+# statement may turn each into a list.
 _LONGEST_RANGES = 1_000_000
 
 
 class EndedError(Exception):
-    """The program has ended, or has closed its end of a pipe."""
+    """The program has exited, or has closed its end of a pipe."""
 
 
 class RaisedError(Exception):
-    """The program, or a statement about it, has raised an exception.
+    """The program, or a statement about it, raised an exception.
 
     Args:
         kinds: names of the exception's class and of its base classes.
@@ -50,12 +51,12 @@ class RaisedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remote:
-    """A handle of an object in the program's process that cannot be passed by value. It is equal only to
+    """Handle of an object in the program's process that cannot be passed by value. A handle equals only
     itself.
 
     Attributes:
-        number: number under which the program's process stores the object; None if ``builtin`` names it.
-        builtin: name of one of Python's own functions, or ``operator.NAME``.
+        number: index under which the program's process stores the object; None if ``builtin`` is given.
+        builtin: name of a built-in function, or ``operator.NAME``.
     """
 
     number: int | None = None
@@ -63,15 +64,15 @@ class Remote:
 
 
 class Conversation:
-    """Requests to a program, one after the other.
+    """A sequence of requests to a program, each answered before the next.
 
-    Each request raises ``EndedError``, ``RaisedError``, or, for an invalid answer, ``ValueError`` or
+    Each request raises ``EndedError``, ``RaisedError`` or, for an invalid reply, ``ValueError`` or
     ``RecursionError``.
 
     Args:
-        process: process of the program's supervisor.
-        asked: file descriptor of the pipe to the program.
-        told: file descriptor of the pipe from the program.
+        process: supervisor process of the program.
+        asked: write end of the pipe to the program.
+        told: read end of the pipe from the program.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], asked: int, told: int) -> None:
@@ -81,7 +82,7 @@ class Conversation:
         self._bytes_left, self._numbers_left = _LONGEST_CONVERSATION, _LONGEST_RANGES
 
     def name(self, name: str) -> Any:
-        """Return the value of a name in the program."""
+        """Return the value of a global name in the program."""
         return self._value(self._answer({"do": "name", "name": name}))
 
     def call(
@@ -98,8 +99,8 @@ class Conversation:
         *,
         back: bool = True,
     ) -> tuple[Any, list[Any]]:
-        """Call a function of the program. Return its result and, with ``back``, the arguments as the function
-        has left them."""
+        """Call a function of the program. Return its result and, with ``back``, the arguments after the call,
+        since the function may have modified them."""
         named = {key: _encoded(value) for key, value in (keywords or {}).items()}
         request = {
             "do": "call",
@@ -112,18 +113,17 @@ class Conversation:
         return self._value(answer), left if isinstance(left, list) else []
 
     def solve(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call a function by its name, at the top level or as a method of ``Solution``, and return its
-        result."""
+        """Call a function by name, at the top level or as a method of ``Solution``, and return its result."""
         return self._value(
             self._answer({"do": "solve", "name": name, "arguments": _encoded(list(arguments))})
         )
 
     def run(self, statement: str) -> bool:
-        """Run a statement in the program's own process. Return whether it ran to its end, according to that
-        process.
+        """Execute a statement in the program's own process. Return True if it finished, as far as that
+        process can be trusted.
 
-        A token that is sent afterwards has to be returned, so that nothing written earlier can be mistaken
-        for the answer.
+        The process must then echo a random token, so that output written in advance cannot pass for the
+        reply.
         """
         self._answer({"do": "run", "statement": statement})
         token = os.urandom(16).hex()
@@ -152,8 +152,7 @@ class Conversation:
                 raise EndedError
             parts.append(piece)
             length += len(piece)
-            # Count over the whole conversation, because many short answers fill memory as one long answer
-            # does.
+            # Count over all replies, because many short ones fill memory as one long reply does.
             self._bytes_left -= len(piece)
             if length > LONGEST_OUTPUT or self._bytes_left < 0:
                 raise ValueError("the reply of a program is too long")
@@ -196,7 +195,7 @@ def _encoded_remote(value: Any) -> Any:
 
 @contextlib.contextmanager
 def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversation]:
-    """Run a program, and yield the conversation with it.
+    """Run a program, and yield a ``Conversation`` with it.
 
     Args:
         task: task for ``inside``.
@@ -216,8 +215,8 @@ def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversati
         try:
             command = python_command(INSIDE, *map(str, (source.fileno(), *inner)))
             process = stack.enter_context(running(command, limits, given, written, (source.fileno(), *inner)))
-        # Close these ends, which the program now holds: while they stay open here, the program's death would
-        # not close the pipes.
+        # Close the ends that the program has inherited: while they are open here, its death would not close
+        # the pipes.
         finally:
             for end in inner:
                 os.close(end)

@@ -1,9 +1,10 @@
-"""An interpreter for a limited part of Python, which evaluates statements about a program outside of its
+"""An interpreter for a subset of Python, which evaluates test statements outside of the tested program's
 process.
 
-Calls of the program's functions are sent as requests with plain values as arguments, and return plain values.
-The values that they are compared with stay outside. The interpreter supports operators, Python's own pure
-functions, and loops over existing values. Names that a statement does not define itself are the program's.
+Calls of the program's functions are sent to it as requests; arguments and results are plain values. Expected
+values never leave this process, so the program cannot read them. The interpreter supports operators, pure
+built-in functions, and loops over existing values. Names that a statement does not define are looked up in
+the program.
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ _UNARY: Mapping[type, Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.Invert: operator.invert,
 }
-# Exceptions that operations and functions raise here as they would raise them inside.
+# Exceptions that operations raise here just as they would in the program.
 _OF_PYTHON = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, NameError)
 
 
 class _Jump(Exception):
-    """Exception by which control leaves a block."""
+    """Base of the exceptions by which control leaves a block."""
 
 
 class _Break(_Jump):
-    """Exception that ends a loop."""
+    """Raised to leave a loop."""
 
 
 class _Continue(_Jump):
-    """Exception that continues a loop with its next value."""
+    """Raised to continue with a loop's next value."""
 
 
 class _Return(_Jump):
-    """Exception that returns a value from a function."""
+    """Raised to return a value from a function."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -88,11 +89,11 @@ def runs_to_its_end(body: Sequence[ast.stmt], program: Conversation, tested: fro
 
     Args:
         body: statements for which ``statements.reason_against`` returns None.
-        program: the program that they test.
-        tested: names of Python's own functions that mean the program's.
+        program: the program under test.
+        tested: names of built-in functions that refer to the program's functions of the same name.
 
     Raises:
-        EndedError: the program has ended.
+        EndedError: the program has exited.
     """
     try:
         _Interpreter(program, tested).execute(body)
@@ -104,12 +105,12 @@ def runs_to_its_end(body: Sequence[ast.stmt], program: Conversation, tested: fro
 
 
 class _Interpreter:
-    """Evaluator of statements and of the names that they define.
+    """Evaluates statements, and holds the names that they define.
 
     Args:
-        program: the program that has all other names.
-        tested: names of Python's own functions that mean the program's.
-        names: initial names, for functions and comprehensions.
+        program: the program under test, in which all other names are looked up.
+        tested: names of built-in functions that refer to the program's functions of the same name.
+        names: initial names, for scopes of functions and comprehensions.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class _Interpreter:
 
     def _inner(self, names: Mapping[str, Any]) -> _Interpreter:
         inner = _Interpreter(self._program, self._tested, {**self._names, **names})
-        # Share the same list, because steps are counted over all scopes together.
+        # Share the counter, because the limit on steps is for all scopes together.
         inner._steps = self._steps
         return inner
 
     def execute(self, body: Sequence[ast.stmt]) -> None:
-        """Run statements one after the other."""
+        """Run statements in order."""
         for statement in body:
             self._count()
             getattr(self, f"_run_{type(statement).__name__}")(statement)
@@ -163,7 +164,7 @@ class _Interpreter:
             self._assign(node.target, self._value(node.value))
 
     def _run_AugAssign(self, node: ast.AugAssign) -> None:
-        # Parse the target again, because its own nodes are for storing and have no value.
+        # Parse the target again: its own nodes have a store context and no value.
         load = ast.copy_location(ast.parse(ast.unparse(node.target), mode="eval").body, node.target)
         self._assign(node.target, self._binary(type(node.op), self._value(load), self._value(node.value)))
 
@@ -200,7 +201,7 @@ class _Interpreter:
     def _try(self, node: ast.Try) -> None:
         try:
             self.execute(node.body)
-        # Let a _Jump pass through, because break, continue and return are not errors.
+        # A _Jump is not caught: break, continue and return are no errors.
         except (RaisedError, *_OF_PYTHON) as error:
             kinds = error.kinds if isinstance(error, RaisedError) else _names_of(type(error))
             for handler in node.handlers:
@@ -268,8 +269,7 @@ class _Interpreter:
         name = node.id
         if name in self._names:
             return self._names[name]
-        # Look here before Python's own names: if a statement tests a function called sorted, it means the
-        # program's.
+        # Before the built-ins: if a statement tests a function called sorted, it means the program's.
         if name in self._tested:
             return self._program.name(name)
         for table in (FUNCTIONS, ALWAYS_OURS, EXCEPTIONS, MODULES):
@@ -364,11 +364,11 @@ class _Interpreter:
             return self._program.call(
                 Remote(builtin=f"operator.{function.__name__.rstrip('_')}"), [left, right]
             )
-        # Evaluate plain values outside, even next to an object of the program, because such a value may be
-        # the expected one.
+        # If only one side is an object of the program, evaluate here: the plain value may be the expected
+        # one, which the program must not see.
         refuse_growth(kind, left, right)
         value = function(left, right)
-        # Check the result too, because x + x in a loop grows by steps that are each small.
+        # Check the result too: x + x in a loop grows by small steps.
         refuse_long(value)
         return value
 
@@ -435,12 +435,12 @@ class _Interpreter:
     def _call_program(
         self, function: Remote, nodes: Sequence[ast.expr], arguments: list[Any], keywords: Mapping[str, Any]
     ) -> Any:
-        # Ask for the arguments back if one has a name, because the statement may read a list after a function
-        # has changed it.
+        # Request the arguments back if one has a name: the statement may read a list after the call has
+        # changed it.
         back = any(isinstance(node, ast.Name) for node in nodes)
         sent = list(map(self._sendable, arguments))
         value, left = self._program.call_and_see(function, sent, keywords, back=back)
-        # Do not require equal lengths, because the program decides how many arguments it returns.
+        # Not strict, because the untrusted program decides how many arguments it returns.
         for argument, changed in zip(arguments, left, strict=False):
             _update(argument, changed)
         return value
@@ -448,7 +448,7 @@ class _Interpreter:
     def _sendable(self, argument: Any) -> Any:
         if type(argument) in VIEWS:
             return list(argument)
-        # An iterator cannot be sent, so that the program makes one over the same values.
+        # An iterator cannot be sent, so have the program create one over the same values.
         if isinstance(argument, Iterator):
             return self._program.call(Remote(builtin="iter"), [list(argument)])
         name = getattr(argument, "__name__", "")
@@ -468,7 +468,7 @@ class _Interpreter:
             arguments[0] = self._local(arguments[0])
         if any(isinstance(argument, Remote) for argument in arguments):
             if name in ASKED_OF_OBJECTS:
-                # Send only one argument, because a second one may be the expected value.
+                # Send one argument only: a second one could be the expected value.
                 [value] = arguments
                 return self._program.call(Remote(builtin=name), [value])
             arguments = list(map(self._iterated, arguments))
@@ -479,8 +479,8 @@ class _Interpreter:
         return lambda *arguments: self._program.call(function, arguments)
 
     def _type_test(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Return the result of ``isinstance`` or ``type``. An object of the program is an instance of none of
-        Python's own types."""
+        """Evaluate ``isinstance`` or ``type``. An object of the program is an instance of no built-in
+        type."""
         if name == "type":
             [value] = arguments
             return (
@@ -504,7 +504,7 @@ class _Interpreter:
 
     def _truth(self, value: Any) -> bool:
         if isinstance(value, Remote):
-            # Only True counts as true, whatever else the program sends.
+            # Nothing but True counts as true, since the reply is untrusted.
             return self._program.call(Remote(builtin="bool"), [value]) is True
         return bool(value)
 
@@ -514,8 +514,8 @@ def _names_of(kind: type) -> list[str]:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Return whether ``is`` holds. Values from a program are new objects, so for them type and value are
-    compared instead."""
+    """Evaluate ``left is right``. Values from the program are always new objects, so type and value are
+    compared for all but singletons, types and handles."""
     if (
         isinstance(left, bool | type | Remote)
         or left is None
@@ -527,7 +527,8 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def _update(argument: Any, changed: Any) -> None:
-    """Update a list, dictionary or set in place to its contents after a call of the program."""
+    """Update a list, dictionary or set in place to its contents after a call, as if the program had modified
+    it."""
     if type(argument) is not type(changed):
         return
     if isinstance(argument, list):

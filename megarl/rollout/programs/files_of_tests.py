@@ -1,9 +1,8 @@
-"""Tests of a program that are written as a Python file: functions for pytest (KodCode), or asserts.
+"""Tests that are stored as a Python file: pytest functions (KodCode), or plain asserts.
 
-pytest runs the functions of a file one after the other, in one process that has the file's names. Here each
-function becomes a separate statement, with the parts of the file that it needs. Anything that would change
-its meaning, or that needs pytest itself, is refused by name: a test that never runs would let every program
-pass.
+pytest would run all functions of a file in one process. Here each test function becomes a separate statement,
+with the parts of the file that it needs. Whatever would change its meaning, or needs pytest itself, is
+rejected with a reason: a test that silently does not run would pass every program.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from megarl.rollout.programs.statements import reason_against
 
 # Name by which the tests of data sets import the program's file.
 _PROGRAM = "solution"
-# Search for a line of Python first: JSON, the form of other tests, has no such line, and parsing megabytes of
-# it as Python would take long.
+# Test for a line of Python first: other formats are JSON without such lines, and parsing megabytes of it as
+# Python is slow.
 _BEGINS = re.compile(r"^(?:from|import|def|async|class|assert)\s|^@", re.MULTILINE)
 _FIXTURE = re.compile(r"(?:setup|teardown)(?:_\w+)?|setUp|tearDown")
 _OURS = {*FUNCTIONS, *ALWAYS_OURS, *EXCEPTIONS, *MODULES}
@@ -27,12 +26,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def statements_of_file(text: str) -> tuple[str, ...] | None:
-    """Return one statement per test function of a file, which defines and calls the function. If the file has
-    no test functions, return all of it as one statement. Return None for a text that is not a file of tests.
+    """Split a file of tests into one statement per test function, which defines and calls the function. A
+    file without test functions becomes one statement. Return None if the text is not a file of tests.
 
-    The file's other top-level code precedes each test. Of its imports only those that are used are kept,
-    since a module that is missing outside of the program would keep a test from being evaluated there. The
-    program's own names need no import. Tests that share an object become one statement.
+    The file's other top-level code precedes each test. Unused imports are removed, since a module that is not
+    installed here would prevent the evaluation of the test. Imports of the program itself are removed too,
+    because its names are available anyway. Tests that share an object become one statement.
 
     Raises:
         ValueError: the text is a file of tests, but part of it is unsupported.
@@ -124,24 +123,25 @@ def _decorators(node: Function) -> str:
 
 
 def _executed(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the top-level statements, with those under ``if __name__ == "__main__"`` in place of that
-    block."""
+    """Yield the top-level statements, with the contents of an ``if __name__ == "__main__"`` block in place of
+    the block."""
     for node in tree.body:
         yield from [node] if (guarded := _guarded(node)) is None else guarded
 
 
 def _guarded(node: ast.stmt) -> list[ast.stmt] | None:
-    """Return the statements under ``if __name__ == "__main__"``, or None for any other statement."""
+    """Return the contents of an ``if __name__ == "__main__"`` block, or None for any other statement."""
     return node.body if isinstance(node, ast.If) and "__name__" in _names([node.test]) else None
 
 
 class _Plain(ast.NodeTransformer):
-    """Transformer that removes imports of the program from a file. It also replaces ``pytest.raises(KIND)``
-    by try and except, and ``== pytest.approx(NUMBER)`` by a comparison, which can be evaluated outside of the
-    program.
+    """AST transformer that makes a test file independent of pytest and of the program's module.
+
+    It removes imports of the program, replaces ``pytest.raises(KIND)`` by try and except, and ``==
+    pytest.approx(NUMBER)`` by a comparison.
 
     Args:
-        tree: the file; a name that is assigned in it is not the name of an exception class.
+        tree: the file. A name that it assigns is not taken for an exception class.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -151,8 +151,8 @@ class _Plain(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         guarded = _guarded(node)
-        # If the file has test functions, the guarded block only calls them or pytest. Without any, the block
-        # itself is the test.
+        # With test functions, the guarded block only calls them or pytest. Without any, the block itself is
+        # the test.
         return node if guarded is None else [] if self._has_tests else guarded
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
@@ -180,21 +180,21 @@ class _Plain(ast.NodeTransformer):
         number = _only_argument(right, "pytest.approx")
         if others or not isinstance(node.ops[0], ast.Eq) or number is None or _names([number]):
             return node
-        # These are the default tolerances of pytest.approx.
+        # The default tolerances of pytest.approx.
         bound = f"max(1e-6 * abs({ast.unparse(number)}), 1e-12)"
         apart = f"abs(({ast.unparse(node.left)}) - ({ast.unparse(number)}))"
         return ast.parse(f"{apart} <= {bound}", mode="eval").body
 
 
 def _only_argument(node: ast.expr, function: str) -> ast.expr | None:
-    """Return the argument of a call of ``function`` with a single one; None for anything else."""
+    """Return the argument of a call of ``function`` with exactly one argument; None for anything else."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != function or node.keywords:
         return None
     return node.args[0] if len(node.args) == 1 else None
 
 
 def _made(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node assigns to, including aliases of imports of the program."""
+    """Yield the names that a node assigns, including aliases of imports of the program."""
     for each in ast.walk(node):
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
             yield each.id
@@ -207,7 +207,7 @@ def _has_call(node: ast.AST) -> bool:
 
 
 def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
-    """Return the given tests and those that they call, in the order of the file."""
+    """Return the given tests and the tests that they call, in file order."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = waiting.pop()
@@ -218,7 +218,7 @@ def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
 
 
 def _used(rest: Sequence[ast.stmt], users: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements, without imports of names that none of ``users`` reads."""
+    """Yield the statements ``rest``, without imports of names that none of ``users`` reads."""
     names = _names(users)
     for each in rest:
         if not isinstance(each, ast.Import | ast.ImportFrom) or any(
@@ -236,11 +236,11 @@ def _text(nodes: Sequence[ast.stmt]) -> str:
 
 
 def _checked(statement: str) -> str:
-    """Check a statement and return it. If it has to run in the program's process, it is wrapped in a
-    function, because its names would otherwise replace the program's.
+    """Check a statement and return it. If it has to run in the program's own process, wrap it in a function,
+    so that its names do not overwrite the program's.
 
     Raises:
-        ValueError: the statement needs pytest, or another module that is not installed.
+        ValueError: the statement needs pytest, or a module that is not installed.
     """
     for node in ast.walk(ast.parse(statement)):
         names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
@@ -251,8 +251,7 @@ def _checked(statement: str) -> str:
                     "it needs pytest, of which only 'with pytest.raises(KIND)' by the names of "
                     "errors and '== pytest.approx(NUMBER)' are supported"
                 )
-            # Search for the first part of the name only, because find_spec imports the parent packages of a
-            # name with dots.
+            # Look up only the first part, because find_spec imports the parent packages of a dotted name.
             if name.startswith(".") or importlib.util.find_spec(name.partition(".")[0]) is None:
                 raise ValueError(f"it imports {name}, which is not available")
     if reason_against(statement) is None:

@@ -1,4 +1,4 @@
-"""The forms in which data sets store tests of a program, and in which a response contains a program."""
+"""Formats in which data sets store tests of a program, and in which a response contains the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^`\n]*+$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[}:,{].*)?", re.IGNORECASE)
 _LISTS_OF_TESTS = ("public_test_cases", "private_test_cases", "test_cases", "tests")
 _STATEMENTS = ("test_list", "challenge_test_list")
-# Text that begins like base64 of zlib data, whose first byte is 0x78.
+# Start of base64-encoded zlib data, whose first byte is 0x78.
 _PACKED = re.compile(r"\s*e[AFJN]")
 _BEGINS_BY_NAME = re.compile(r"\s*[A-Za-z_]\w* ?= ?\S")
 _LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
@@ -26,21 +26,20 @@ _PICKLE = b"\x80"
 _TEXTS_OF_PICKLES = frozenset({"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _FRAMES_OF_PICKLES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 LARGEST_UNPACKED = 2**26
-"""Maximum number of bytes of unpacked tests."""
+"""Maximum size of decompressed tests, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One test of a program.
+    """One test of a program: an input with its output, a function call, or a statement.
 
     Attributes:
-        given: text that the program reads from standard input.
-        expected: text that the program has to write to standard output, or value that the function has to
-            return; None for a statement.
-        function: name of the called function, at the top level or a method of ``Solution``; empty if no
-            function is called.
+        given: standard input of the program.
+        expected: expected standard output, or expected return value of the function; None for a statement.
+        function: name of the function to call, at the top level or as a method of ``Solution``; empty for
+            none.
         arguments: arguments of the call.
-        statement: statement that has to run without an error after the program; empty for none.
+        statement: statement that must run without an exception after the program; empty for none.
     """
 
     given: str = ""
@@ -51,15 +50,12 @@ class Test:
 
 
 def program_in(response: str) -> str | None:
-    """Return the last complete block between lines of three backticks that is marked as Python, or None if
-    there is none.
-
-    If no block is marked as Python, return the last one without a mark.
-    """
+    """Return the last complete code block (between lines of three backticks) that is marked as Python. If
+    none is marked as Python, return the last unmarked one. Return None if there is neither."""
     marked, unmarked, kind, begin = None, None, None, 0
     for fence in _FENCE.finditer(response):
         name = fence[1]
-        # A fence with a name begins a new block even inside another one, because the other was never closed.
+        # A named fence starts a new block even inside another one, because the other was never closed.
         if kind is None or name:
             kind, begin = name, fence.end()
             continue
@@ -72,27 +68,28 @@ def program_in(response: str) -> str | None:
 
 
 def tests_of(answer: str) -> tuple[Test, ...]:
-    """Return the tests of a reference answer, which has one of the following forms of data sets.
+    """Parse the tests in a reference answer. These formats are supported:
 
-    * ``{"inputs": [...], "outputs": [...]}`` for programs that read and write text, with ``"fn_name"`` for a
-      function that is called with each list of arguments (APPS, TACO).
+    * ``{"inputs": [...], "outputs": [...]}`` for programs that read standard input and write standard output;
+      with ``"fn_name"`` for a function that is called with each list of arguments (APPS, TACO).
     * ``[{"input", "output"}, ...]``. Tests with ``"testtype": "functional"`` or ``"type": "function_call"``
-      call the function ``"fn_name"`` or ``metadata.func_name`` with arguments in JSON, one per line
-      (LiveCodeBench). Such lists may also be under ``public_test_cases``, ``private_test_cases``,
-      ``test_cases`` and ``tests`` of an object, next to the ``metadata`` of all tests.
-    * Statements, ``["assert f(2) == 4", ...]``, also under ``test_list`` and ``challenge_test_list`` of an
-      object, next to ``test_setup_code`` and ``test_imports`` (MBPP).
-    * A Python file with functions ``test_...()``, each of which is a test, or with asserts (KodCode).
+      call the function ``"fn_name"`` or ``metadata.func_name`` with JSON arguments, one per line
+      (LiveCodeBench). Such lists may also be in the keys ``public_test_cases``, ``private_test_cases``,
+      ``test_cases`` and ``tests`` of an object, next to a common ``metadata``.
+    * Statements, ``["assert f(2) == 4", ...]``, also in the keys ``test_list`` and ``challenge_test_list`` of
+      an object, next to ``test_setup_code`` and ``test_imports`` (MBPP).
+    * A Python file with functions ``test_...()``, each of them a test, or with asserts (KodCode).
 
-    Each part may itself be JSON text, or base64 of zlib of that text or of a pickle of it (LiveCodeBench).
+    Each part may itself be JSON text, or base64-encoded zlib data of that text or of a pickle of it
+    (LiveCodeBench).
 
     Raises:
-        ValueError: the answer has no tests.
+        ValueError: the answer has no tests, or they cannot be read.
     """
     statements = statements_of_file(answer)
     if statements is not None:
         return tuple(Test(statement=each) for each in statements)
-    # Parse twice, because the JSON may hold the tests as a text that is JSON itself.
+    # Twice, because the JSON may be a string that contains the tests as JSON.
     given = _parsed(_parsed(answer, "its tests"), "its tests")
     tests = tuple(_tests_in(given, {}))
     if not tests:
@@ -106,10 +103,8 @@ def tests_of(answer: str) -> tuple[Test, ...]:
 
 
 def _are_named_arguments(given: str) -> bool:
-    """Return whether an input is written in the form of LeetCode's examples: ``nums = [3, 3], target = 6``.
-
-    As standard input, such a text would let no solution pass.
-    """
+    """Return whether an input is written like LeetCode's examples: ``nums = [3, 3], target = 6``. As standard
+    input, such a text would fail every program."""
     if not _BEGINS_BY_NAME.match(given):
         return False
     try:
@@ -146,10 +141,10 @@ def _parsed(value: Any, what: str) -> Any:
 
 
 def _pickled_text(content: bytes) -> str | None:
-    """Return the text of a pickle of one text (LiveCodeBench's), or None for anything else. Nothing is
-    unpickled.
+    """Return the text in a pickle of a single string (LiveCodeBench), or None for anything else.
 
-    Only opcodes that frame, hold and memoise a text are accepted; any other could build an object.
+    Nothing is unpickled, because that could run code. Only opcodes that frame, hold and memoise a string are
+    accepted.
     """
     found = list[Any]()
     try:
@@ -164,7 +159,11 @@ def _pickled_text(content: bytes) -> str | None:
 
 
 def _unpacked(text: str, what: str) -> bytes | None:
-    """Decode base64 of zlib (LiveCodeBench's private tests), or return None for any other text."""
+    """Decode base64-encoded zlib data (LiveCodeBench's private tests). Return None for any other text.
+
+    Raises:
+        ValueError: the data are damaged, truncated or too large.
+    """
     if not _PACKED.match(text):
         return None
     try:
@@ -176,7 +175,7 @@ def _unpacked(text: str, what: str) -> bytes | None:
         content = stream.decompress(packed, LARGEST_UNPACKED + 1)
     except zlib.error as error:
         raise ValueError(f"{what} is packed, but cannot be unpacked: {error}") from None
-    # Limit the unpacked size, because a few compressed kilobytes may hold gigabytes.
+    # A few compressed kilobytes may expand to gigabytes.
     if len(content) > LARGEST_UNPACKED:
         raise ValueError(
             f"{what} is packed, but has more than {LARGEST_UNPACKED:,} bytes unpacked: store fewer "
@@ -266,5 +265,5 @@ def _test(given: Any, expected: Any, function: Any) -> Test:
 
 
 def _lines(text: Any) -> str:
-    """Return the text of a test; a list is joined as its lines."""
+    """Return a test's text; the elements of a list are joined as lines."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)

@@ -1,9 +1,9 @@
-"""The host of a program, in the program's process: it runs the program, then answers requests. Also the
-encoding of plain values.
+"""The host of a program, which runs in the program's own process: it executes the program and then answers
+requests. Also the encoding of plain values, which both sides use.
 
-The source of this file is passed to a separate Python, so it imports only the standard library. Nothing in it
-gives protection, because the program can impersonate it; its answers must be treated as data. The protection
-is that expected values never reach this process.
+The source of this file is passed to a separate Python process, so it may import only the standard library. It
+gives no protection: the program can impersonate it, so its replies are untrusted data. Protection comes from
+keeping expected values out of this process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import site
 import sys
 import types
 
-# Do not import typing, which takes longer than running a test; a type checker recognises the constant by its
-# name.
+# Importing typing would take longer than running a test. Type checkers recognise this constant by its name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,33 +28,32 @@ _LONGEST_NUMBER = 1 << 18
 
 GIVEN_NAMES = ("typing", "operator", "math", "itertools", "functools", "collections", "heapq", "bisect")
 GIVEN_MODULES = (*GIVEN_NAMES, "copy", "datetime", "random", "re", "string", "sys")
-"""Modules that are already imported for a program that is a method of ``Solution`` or a called function, as
-on the site that such tasks come from. All names of the modules in ``GIVEN_NAMES`` are available, except those
-of Python's own functions; if two modules share a name, the later module's is used. Each module in
-``GIVEN_MODULES`` is available under its own name if the program contains ``name.``, since ``bisect`` is a
-function too."""
+"""Modules that are imported in advance for a ``Solution`` method or a called function, as on the site from
+which such tasks come. All public names of the modules in ``GIVEN_NAMES`` are available, except names of
+built-in functions; a later module wins over an earlier one. A module in ``GIVEN_MODULES`` is available under
+its own name only if the program contains ``name.``, because ``bisect`` is also a function."""
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encode a value in types of JSON: text, numbers, booleans and None are kept, lists stay lists, and
-    everything else becomes ``{kind: content}``.
+    """Encode a value as JSON types. Strings, numbers, booleans, None and lists stay as they are; any other
+    type becomes ``{kind: content}``.
 
-    A value of a subclass of a plain type, such as a named tuple, becomes one of the plain type.
+    A value of a subclass, such as a named tuple, is encoded as its plain base type.
 
     Args:
         value: any value.
-        other: encodes a value that is not plain.
+        other: encodes a value that has no plain type.
     """
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
-        # Call the method of str, because a subclass may override __str__.
+        # str's own method, because a subclass may override __str__.
         return str.__str__(value)
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, int):
         number = int.__int__(value)
-        # Write large numbers in base 16, because Python limits the length of decimal numbers.
+        # Base 16, because Python limits the length of decimal numbers.
         return number if -_SMALL < number < _SMALL else {"int": hex(number)}
     if isinstance(value, list):
         return [encode(each, other) for each in value]
@@ -74,7 +72,7 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, range):
         return {"range": [encode(each, other) for each in (value.start, value.stop, value.step)]}
-    # Do not import these modules, which takes longer than most tests. If a value is of such a type, its
+    # Do not import these modules, which takes longer than most tests: a value of such a type implies that its
     # module is already imported.
     if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
         return {"decimal": str(value)}
@@ -82,21 +80,21 @@ def _encode_rare(value: Any, other: Callable[[Any], Any]) -> Any:
         return {"deque": [encode(each, other) for each in value]}
     if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
         return {"fraction": [hex(value.numerator), hex(value.denominator)]}
-    # The value is a scalar of numpy or torch.
+    # A scalar of numpy or torch.
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         return encode(value.item(), other)
     return other(value)
 
 
 def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Decode a plain value from ``encode``; the result has exactly Python's own types.
+    """Decode the result of ``encode``. The value has exactly Python's own types, never a subclass.
 
     Args:
-        coded: types of JSON.
-        other: decodes a value of a kind that is not plain.
+        coded: JSON value.
+        other: decodes a value whose kind is not plain, given the kind and its content.
 
     Raises:
-        ValueError: the value is not valid.
+        ValueError: the encoding is invalid.
     """
     if coded is None or isinstance(coded, bool | int | float | str):
         return coded
@@ -120,7 +118,7 @@ def decode(coded: Any, other: Callable[[str, Any], Any]) -> Any:
 
 
 def _whole(text: str) -> int:
-    # Refuse numbers far larger than any that a task needs, because arithmetic with them takes minutes.
+    # Reject numbers far larger than any task needs, because arithmetic with them takes minutes.
     if len(text) > _LONGEST_NUMBER:
         raise ValueError("the number is too large")
     return int(text, 16)
@@ -136,8 +134,7 @@ def _decimal(text: str) -> Decimal:
     from decimal import Decimal
 
     value = Decimal(text)
-    # Limit the exponent: comparing such a number with an integer takes time proportional to the power of ten
-    # that it stands for.
+    # Limit the exponent: comparing 1e1000000 with an integer computes the full power of ten.
     if value.is_finite() and abs(value.adjusted()) > 10_000:
         raise ValueError("the exponent is too large")
     return value
@@ -154,7 +151,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class _Program:
-    """A program that has been run, with its names and the objects that requests refer to."""
+    """An executed program: its global names, and the objects that requests refer to by index."""
 
     def __init__(self, names: dict[str, Any], given: Mapping[str, Any]) -> None:
         self._names, self._given = names, given
@@ -199,8 +196,7 @@ class _Program:
 
     def _solve(self, request: Mapping[str, Any]) -> dict[str, Any]:
         name = request["name"]
-        # Do not take a name that the task itself supplied for the program's function, even if both have the
-        # same name.
+        # A name that the task supplied is not the program's function, even if it has the wanted name.
         own = self._names.get(name) if self._names.get(name) is not self._given.get(name) else None
         function = own or getattr(self._names["Solution"](), name)
         return {"value": encode(function(*self._decoded(request["arguments"])), self._keep)}
@@ -229,23 +225,23 @@ def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _main() -> None:
     source, asked, told = map(int, sys.argv[1:4])
-    # Hide the descriptors from a program that reads its arguments.
+    # Hide the descriptors from programs that read sys.argv.
     sys.argv = ["program.py"]
     with os.fdopen(source, encoding="utf-8") as file:
         task = json.load(file)
-    # Do the part of site's work that a program may need: Python starts without site, because the hooks that
-    # packages install take half of the time.
+    # Do the useful part of site's work. Python starts without site, because the start-up hooks of installed
+    # packages take half of the time.
     sys.path += task["packages"]
     site.setquit()
     site.sethelper()
-    # Use a separate module, so that the program sees neither this file's names as its own, nor itself under a
-    # different module name.
+    # Run the program in a module of its own, so that it sees neither this file's names nor a different module
+    # name of its own.
     module = types.ModuleType("program" if asked >= 0 else "__main__")
     sys.modules[module.__name__] = module
     names = vars(module)
     given = _imported(task)
     names.update(given)
-    # Do not inherit this file's __future__ import, with which annotations would not be evaluated.
+    # dont_inherit: this file's __future__ import would leave the program's annotations unevaluated.
     exec(compile(task["code"], "program.py", "exec", dont_inherit=True), names)
     if asked < 0:
         return
@@ -255,8 +251,7 @@ def _main() -> None:
             answer = json.dumps(program.answer(json.loads(line))) + "\n"
             data = answer.encode()
             while data:
-                # Loop because os.write may write only a part. Do not print, because standard output belongs
-                # to the program.
+                # os.write may be partial. Do not print: standard output belongs to the program.
                 data = data[os.write(told, data) :]
 
 

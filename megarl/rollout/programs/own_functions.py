@@ -1,5 +1,5 @@
-"""Python's own functions and methods that a statement about a program may use: pure ones, with results of
-limited size."""
+"""Built-in functions and methods that a test statement may use outside of the program's process. All are
+pure, and the size of their results is limited."""
 
 from __future__ import annotations
 
@@ -60,11 +60,8 @@ ASKED_OF_OBJECTS = frozenset(
     function.__name__
     for function in (abs, bool, bytes, complex, dict, float, int, iter, len, next, repr, reversed, round, str)
 )
-"""Functions of one argument that are evaluated in the program's process if the argument is an object of the
-program.
-
-The other functions get the list of the object's elements instead.
-"""
+"""Built-in functions of one argument that are evaluated in the program's process if the argument is an object
+of the program. All others get the list of the object's elements instead."""
 
 EXCEPTIONS: Mapping[str, type[BaseException]] = {
     name: kind
@@ -72,7 +69,7 @@ EXCEPTIONS: Mapping[str, type[BaseException]] = {
     if isinstance(kind, type) and issubclass(kind, BaseException)
 }
 
-# The results of these functions grow too fast.
+# Excluded, because their results grow too fast.
 _NOT_OF_MATHEMATICS = {"comb", "factorial", "perm"}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
@@ -84,7 +81,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "collections": {"Counter": collections.Counter, "deque": collections.deque},
     "decimal": {"Decimal": Decimal},
     "fractions": {"Fraction": Fraction},
-    # Any name of typing may be imported: they occur only in annotations, which are not evaluated.
+    # Any name may be imported from typing: annotations are never evaluated.
     "typing": {},
     "__future__": {"annotations": None},
 }
@@ -95,8 +92,8 @@ ALWAYS_OURS: Mapping[str, Any] = {
     "Decimal": Decimal,
     "Fraction": Fraction,
 }
-"""Functions and classes for expected values. A class of the program with the same name never replaces
-them."""
+"""Functions and classes with which statements build expected values. A class of the program with the same
+name never replaces them."""
 
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _RARE = (collections.Counter, collections.deque, Decimal, Fraction)
@@ -105,17 +102,17 @@ METHODS_THAT_GROW = frozenset(
     ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "replace", "join", "translate")
 )
 
-# Maximum length of an operation's result, and maximum number of bits of a number.
+# Maximum number of elements of a result, and of bits of an integer.
 _LARGEST = 1_000_000
 
 
 def refuse_growth(kind: type, left: Any, right: Any) -> None:
-    """Refuse an operation whose result may be far larger than its operands.
+    """Check that the result of an arithmetic operation cannot be far larger than its operands.
 
     Raises:
-        MemoryError: the result may be too large.
+        MemoryError: it may be too large.
     """
-    # A short text such as "%999999999d" % 1 has a long result.
+    # A short format such as "%999999999d" has a long result.
     if kind is ast.Mod and isinstance(left, str | bytes):
         raise MemoryError("the width of a format is not known")
     if kind not in (ast.Pow, ast.LShift, ast.Mult):
@@ -139,20 +136,20 @@ def _length(value: Any) -> int:
 
 
 def refuse_long(value: Any) -> None:
-    """Refuse a long result of an operation on shorter values.
+    """Check the length of an operation's result.
 
     Raises:
-        MemoryError: the value has more than a million items.
+        MemoryError: the value has more than a million elements.
     """
     if _length(value) > _LARGEST:
         raise MemoryError(f"a {type(value).__name__} of {_length(value)} items is too large")
 
 
 def refuse_large(name: str, arguments: Sequence[Any]) -> None:
-    """Refuse to call a function whose result may be far larger than its arguments.
+    """Check that a function's result cannot be far larger than its arguments.
 
     Raises:
-        MemoryError: the result may be too large.
+        MemoryError: it may be too large.
     """
     if name == "pow" and len(arguments) == 2:
         refuse_growth(ast.Pow, *arguments)
@@ -163,7 +160,7 @@ def refuse_large(name: str, arguments: Sequence[Any]) -> None:
 
 
 def bounded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it refuses arguments with which its result may be large."""
+    """Wrap a method such that it raises ``MemoryError`` for arguments with which its result may be large."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         values = [getattr(method, "__self__", None), *arguments, *keywords.values()]

@@ -1,11 +1,12 @@
-"""A program in a separate process, within limits, under a supervisor.
+"""Runs a program in a separate process, within limits, under a supervisor process.
 
-Limits of a process are those of Linux (``setrlimit``): address space, file size, open files, timers. A
+Linux limits each process by itself (``setrlimit``): address space, file size, open files, timers. The
 supervisor checks every few milliseconds the number of processes and threads, their total memory and the
-elapsed time, and at the end kills everything that the program started. In the sandbox (``sandbox``) no other
-memory is available, and the program is the first process of its namespace, so that all others end with it.
-Outside of the sandbox a program can reach the network, write files, end the supervisor, and use memory that
-belongs to no process; ``env.isolation`` determines whether that is allowed.
+elapsed time. At the end it kills everything that the program has started.
+
+In the sandbox (see ``sandbox``) no other memory is available, and the program is the first process of its PID
+namespace, so all others end with it. Without the sandbox a program can reach the network, write files, kill
+the supervisor, and use memory that belongs to no process; ``env.isolation`` decides whether that is allowed.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.005
 _START_SECONDS = 120.0
 _OPEN_FILES = 64
-# Maximum number of pending signals and timers of the process's user, which take memory of the kernel.
+# Maximum pending signals and timers of the user, which take kernel memory.
 _WAITING_SIGNALS = 256
 
 LONGEST_OUTPUT = 1 << 24
-"""Maximum number of bytes of a program's output; a longer output is incorrect."""
+"""Maximum bytes of a program's output. A longer output counts as incorrect."""
 
 STOPPED = 125
-"""Exit code of a supervisor that has killed its program."""
+"""Exit code of a supervisor that has killed its program for exceeding a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a program.
+    """Resource limits of a program.
 
     Attributes:
-        seconds: time for one test.
-        memory_mb: address space of each of its processes, and resident memory of all together.
-        processes: number of processes and threads at a time.
-        file_mb: size of all files that it writes.
-        isolated: whether it runs in the sandbox.
-        bubblewrap: path of the bubblewrap that creates the sandbox; empty if the run creates it itself.
+        seconds: time limit of one test.
+        memory_mb: maximum address space of each process, and maximum resident memory of all together, in MiB.
+        processes: maximum number of processes and threads at a time.
+        file_mb: maximum size of all written files together, in MiB.
+        isolated: run the program in the sandbox.
+        bubblewrap: path of the bubblewrap executable that creates the sandbox; empty if this package creates
+            it.
     """
 
     seconds: float = 4.0
@@ -66,14 +68,14 @@ class Limits:
 
 
 def python_command(source: str, *arguments: str) -> list[str]:
-    """Return the command that runs a text as a Python program, without installed packages and their start-up
-    code."""
+    """Return the command that runs ``source`` with Python. Installed packages and their start-up hooks are
+    left out."""
     return [sys.executable, "-S", "-P", "-c", source, *arguments]
 
 
 @contextlib.contextmanager
 def file_of(text: str = "") -> Iterator[IO[bytes]]:
-    """Yield an unnamed file with the given text."""
+    """Yield an unnamed temporary file that contains a text."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         file.seek(0)
@@ -81,7 +83,7 @@ def file_of(text: str = "") -> Iterator[IO[bytes]]:
 
 
 def text_in(file: IO[bytes]) -> str:
-    """Return the whole content of a file; empty if it is too long."""
+    """Return the content of a file, or an empty text if it exceeds ``LONGEST_OUTPUT``."""
     if os.fstat(file.fileno()).st_size > LONGEST_OUTPUT:
         return ""
     file.seek(0)
@@ -89,8 +91,11 @@ def text_in(file: IO[bytes]) -> str:
 
 
 def isolation() -> tuple[str | None, str]:
-    """Return why programs cannot be isolated here, or None; and the value of ``Limits.bubblewrap`` with which
-    they can."""
+    """Find out how programs can be isolated on this machine.
+
+    Returns:
+        The reason why they cannot (None if they can), and the value for ``Limits.bubblewrap``.
+    """
     fault = fault_of_isolation()
     other = sandbox.found_bubblewrap() if fault else ""
     return (None, other) if other and fault_of_isolation(other) is None else (fault, "")
@@ -98,16 +103,16 @@ def isolation() -> tuple[str | None, str]:
 
 @lru_cache(maxsize=2)
 def fault_of_isolation(bubblewrap: str = "") -> str | None:
-    """Return why programs cannot be isolated here, or None. This runs a test program, and logs once if
-    isolation works.
+    """Return why programs cannot be isolated on this machine, or None. This runs a test program in the
+    sandbox, and logs once if isolation works.
 
     Args:
-        bubblewrap: as in ``Limits``.
+        bubblewrap: see ``Limits``.
     """
     if sys.platform != "linux":
         return "only Linux has namespaces"
-    # Test in a separate process: this one may have threads, and with threads no Python should run between
-    # fork and exec.
+    # Test in a separate process: this one may have threads, and after a fork with threads it is not safe to
+    # run Python.
     command = [sys.executable, "-m", "megarl.rollout.programs", bubblewrap]
     try:
         found = subprocess.run(
@@ -129,7 +134,7 @@ def fault_of_isolation(bubblewrap: str = "") -> str | None:
 
 
 def notice_of_user() -> str:
-    """Return a warning if the run's user is root, and an empty text for any other user."""
+    """Return a warning if this process runs as root, else an empty text."""
     if os.geteuid() != 0:
         return ""
     who = "65534" if sandbox.planned_root().changes_user else "of this container's root, without capabilities"
@@ -140,10 +145,10 @@ def notice_of_user() -> str:
 
 
 def fault_here(bubblewrap: str) -> str | None:
-    """Return why this process cannot run a program that does nothing in the sandbox, or None.
+    """Run an empty program in the sandbox. Return why this failed, or None.
 
     Args:
-        bubblewrap: as in ``Limits``.
+        bubblewrap: see ``Limits``.
     """
     with file_of() as nothing, file_of() as written:
         try:
@@ -163,23 +168,23 @@ def running(
     written: IO[bytes],
     passed: tuple[int, ...] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program within limits. Its exit code is ``STOPPED`` if it was killed for exceeding a limit.
+    """Run a program within limits, and yield its process. The exit code is ``STOPPED`` if it was killed for
+    exceeding a limit.
 
-    When the context exits, the program and everything that it started have ended.
+    When the context exits, the program and everything that it has started are gone.
 
     Args:
         command: the command with its arguments.
         limits: limits of the program.
         given: file for its standard input.
         written: file for its standard output.
-        passed: additional file descriptors that it gets.
+        passed: additional file descriptors that it inherits.
 
     Raises:
         RewardError: the program cannot be started.
     """
-    # Pass nothing of the run's own environment, which may hold credentials. Fix the hash seed, so that equal
-    # programs write equal sets. Use one OpenMP thread, because threads of a library count as the program's
-    # own.
+    # Pass nothing of the run's environment, which may hold credentials. The fixed hash seed makes the output
+    # of sets reproducible. One OpenMP thread, because a library's threads count towards the limit.
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with contextlib.ExitStack() as stack:
         refusal, status = stack.enter_context(file_of()), stack.enter_context(file_of())
@@ -216,8 +221,7 @@ def running(
         try:
             yield process
         finally:
-            # End the supervisor by SIGTERM and not by SIGKILL, because it has to kill what the program has
-            # started.
+            # SIGTERM and not SIGKILL: the supervisor has to kill what the program has started.
             process.terminate()
             process.wait()
         if limits.bubblewrap and process.returncode != STOPPED and '"exit-code"' not in text_in(status):
@@ -242,17 +246,18 @@ def _filter_file(root: sandbox.Root) -> Iterator[IO[bytes]]:
 
 def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int, refusal: int) -> None:
     """Turn the child that ``subprocess`` has forked into the supervisor. Only the supervisor's own child
-    returns from here.
+    returns from this function, and then becomes the program.
 
-    If the sandbox is not granted, write the reason to the file descriptor ``refusal`` and raise.
+    If the sandbox cannot be created, write the reason to the file descriptor ``refusal`` and raise
+    ``OSError``.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    # Block these signals, so that sigtimedwait receives them and none is lost between two calls of it.
+    # Blocked signals stay pending, so that none is lost between two calls of sigtimedwait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     set_parent_death_signal, set_child_subreaper = 1, 36
     libc.prctl(set_child_subreaper, 1, 0, 0, 0)
     libc.prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
-    # The parent may have died before the request for a signal at its death.
+    # The parent may have died before prctl took effect.
     if os.getppid() != parent:
         os._exit(STOPPED)
     try:
@@ -269,38 +274,36 @@ def _supervise(limits: Limits, root: sandbox.Root | None, work: str, parent: int
 
 def _stand_by(child: int, limits: Limits) -> None:
     """Wait for the program, kill all processes that it has left behind, and exit with its exit code."""
-    # Close all descriptors, including pipes: a reader at the other end would wait as long as this process
-    # holds them.
+    # Close all descriptors: whoever reads a pipe from the program would otherwise wait until this process
+    # ends.
     os.closerange(0, 1 << 16)
     try:
         code = _watch(child, limits)
-    # Catch any error of the supervisor itself, because the program must not outlive it.
+    # Whatever goes wrong in the supervisor, the program must not outlive it.
     except BaseException:
         code = STOPPED
     _kill_descendants()
-    # Do not call sys.exit: this is a fork of the run's process, and must not run that process's exit
-    # handlers.
+    # Not sys.exit: this is a fork of the run's process, whose exit handlers must not run here.
     os._exit(code)
 
 
 def _become_program(
     libc: ctypes.CDLL, limits: Limits, root: sandbox.Root | None, work: str, pipe: int
 ) -> None:
-    """Prepare this process for the program that replaces it when ``subprocess`` continues."""
+    """Prepare this process for the exec of the program, which follows when ``subprocess`` continues."""
     set_parent_death_signal, set_no_new_privileges = 1, 38
     # Leave the supervisor's process group, because signals to a group cross namespaces.
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
     if root:
         sandbox.enter(libc, root, pipe, limits.file_mb)
-    # Request the signal at the parent's death again, because a change of the user resets it.
+    # Request the death signal again, because a change of the user resets it.
     libc.prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # Leave this to bubblewrap, which gives up the right to new privileges itself, and on some systems has to
-    # gain one first.
+    # bubblewrap sets this itself, and on some systems it has to gain privileges first.
     if not limits.bubblewrap:
         libc.prctl(set_no_new_privileges, 1, 0, 0, 0)
     os.chdir(work)
-    # Set both the soft and the hard limit, so that the program cannot raise the soft one.
+    # Both the soft and the hard limit, so that the program cannot raise the soft one.
     for which, most in (
         (resource.RLIMIT_AS, limits.memory_mb << 20),
         (resource.RLIMIT_FSIZE, limits.file_mb << 20),
@@ -314,18 +317,18 @@ def _become_program(
 
 
 def _watch(child: int, limits: Limits) -> int:
-    """Wait for a program, and kill it if it exceeds a limit or the supervisor gets SIGTERM; return its exit
-    code."""
+    """Wait for a program and return its exit code. Kill it if it exceeds a limit, or if the supervisor
+    receives SIGTERM."""
     deadline = time.monotonic() + limits.seconds
     while True:
         news = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, _LOOK_SECONDS)
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            # A program that a signal ended has a negative exit code, which os._exit does not accept.
+            # A program killed by a signal has a negative exit code, which os._exit does not accept.
             return min(abs(os.waitstatus_to_exitcode(status)), 255)
         is_told_to_end = news is not None and news.si_signo == signal.SIGTERM
         if is_told_to_end or time.monotonic() > deadline or _takes_too_much(limits):
-            # With namespaces the child is the first process, and all others end with it.
+            # In the sandbox the child is the first process of its namespace, and all others end with it.
             os.kill(child, signal.SIGKILL)
             return STOPPED
 
@@ -336,17 +339,17 @@ def _takes_too_much(limits: Limits) -> bool:
         sandbox.BUBBLEWRAPS_PROCESSES if limits.bubblewrap else 0
     ):
         return True
-    # Do not check a single process: its address space bounds it, and until it has called exec it shows the
-    # memory of the process that started it.
+    # A single process is bounded by its address space; and before its exec it shows the memory of the process
+    # from which it was forked.
     return len(processes) > 1 and sum(map(_resident, processes)) > limits.memory_mb << 20
 
 
 def _descendants(number: int = 0) -> list[int]:
-    """Return the descendants of this process. An orphan is a child of the first process of its namespace, or
-    of this one.
+    """Return the process ids of all descendants of this process. The kernel reparents orphans to the first
+    process of their namespace, or to this one.
 
     Args:
-        number: signal that each descendant gets as soon as it is found; 0 for none.
+        number: signal to send to each descendant as soon as it is found; 0 for none.
     """
     found, unseen = list[int](), [os.getpid()]
     while unseen:
@@ -375,12 +378,11 @@ def _resident(process: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants. Each is stopped when it is found, so that it cannot fork while it waits
-    to be killed.
+    """Kill and reap all descendants. Each is stopped as soon as it is found, so that it cannot fork before it
+    is killed.
 
-    One pass may miss a process that is created meanwhile, or whose sibling ends. Once its ancestors are gone,
-    it is a child of this process. Therefore this process searches again each time before it waits for a
-    child, until it has none.
+    One pass may miss a process that is created in the meantime. Once its ancestors are dead it is reparented
+    to this process; so the search is repeated until this process has no children left.
     """
     while True:
         stopped = set[int]()

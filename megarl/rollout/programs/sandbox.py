@@ -1,18 +1,17 @@
-"""The sandbox of a program: separate namespaces, and a root that contains Python and system libraries, and
-nothing else.
+"""The sandbox of a program: separate namespaces, and a root file system with nothing but Python and system
+libraries.
 
-The root is an allow-list: directories of Python and of the system's libraries, read-only; a ``/proc`` with
-only the program's own processes, read-only and without its other entries; the devices null, full, random and
-urandom; and one in-memory file system of limited size for ``/tmp`` and ``/dev/shm``. It contains no files of
-the run, of its user or of other programs, and no sockets or other devices. The program has no capabilities
-and no way to get any, and a filter refuses system calls that it does not need (``system_calls``). If the run
-is root, the program is user 65534.
+The root is an allow-list. It has the directories of Python and of the system's libraries, read-only; a
+read-only ``/proc`` that shows only the program's own processes; the devices null, full, random and urandom;
+and one size-limited in-memory file system for ``/tmp`` and ``/dev/shm``. There are no files of the run, its
+user or other programs, and no sockets or other devices. The program has no capabilities and cannot gain any,
+and a filter rejects system calls that it does not need (see ``system_calls``). If the run is root, the
+program runs as user 65534.
 
-Some machines grant namespaces only to certain programs (Ubuntu from 24.04 on, by AppArmor), among them
-bubblewrap. On such a machine bubblewrap creates the sandbox, from the same list of directories, devices and
-system calls. Our own sandbox is preferred, because bubblewrap can only limit the bytes of files in memory,
-but not their number. If the run is root, bubblewrap is not used, because the program would keep access to
-root's files.
+Some systems (Ubuntu from 24.04 on, by AppArmor) grant namespaces only to certain programs, among them
+bubblewrap. There bubblewrap creates the sandbox from the same lists. Our own sandbox is preferred, because
+bubblewrap limits only the bytes of in-memory files and not their number. If the run is root, bubblewrap is
+not used, because the program would keep access to root's files.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")
-# /dev/zero is missing, because the memory of a shared mapping of it counts only for processes that touched
-# it.
+# /dev/zero is left out: a shared mapping of it counts only for processes that have touched it.
 DEVICES = ("null", "full", "random", "urandom")
 """Devices in the sandbox's ``/dev``."""
 
@@ -62,16 +60,16 @@ _DEVICE_LINKS = {
 }
 
 NOBODY = 65534
-"""The user and group of a program inside the sandbox, and also outside if the run is root."""
+"""User and group id of a program inside the sandbox; if the run is root, also outside."""
 
 WORK = "/tmp"
-"""The initial working directory of a program inside the sandbox."""
+"""Initial working directory of a program in the sandbox."""
 
 _WRITABLE = (WORK, "/dev/shm")
 
 _OLD = "/.old"
 _STORE = "/.store"
-# Limit the number of files: an empty file also takes kernel memory, which the size of a tmpfs does not
+# Limit the number of files too: an empty file takes kernel memory, which the size of a tmpfs does not
 # include.
 _STORE_FILES = 4096
 
@@ -97,14 +95,14 @@ _CURRENT_DIRECTORY, _EVERYTHING_BELOW = -100, 0x8000
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The parts of the machine that a root contains.
+    """Plan of the sandbox's root file system on this machine.
 
     Attributes:
         machine: name of the architecture.
-        base: directory over which the root is mounted while it is built.
-        places: real path of each file or directory, its path inside the root, and whether it is a directory.
-        links: paths of symbolic links, and their targets.
-        changes_user: programs become user 65534 of the machine; otherwise they stay the user of the run.
+        base: directory on which the root is mounted while it is built.
+        places: (real path, path inside the root, whether it is a directory) of each bind mount.
+        links: (path, target) of each symbolic link.
+        changes_user: the program becomes user 65534 of the machine; otherwise it stays the user of the run.
     """
 
     machine: str
@@ -116,10 +114,10 @@ class Root:
 
 @lru_cache(maxsize=1)
 def planned_root() -> Root:
-    """Return the contents of a root on this machine.
+    """Plan the root file system for this machine.
 
     Raises:
-        OSError: there is no sandbox for this machine.
+        OSError: this architecture is not supported.
     """
     machine = os.uname().machine
     fault = system_calls.fault_of_machine(machine)
@@ -128,7 +126,7 @@ def planned_root() -> Root:
     places: dict[str, tuple[str, bool]] = {}
     for path in (*_SYSTEM, *_paths_of_python()):
         real = os.path.realpath(path)
-        # Bind the real path too, because absolute links and Python's home may refer to it.
+        # Bind the real path too: absolute links and Python's home may refer to it.
         for inside in (path, real):
             if os.path.exists(real) and not _is_covered(inside, places):
                 places[inside] = (real, os.path.isdir(real))
@@ -152,7 +150,7 @@ def _is_covered(path: str, places: Iterable[str]) -> bool:
 
 
 def _links_to(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the symbolic links that lead to an executable."""
+    """Yield the chain of symbolic links that leads to an executable."""
     while os.path.islink(path):
         target = os.readlink(path)
         yield path, target
@@ -160,24 +158,24 @@ def _links_to(path: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_mapped(file: str) -> bool:
-    """Return whether user or group 65534 exists in this process's user namespace; some containers have only
+    """Return whether user or group 65534 exists in this process's user namespace. Some containers have only
     one user."""
     rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
     return any(first <= NOBODY < first + count for first, _, count in rows)
 
 
 def start_inside(root: Root) -> tuple[int, int]:
-    """Fork into new namespaces. Return the child's process id and a file descriptor; in the child, return 0
-    and a file descriptor.
+    """Fork into new namespaces.
 
-    The parent passes both to ``let_in``; the child passes its descriptor to ``enter``.
+    Returns:
+        In the parent, the child's process id and a file descriptor, both for ``let_in``. In the child, 0 and
+        a file descriptor for ``enter``.
 
     Raises:
         OSError: Linux grants no namespaces.
     """
-    # Call clone directly, because CPython's fork takes no flags. What os.fork would do in addition is not
-    # needed: no thread of Python runs in this process, and the child soon becomes another program. PyDLL
-    # keeps the interpreter lock.
+    # Call clone directly, because os.fork takes no flags. Its other work is not needed: this process runs no
+    # other Python thread, and the child soon calls exec. PyDLL keeps the interpreter lock.
     libc = ctypes.PyDLL(None, use_errno=True)
     wait_for, tell = os.pipe()
     zeros = [ctypes.c_long(0)] * 4
@@ -192,18 +190,18 @@ def start_inside(root: Root) -> tuple[int, int]:
 
 
 def let_in(root: Root, child: int, tell: int) -> None:
-    """Map the users of the child's namespace, and let the child continue.
+    """Map the user and group ids of the child's namespace, then let the child continue.
 
     Raises:
-        OSError: Linux does not grant the mapping.
+        OSError: Linux rejects the mapping.
     """
     user, group = os.geteuid(), os.getegid()
     if root.changes_user:
-        # Map root as well, because enter needs it for its mounts; it then changes to NOBODY.
+        # Map root as well: `enter` needs it for its mounts, and then changes to NOBODY.
         users = groups = f"0 0 1\n{NOBODY} {NOBODY} 1"
     else:
         users, groups = f"{NOBODY} {user} 1", f"{NOBODY} {group} 1"
-        # The kernel requires this before an unprivileged user maps groups.
+        # The kernel requires this before an unprivileged user may map groups.
         _write(f"/proc/{child}/setgroups", "deny")
     _write(f"/proc/{child}/uid_map", users)
     _write(f"/proc/{child}/gid_map", groups)
@@ -219,16 +217,16 @@ def _write(path: str, text: str) -> None:
 
 
 def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
-    """Build the root and enter it, as a user without privileges.
+    """Build the root file system and enter it, then drop all privileges.
 
     Args:
-        libc: C library with ``use_errno``.
-        root: contents of the root.
+        libc: C library, loaded with ``use_errno``.
+        root: plan of the root.
         wait_for: file descriptor from ``start_inside``.
-        store_mb: MB of all files in ``/tmp`` and ``/dev/shm`` together.
+        store_mb: size limit of ``/tmp`` and ``/dev/shm`` together, in MiB.
 
     Raises:
-        OSError: Linux does not grant a step of this.
+        OSError: Linux rejects one of the steps.
     """
     if os.read(wait_for, 1) != b"1":
         raise OSError("the supervisor is gone")
@@ -237,7 +235,7 @@ def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
     _build(libc, root, store_mb)
     socket.sethostname("program")
     if root.changes_user:
-        # Give up groups first, because a process without root cannot.
+        # Groups first, because a process that is no longer root cannot change them.
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
     _replace_standard_error()
@@ -246,27 +244,25 @@ def enter(libc: ctypes.CDLL, root: Root, wait_for: int, store_mb: int) -> None:
 
 
 def close_system_calls(libc: ctypes.CDLL, root: Root) -> None:
-    """Install the filter of system calls.
+    """Install the system call filter.
 
     Raises:
-        OSError: the kernel refuses the filter.
+        OSError: the kernel rejects the filter.
     """
     system_calls.install(libc, system_calls.filter_program(root.machine))
 
 
 def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
-    # Make the tree private first: mounts in a shared tree would appear outside of the namespace.
+    # Make the tree private first: mounts in a shared tree would propagate out of the namespace.
     _mount(libc, "none", "/", None, _RECURSIVE | _PRIVATE)
-    # Mount an empty file system: pivot_root needs a mount point, and an empty one cannot expose a file by
-    # oversight.
+    # pivot_root needs a mount point, and an empty file system cannot expose a file by oversight.
     _mount(libc, "none", root.base, "tmpfs", _NO_SET_USER | _NO_DEVICES, "size=4m,nr_inodes=4096,mode=755")
     os.mkdir(root.base + _OLD)
     pivot = ctypes.c_long(_PIVOT_ROOT_CALL[root.machine])
     _checked(libc.syscall(pivot, root.base.encode(), (root.base + _OLD).encode()), "pivot_root")
-    # Change the working directory, which is still in the old root.
+    # The working directory is still in the old root.
     os.chdir("/")
-    # Mount the store before the directories that may be below it, because Python may be installed in a
-    # directory of temporary files.
+    # Before the binds, because Python may be installed below a temporary directory.
     _mount_store(libc, store_mb)
     for real, inside, is_directory in root.places:
         _bind(libc, _OLD + real, inside, is_directory)
@@ -278,29 +274,27 @@ def _build(libc: ctypes.CDLL, root: Root, store_mb: int) -> None:
     for name, target in _DEVICE_LINKS.items():
         os.symlink(target, f"/dev/{name}")
     _mount_proc(libc)
-    # Detach the old root instead of unmounting it at once, because this process's libraries are still open in
-    # it.
+    # Detach instead of unmount: this process's libraries are still open in the old root.
     _checked(libc.umount2(_OLD.encode(), _DETACH), "umount the old root")
     os.rmdir(_OLD)
-    # Use mount_setattr instead of a remount: one call changes all mounts below, whatever flags they have.
+    # mount_setattr instead of a remount: one call changes all mounts below and keeps their other flags.
     _set_attributes(libc, "/", _EVERYTHING_BELOW, _READ_ONLY | _NO_SET_USER, 0)
     for path in _WRITABLE:
         _set_attributes(libc, path, 0, 0, _READ_ONLY)
 
 
 def _mount_store(libc: ctypes.CDLL, store_mb: int) -> None:
-    """Mount one file system at two paths, so that one limit holds for both."""
+    """Mount one tmpfs at both writable paths, so that one size limit covers both."""
     os.mkdir(_STORE)
     options = f"size={store_mb}m,nr_inodes={_STORE_FILES},mode=755"
     _mount(libc, "none", _STORE, "tmpfs", _NO_SET_USER | _NO_DEVICES, options)
     for path in _WRITABLE:
         for each in (path, _STORE + path):
             os.makedirs(each)
-        # Set the mode by chmod, because the umask applies to the mode of makedirs.
+        # chmod, because makedirs applies the umask.
         os.chmod(_STORE + path, 0o1777)
         _mount(libc, _STORE + path, path, None, _BIND)
-    # Unmount the store: its two binds keep the file system alive, and the original mount would be a third way
-    # into it.
+    # The two binds keep the file system alive; the original mount would be a third way into it.
     _checked(libc.umount2(_STORE.encode(), _DETACH), "umount the store")
     os.rmdir(_STORE)
 
@@ -311,13 +305,13 @@ def _bind(libc: ctypes.CDLL, source: str, inside: str, is_directory: bool) -> No
     else:
         os.makedirs(os.path.dirname(inside), exist_ok=True)
         os.close(os.open(inside, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-    # Bind the mounts below it as well: a user namespace may not uncover what such a mount hides.
+    # Bind submounts too: a user namespace may not uncover what such a mount hides.
     _mount(libc, source, inside, None, _BIND | _RECURSIVE)
 
 
 def _mount_proc(libc: ctypes.CDLL) -> None:
-    """Mount ``/proc`` with only the program's own processes. A container that hides parts of ``/proc`` does
-    not grant this; then there is none."""
+    """Mount a ``/proc`` that shows only the program's own processes. Containers that hide parts of ``/proc``
+    do not permit this; the sandbox then has no ``/proc``."""
     flags = _READ_ONLY | _NO_SET_USER | _NO_DEVICES | _NO_EXECUTION
     os.makedirs("/proc", exist_ok=True)
     with contextlib.suppress(OSError):
@@ -325,8 +319,8 @@ def _mount_proc(libc: ctypes.CDLL) -> None:
 
 
 def _set_attributes(libc: ctypes.CDLL, path: str, flags: int, on: int, off: int) -> None:
-    """Switch attributes of a mount on and off, and keep its others. With ``_EVERYTHING_BELOW`` this includes
-    the mounts below it."""
+    """Set the mount attributes ``on`` and clear ``off``, without changing others. The flag
+    ``_EVERYTHING_BELOW`` includes all mounts below the path."""
     attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
     call = ctypes.c_long(_MOUNT_SETATTR_CALL)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
@@ -345,8 +339,8 @@ def _mount(
 
 
 def _replace_standard_error() -> None:
-    """Reopen standard error as the sandbox's ``/dev/null``. Through a file descriptor of the machine's
-    ``/dev/null``, its owner could change its mode."""
+    """Reopen standard error as the sandbox's ``/dev/null``. Through a descriptor of the machine's own
+    ``/dev/null``, the owner of that file could change its mode."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 2)
     os.close(null)
@@ -354,15 +348,14 @@ def _replace_standard_error() -> None:
 
 def _give_up_rights(libc: ctypes.CDLL, root: Root) -> None:
     capability = 0
-    # Loop until the kernel reports an unknown capability, because their number depends on the kernel's
-    # version.
+    # The number of capabilities depends on the kernel, so loop until it reports an unknown one.
     while libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0) == 0:
         capability += 1
     if root.changes_user:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _checked(libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")
-    # Without this flag, the kernel accepts a filter of system calls from root only.
+    # Without this flag the kernel accepts a system call filter only from root.
     _checked(libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
 
 
@@ -373,11 +366,11 @@ def _checked(result: int, what: str) -> None:
 
 
 BUBBLEWRAPS_PROCESSES = 1
-"""Number of bubblewrap's own processes, in addition to those of the program."""
+"""Number of bubblewrap's own processes, which do not count as the program's."""
 
 
 def found_bubblewrap() -> str:
-    """Return the path of bubblewrap, or an empty text if it is not installed or the run is root."""
+    """Return the path of bubblewrap. Empty if it is not installed, or if the run is root."""
     return "" if os.geteuid() == 0 else shutil.which("bwrap") or ""
 
 
@@ -389,18 +382,17 @@ def with_bubblewrap(
     Args:
         bubblewrap: path of bubblewrap.
         command: the command to run inside.
-        root: contents of the root.
-        store_mb: MB of all files in ``/tmp``; ``/dev/shm`` is a link to it.
-        filter_file: file descriptor of the filter of system calls, see ``system_calls.filter_program``.
-        status_file: file descriptor to which bubblewrap writes the command's status, as lines of JSON.
+        root: plan of the root.
+        store_mb: size limit of ``/tmp`` in MiB; ``/dev/shm`` is a link to it.
+        filter_file: file descriptor of the system call filter, see ``system_calls.filter_program``.
+        status_file: file descriptor to which bubblewrap writes the command's status as JSON lines.
     """
-    # Use --as-pid-1: otherwise bubblewrap runs a process of its own inside, which BUBBLEWRAPS_PROCESSES does
-    # not count.
+    # --as-pid-1, because bubblewrap would otherwise run another process inside, which BUBBLEWRAPS_PROCESSES
+    # does not count.
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "program"]
     arguments += ["--seccomp", str(filter_file), "--json-status-fd", str(status_file)]
-    # Mount these before the directories that may be below them, because Python may be installed in a
-    # directory of temporary files.
+    # Before the binds, because Python may be installed below a temporary directory.
     arguments += [
         "--perms",
         "1777",
@@ -418,6 +410,5 @@ def with_bubblewrap(
         arguments += ["--symlink", target, path]
     for device in DEVICES:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    # Leave /proc out: bubblewrap's shows much of the machine, and a program that solves a task does not need
-    # it.
+    # No /proc: bubblewrap's shows much of the machine, and solving a task does not need it.
     return [bubblewrap, *arguments, "--remount-ro", "/", "--chdir", WORK, "--", *command]

@@ -1,9 +1,9 @@
-"""Statements about a program (``assert f(2) == 4``), and which of them can be evaluated outside of its
-process.
+"""Classification of test statements (``assert f(2) == 4``): which of them can be evaluated outside of the
+program's process.
 
-A statement is parsed and interpreted (``evaluation``), but never executed as Python. ``reason_against``
-returns why a statement cannot be evaluated: it uses a part of Python that the interpreter does not support,
-passes its own function to the program, or relies on a module that is not available.
+Such a statement is interpreted (see ``evaluation``) and never executed as Python. ``reason_against`` returns
+why a statement cannot be evaluated: it uses unsupported syntax, passes a function of its own to the program,
+or needs a module that is not available.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megarl.rollout.programs.conversation import Conversation
 from megarl.rollout.programs.evaluation import runs_to_its_end
 from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
 
-# Modules by which a statement may compare. The program must not supply their names.
+# Names with which a statement may compare results. They must not be looked up in the program, which could
+# define them to its advantage.
 _JUDGES = frozenset(
     (
         *("np", "numpy", "pd", "pandas", "pytest", "unittest", "torch", "scipy", "sympy", "random", "re"),
@@ -36,10 +37,10 @@ _JUDGES = frozenset(
 )
 
 _OURS = {*FUNCTIONS, *EXCEPTIONS, *MODULES, *ALWAYS_OURS}
-# Methods that turn a short text or a small number into a large result.
+# Methods that produce a large result from a short text or a small number.
 _NEVER = {"format", "format_map", "elements"}
 
-# Use an allow-list, so that a new syntax of Python is refused until it is evaluated here.
+# An allow-list, so that new Python syntax is rejected until the interpreter supports it.
 _NODES = (
     ast.Module,
     ast.Expr,
@@ -118,7 +119,7 @@ def _reason_against_tree(tree: ast.Module) -> str | None:
 
 
 def _lambdas_for_us(call: ast.Call) -> list[ast.expr]:
-    """Return the lambdas that a call passes to one of Python's own functions."""
+    """Return the lambdas that a call passes to a built-in function."""
     ours = isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS
     ours = ours or (isinstance(call.func, ast.Attribute) and call.func.attr == "sort")
     passed = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -136,8 +137,8 @@ def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes, except messages of asserts, annotations and causes of exceptions, which are not
-    evaluated."""
+    """Yield all nodes except those that are never evaluated: messages of asserts, annotations and causes of
+    exceptions."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("msg", "annotation", "returns") or (isinstance(node, ast.Raise) and name == "cause"):
@@ -157,8 +158,7 @@ def _reason_against_node(node: ast.AST) -> str | None:
             return f"{name} is not evaluated outside the sandbox"
         case ast.Attribute(attr=name) if name.startswith("_") or name in _NEVER:
             return f"the attribute {name} is not read outside the sandbox"
-        # If the name is not one of our modules, allow any attribute, because the name may be a value of the
-        # program.
+        # Any attribute is allowed if the name is not one of our modules: it may be a value of the program.
         case ast.Attribute(value=ast.Name(id=module), attr=name) if name not in MODULES.get(
             module, {name: None}
         ):
@@ -187,11 +187,11 @@ def _reason_against_node(node: ast.AST) -> str | None:
 
 
 def reason_to_doubt(statement: str) -> str | None:
-    """Return why a program may pass a statement without solving its task, even though the statement is
-    evaluated outside; or None."""
+    """Return why a program may pass a statement without solving its task, although the statement is evaluated
+    outside; or None."""
     tree = ast.parse(statement)
     not_programs = _OURS | _names_made(tree)
-    # Visit assignments in order, so that a name that is made from such a name is found too.
+    # In order, so that a name assigned from the program's names counts as the program's too.
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _names_in(node.value) - not_programs:
             not_programs -= {each.id for each in node.targets if isinstance(each, ast.Name)}
@@ -208,7 +208,7 @@ def _names_in(part: ast.AST) -> set[str]:
 
 
 def _names_made(tree: ast.Module) -> set[str]:
-    """Return the names that a statement assigns to."""
+    """Return the names that a statement defines."""
     nodes = list(ast.walk(tree))
     made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -217,22 +217,22 @@ def _names_made(tree: ast.Module) -> set[str]:
 
 
 def holds(statement: str, program: Conversation) -> bool:
-    """Return whether a statement runs to its end without an exception.
+    """Return whether a statement runs without an exception.
 
     Args:
         statement: a statement for which ``reason_against`` returns None.
-        program: the program that it tests.
+        program: the program under test.
 
     Raises:
-        EndedError: the program has ended.
+        EndedError: the program has exited.
     """
     tree = ast.parse(statement)
     return runs_to_its_end(tree.body, program, _functions_of_program(tree))
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Return the names of Python's own functions that mean the program's: a statement that uses no other
-    names tests these functions."""
+    """Return the names of built-in functions that refer to the program's functions instead: if a statement
+    uses no other names, it must be testing these."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

@@ -1,9 +1,8 @@
-"""The system calls that a model's program may not make, as a filter for Linux's seccomp.
+"""Seccomp filter: the Linux system calls that a model's program may not make.
 
-Namespaces and an allow-list root isolate files, processes and the network. The filter refuses the rest:
-memory that belongs to no process and to no file system of limited size, socket families that no namespace
-contains, new namespaces, and parts of the kernel that a program never needs and that have had
-vulnerabilities.
+Namespaces and the allow-listed root isolate files, processes and the network. The filter rejects the rest:
+memory that no process or size-limited file system accounts for, socket families that no namespace confines,
+new namespaces, and parts of the kernel that programs never need and that have had vulnerabilities.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import errno
 import struct
 from functools import lru_cache
 
-# For each name that ``uname`` returns, the column of the tables below and the architecture's number in
+# For each machine name of ``uname``: its column in the tables below, and its architecture constant from
 # audit.h.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
 
 _FIRST_X32_CALL = 0x40000000
 
-# Numbers of the calls on x86-64 and on 64-bit ARM; None if the architecture has no such call.
+# System call numbers on x86-64 and on 64-bit ARM; None if the architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # These allocate memory that neither a process limit nor a file system counts.
+    # Calls that allocate memory which neither a process limit nor a file system accounts for.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -29,20 +28,20 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
     "remap_file_pages": (216, 234),
-    # Pages in a pipe remain after their process has freed them, and one byte may keep a huge page.
+    # Rejected, because pages in a pipe outlive their process, and a single byte may pin a huge page.
     "vmsplice": (278, 75),
-    # The machine or its user has few of the objects that these make.
+    # Calls that create objects of which the machine or the user has only few.
     "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
-    # These reach other processes.
+    # Calls that access other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
     "pidfd_getfd": (438, 438),
     "kcmp": (312, 272),
-    # These change mounts and namespaces.
+    # Calls that change mounts and namespaces.
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -58,11 +57,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # Keyrings belong to the user of the run.
+    # Calls that access keyrings, which belong to the user of the run.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # These reach parts of the kernel.
+    # Calls into parts of the kernel with a history of vulnerabilities.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "io_uring_setup": (425, 425),
@@ -79,7 +78,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "iopl": (172, None),
     "ioperm": (173, None),
-    # These change the machine.
+    # Calls that change the machine.
     "reboot": (169, 142),
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -101,18 +100,18 @@ _SET_SOCKET_OPTION, _ADVISE = (54, 208), (28, 233)
 # All CLONE_NEW* flags of ``clone``.
 _NEW_NAMESPACES = 0x7E020000
 
-# Allow AF_UNIX, AF_INET and AF_INET6, which a network namespace confines. AF_VSOCK reaches the host from any
-# namespace.
+# AF_UNIX, AF_INET and AF_INET6, which a network namespace confines. AF_VSOCK, for example, reaches the host
+# from any namespace.
 _SOCKET_FAMILIES = (1, 2, 10)
 
-# MAP_SHARED | MAP_ANONYMOUS: pages remain as long as any process has the mapping, but count only for
-# processes that touched them.
+# MAP_SHARED | MAP_ANONYMOUS: pages live as long as any mapping, but count only for processes that have
+# touched them.
 _SHARED_ANONYMOUS = 0x21
 
-# F_SETPIPE_SZ: no limit counts the content of a pipe.
+# F_SETPIPE_SZ: no limit accounts for the content of a pipe.
 _SET_PIPE_SIZE = 1031
 
-# SO_SNDBUF: no limit counts the content of a socket either.
+# SO_SNDBUF: no limit accounts for the content of a socket.
 _SEND_BUFFER = 7
 
 # MADV_PAGEOUT: memory that was moved to swap is not counted as resident.
@@ -134,27 +133,26 @@ def fault_of_machine(machine: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def filter_program(machine: str) -> bytes:
-    """Return the filter as instructions of classic BPF.
+    """Return the filter as classic BPF instructions.
 
     Args:
-        machine: architecture from ``os.uname().machine``, for which ``fault_of_machine`` returns None.
+        machine: architecture as in ``os.uname().machine``, for which ``fault_of_machine`` returns None.
     """
     column, architecture = _ARCHITECTURES[machine]
     refuse = _instruction(_RETURN, _REFUSE | errno.EPERM)
     code = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, architecture, 1, 0), refuse]
     code.append(_instruction(_LOAD, _NUMBER_OFFSET))
-    # Refuse the x32 calls: they are the same calls under other numbers, which the list below does not
-    # contain.
+    # Reject x32 calls: they are the same calls under other numbers, which the table lacks.
     if machine == "x86_64":
         code += [_instruction(_AT_LEAST, _FIRST_X32_CALL, 0, 1), refuse]
     for numbers in _REFUSED.values():
         if numbers[column] is not None:
             code += [_instruction(_EQUAL, int(numbers[column] or 0), 0, 1), refuse]
-    # Report clone3 as missing, because its flags are in memory, which a filter cannot read. Libraries then
-    # use clone.
+    # Report clone3 as not implemented, so that libraries fall back to clone: its flags are in memory, which a
+    # filter cannot read.
     code += [_instruction(_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     code += _on_argument(_CLONE[column], 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refuse])
-    # Each instruction jumps over the families after it and over the refusal.
+    # On a match, jump over the remaining families and the rejection.
     families = [
         _instruction(_EQUAL, family, len(_SOCKET_FAMILIES) - place, 0)
         for place, family in enumerate(_SOCKET_FAMILIES)
@@ -172,9 +170,9 @@ def filter_program(machine: str) -> bytes:
 
 
 def _on_argument(number: int, argument: int, rules: list[bytes]) -> list[bytes]:
-    """Return instructions that check the lower half of one argument of a system call, and allow the call if
-    no rule refuses it."""
-    # Both architectures are little-endian, so that the lower half comes first.
+    """Return instructions that check the lower 32 bits of one argument of a system call, and allow the call
+    unless a rule rejects it."""
+    # Both architectures are little-endian: the lower half comes first.
     load = _instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument)
     body = [load, *rules, _instruction(_RETURN, _ALLOW)]
     return [_instruction(_EQUAL, number, 0, len(body)), *body]
@@ -185,11 +183,11 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def install(libc: ctypes.CDLL, program: bytes) -> None:
-    """Install a filter for this process and all that it will start. The process must have set "no new
-    privileges" before.
+    """Install a filter for this process and all of its future children. The process must already have set "no
+    new privileges".
 
     Raises:
-        OSError: the kernel refuses the filter.
+        OSError: the kernel rejects the filter.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
     # This is struct sock_fprog: the number of instructions, padding, and a pointer to them.

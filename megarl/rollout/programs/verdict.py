@@ -1,13 +1,13 @@
 """The verdict on a program: which of its tests pass.
 
-Each test is a separate process. Expected values stay outside of it: outputs and returned values are compared
-here, and a statement (``assert f(2) == 4``) is evaluated here, call by call. A statement that cannot be
-evaluated so (see ``statements``) runs in the program's process, after the program. A program that takes over
-that process passes such a statement, so these statements are counted when the data are read.
+Each test runs in a separate process. Expected values stay outside of it: outputs and return values are
+compared here, and a statement (``assert f(2) == 4``) is evaluated here, call by call. A statement that cannot
+be evaluated outside (see ``statements``) runs in the program's process, after the program. A program that
+manipulates its process can pass such a statement, so they are counted while the data are read.
 
-A decimal number with a point or an exponent matches any number that differs by at most 1e-6, absolute or
-relative to the expected number. Integers and all other values have to be equal; booleans are not numbers. A
-tuple equals a list, as in JSON. In a statement, Python's own comparison applies.
+A decimal number with a point or an exponent matches any number within 1e-6, absolute or relative to the
+expected number. Integers and all other values must be equal, and booleans are not numbers. A tuple equals a
+list, as in JSON. Statements use Python's own comparison.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megarl.rollout.programs.inside import GIVEN_MODULES, GIVEN_NAMES
 from megarl.rollout.programs.process import STOPPED, Limits, file_of, python_command, running, text_in
 from megarl.rollout.programs.statements import holds, reason_against, reason_to_doubt
 
-# No program starts in less time than this, so that a test with no more time left is not begun.
+# Starting a program takes at least this long, so a test with less time left is skipped.
 _LEAST_SECONDS = 0.05
 
 TOLERANCE = 1e-6
-"""Tolerance of decimal numbers, absolute, and relative to the expected number."""
+"""Tolerance of decimal numbers, absolute and relative to the expected number."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -42,16 +42,18 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 def judge(
     response: str, answer: str, limits: Limits, partial: bool = False, seconds: float = math.inf
 ) -> float:
-    """Return 1.0 if the program of a response passes all tests, else 0.0.
+    """Return 1.0 if the program in a response passes all tests, else 0.0; with ``partial``, the share of
+    tests that pass.
 
     Args:
         response: response with the program, see ``program_in``.
         answer: the tests, see ``tests_of``.
-        limits: limits of the program, for each test.
-        partial: return the share of the tests that pass.
-        seconds: time for all tests together; only used with ``partial``. Each test gets an equal share of the
-            remaining time, so that one that hangs leaves time for the others. Tests that were interrupted get
-            the time that remains in the end. A test that never gets time has not passed.
+        limits: limits of the program in each test.
+        partial: return the share of tests that pass.
+        seconds: time limit for all tests together, only with ``partial``. Each test gets an equal share of
+            the remaining time, so that a test that hangs leaves time for others. Tests that ran out of time
+            are repeated with the time that is left in the end. A test for which no time is left does not
+            pass.
 
     Raises:
         RewardError: the program cannot be started, for a reason that is not its own.
@@ -70,10 +72,9 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
     while waiting:
         cut_short = list[tuple[Test, float]]()
         for place, (test, before) in enumerate(waiting):
-            # Divide the remaining time again before each test, so that quick tests leave their time to later
-            # ones.
+            # Divide again before each test, so that fast tests leave their time to later ones.
             granted = min(limits.seconds, (deadline - time.monotonic()) / (len(waiting) - place))
-            # Repeating the test with no more time than before would give the same result.
+            # Repeating a test with no more time than before would give the same result.
             if granted <= max(before, _LEAST_SECONDS):
                 continue
             result = _passes(code, test, replace(limits, seconds=granted))
@@ -85,12 +86,12 @@ def _number_passed(code: str, tests: Sequence[Test], limits: Limits, deadline: f
 
 
 def _passes(code: str, test: Test, limits: Limits) -> bool | None:
-    """Return whether a test passes; None if the program was killed for exceeding a limit."""
+    """Return whether a test passes. None if the program was killed for exceeding a limit."""
     task = _task(code, test)
     if test.function or test.statement:
         return _answers(task, test, limits)
     with file_of(json.dumps(task)) as source, file_of(test.given) as given, file_of() as written:
-        # Pass no descriptors: then no requests follow, and the program runs as __main__ (``inside``).
+        # Without descriptors no requests follow, and the program runs as __main__ (``inside``).
         command = python_command(INSIDE, str(source.fileno()), "-1", "-1")
         with running(command, limits, given, written, (source.fileno(),)) as process:
             code_of_end = process.wait()
@@ -100,7 +101,7 @@ def _passes(code: str, test: Test, limits: Limits) -> bool | None:
 
 
 def _task(code: str, test: Test) -> dict[str, Any]:
-    """Return the task for ``inside``; it contains no expected value."""
+    """Build the task for ``inside``. It contains no expected value."""
     is_part = bool(test.function) or "Solution(" in test.statement
     return {
         "code": code,
@@ -128,7 +129,7 @@ def _answers(task: dict[str, Any], test: Test, limits: Limits) -> bool | None:
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Return whether two outputs are equal, apart from white space around words, empty lines at the end, and
+    """Return whether two outputs are equal, except for white space around words, empty lines at the end, and
     the tolerance of decimal numbers."""
     ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
@@ -146,7 +147,7 @@ def _same_number(written: str, expected: str) -> bool:
         return False
     if Decimal(written) == Decimal(expected):
         return True
-    # Require finite numbers, because beyond the largest float all numbers would be equal.
+    # Beyond the largest float, all numbers would become equal infinities.
     ours, theirs = float(written), float(expected)
     return (
         _WHOLE.fullmatch(expected) is None
@@ -163,21 +164,22 @@ def _is_close(value: float, expected: float) -> bool:
 
 
 def same_returned(value: Any, expected: Any) -> bool:
-    """Return whether a function returned the expected value, or the single element of an expected list.
+    """Return whether a function's return value equals the expected value, or the only element of an expected
+    list.
 
     Args:
         value: plain value from ``inside.decode``.
-        expected: value of the types of JSON.
+        expected: value from JSON.
     """
     if _same_value(value, expected):
         return True
-    # Some data sets put a function's only return value into a list.
+    # Some data sets wrap a function's only return value in a list.
     return isinstance(expected, list) and len(expected) == 1 and _same_value(value, expected[0])
 
 
 def _same_value(value: Any, expected: Any) -> bool:
     if isinstance(expected, bool) or isinstance(value, bool):
-        # True equals 1 in Python, but a test that expects a truth value must not accept a number.
+        # True equals 1 in Python, but a test that expects a boolean must not accept a number.
         return value is expected
     if isinstance(expected, float):
         return type(value) in (int, float) and _is_close(_as_float(value), expected)
@@ -194,7 +196,7 @@ def _same_value(value: Any, expected: Any) -> bool:
 
 def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
     ours = {_key(key): each for key, each in value.items()}
-    # Compare lengths too, because two keys of Python, 1 and "1", may be one key in JSON.
+    # Lengths too: two Python keys, 1 and "1", become the same JSON key.
     return (
         len(ours) == len(value)
         and ours.keys() == expected.keys()
@@ -203,7 +205,7 @@ def _same_mapping(value: dict[Any, Any], expected: Mapping[str, Any]) -> bool:
 
 
 def _key(key: Any) -> Any:
-    """Return a dictionary key as JSON writes it."""
+    """Return a dictionary key in the form that JSON gives it."""
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     return repr(key) if isinstance(key, int | float) else key
@@ -217,10 +219,10 @@ def _as_float(value: float) -> float:
 
 
 def fault_of_tests(answer: str) -> str | Doubt | None:
-    """Return why a program cannot be tested with a reference, or a doubt, or None.
+    """Return why a program cannot be tested with a reference, a ``Doubt`` about a usable reference, or None.
 
-    The doubt is about statements that a program can pass deliberately without solving its task: those that
-    run in its own process, and those that only compare the program's own results.
+    The doubt concerns statements that a program can pass on purpose without solving its task: those that run
+    in its own process, and those that only compare the program's own results.
     """
     try:
         tests = tests_of(answer)

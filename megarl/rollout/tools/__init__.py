@@ -1,2 +1,2 @@
-"""Tools that a policy may call in its responses: parsers of the calls that models write, and built-in
-tools."""
+"""Tools that the policy may call: built-in and user-defined tools, and parsers of the calls in its
+responses."""

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic of plain numbers in Python's grammar, without any other part of Python."""
+"""The tool ``calculator``: evaluates arithmetic on numbers, and rejects every other Python expression."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BINARY: Mapping[type, Callable[[float, float], float]] = {
 _UNARY: Mapping[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 _LONGEST_EXPRESSION = 1000
-# Maximum number of bits of an integer result, because a policy may write 9**9**9.
+# Maximum bits of an integer result: evaluating 9**9**9 would exhaust memory and time.
 _MOST_BITS = 4096
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an arithmetic expression, as Python prints it.
+    """Evaluate an arithmetic expression and return its value as Python prints it.
 
     Raises:
         ValueError: the text is not an arithmetic expression, or its value is too large.
-        ArithmeticError: the expression cannot be computed, such as 1/0.
+        ArithmeticError: the value is undefined, such as 1/0.
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression has more than {_LONGEST_EXPRESSION} characters")
@@ -37,7 +37,7 @@ def calculate(expression: str) -> str:
         raise ValueError(f"{expression[:60]!r} is no arithmetic expression") from None
     value = _value(tree.body)
     return (
-        # From 2**53 on, a float does not distinguish neighbouring integers.
+        # Print whole floats as integers only below 2**53, where every integer is representable.
         str(int(value))
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         else str(value)

@@ -1,5 +1,5 @@
-"""The environment ``tools``: the policy calls tools until it gives an answer, which the rewards of the
-environment score."""
+"""The environment ``tools``: the policy calls tools until it responds without a call; rewards then score that
+last response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToolEnv(MessageEnv):
     """A conversation that continues as long as the policy calls tools.
 
     Args:
-        section: section of the environment.
+        section: configuration section of the environment.
         tools: tools that the policy may call.
     """
 
@@ -28,7 +28,7 @@ class ToolEnv(MessageEnv):
         self._toolbox, self._calls = Toolbox(tools), 0
 
     def step(self, message: Message) -> Step:
-        """Run the tool calls of a response; a response without calls ends the conversation."""
+        """Run the tool calls of a response. A response without calls ends the conversation."""
         calls = [call["function"] | {"id": call["id"]} for call in message.get("tool_calls") or ()]
         if not calls:
             return Step(done=True)
@@ -50,30 +50,30 @@ class ToolEnv(MessageEnv):
         return Step(answers, metrics=counts)
 
     def _answer(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Run a tool call. Return its text, and the name of the metric that counts its failure, or None if it
-        succeeded."""
+        """Run one tool call. Return the text for the policy, and the metric that counts the failure (None on
+        success)."""
         fault = self._toolbox.fault_of(name, arguments)
         if fault is not None:
             return f"Error: {fault}", "bad_tool_calls"
         try:
             return self._toolbox.call(name, arguments), None
-        # The service failed and not the call, so that the conversation is left out of training.
+        # The service is at fault, not the call: let the caller leave the conversation out of training.
         except LOST:
             raise
         except Exception as error:
             return f"Error: {error}", "tool_errors"
 
     def close(self) -> None:
-        """Close the tools."""
+        """Close the tools that this conversation has used."""
         self._toolbox.close()
 
 
 class ToolEnvironment(MessageEnvironment):
-    """Conversations with tools; the rewards of the section score the last response of each.
+    """The environment ``tools``: tool conversations whose last response is scored by the section's rewards.
 
     Args:
-        section: section of the environment.
-        key: dotted key of the section.
+        section: configuration section of the environment.
+        key: dotted key of the section, for error messages.
 
     Raises:
         ConfigError: a tool or a reward cannot be built.
@@ -89,15 +89,15 @@ class ToolEnvironment(MessageEnvironment):
 
     @property
     def final_answer(self) -> Any:
-        """Function that extracts a response's final answer, see ``SingleTurn.final_answer``."""
+        """Function that extracts the final answer from a response, see ``SingleTurn.final_answer``."""
         return self._single.final_answer
 
     def judges_groups(self, step_rows: int) -> None:
-        """Declare the number of responses per step, see ``SingleTurn.judges_groups``."""
+        """Set the number of responses per step, see ``SingleTurn.judges_groups``."""
         self._single.judges_groups(step_rows)
 
     def close(self) -> None:
-        """End the processes of the rewards."""
+        """Stop the worker processes of the rewards."""
         self._single.close()
 
     def _judged(self, turn: Turn) -> EnvironmentReturn:

@@ -1,4 +1,4 @@
-"""A remote tool: a call is an HTTP POST of its arguments as JSON."""
+"""The tool ``http``: sends each call to a remote service as an HTTP POST with the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOVED = frozenset({301, 302, 303, 307, 308})
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirection: urllib would send a GET without the arguments of the call."""
+    """Redirect handler that follows none, because urllib would send a GET without the call's arguments."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -26,12 +26,15 @@ _OPENER = urllib.request.build_opener(_Stays)
 
 
 def post(url: str, timeout_s: float, **arguments: Any) -> str:
-    """Send a call and return the text of the reply; if the reply is a JSON object with a key ``output``,
-    ``result`` or ``content``, return the value of the first of these keys.
+    """Send a tool call to a service and return the text of its reply.
+
+    If the reply is a JSON object with a key ``output``, ``result`` or ``content`` (in this order), the value
+    of that key is returned instead.
 
     Raises:
-        EnvironmentLostError: the service is gone, busy or late, which no call can cause.
-        ValueError: the service refuses the call (status 4xx).
+        EnvironmentLostError: the service is unreachable, overloaded, redirects, or exceeds the timeout; no
+            call can cause this.
+        ValueError: the service rejects this call (other 4xx statuses).
     """
     request = urllib.request.Request(
         url, json.dumps(arguments).encode(), {"Content-Type": "application/json"}, method="POST"
@@ -39,7 +42,8 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
     try:
         with _OPENER.open(request, timeout=timeout_s) as reply:
             content = reply.read(_LARGEST_REPLY)
-            # If a reply is read up to a bound, http.client raises no error when it ends too early.
+            # http.client raises no error if a sized read ends before Content-Length, so check the remaining
+            # length.
             if reply.length and len(content) < _LARGEST_REPLY:
                 raise http.client.IncompleteRead(content, reply.length)
             said = content.decode("utf-8", "replace")
@@ -51,7 +55,7 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
         if error.code in _BUSY or error.code >= 500:
             raise EnvironmentLostError(f"{url} replied with status {error.code}") from error
         raise ValueError(f"the service refused the call (status {error.code})") from error
-    # HTTPException covers a connection that ends in the middle of the reply, and a reply that is not HTTP.
+    # HTTPException covers connections closed in the middle of a reply, and replies that are not HTTP.
     except (OSError, http.client.HTTPException) as error:
         raise EnvironmentLostError(f"{url} does not answer: {error}") from error
     try:

@@ -1,5 +1,4 @@
-"""Parsers of the tool calls in texts that models write. A parser has the name that vLLM has for its
-format."""
+"""Parsers that extract tool calls from responses. Each has the name of vLLM's parser for the same format."""
 
 from __future__ import annotations
 
@@ -12,19 +11,20 @@ from typing import Any, TypeAlias
 from megarl.config.environments import TOOL_PARSERS
 
 Calls: TypeAlias = list[dict[str, Any]]
-"""Calls in the form of messages: ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
+"""Parsed tool calls in OpenAI's message format: ``{"id", "type": "function", "function": {"name",
+"arguments": {...}}}``."""
 
 Found: TypeAlias = Iterator[tuple[str, Any]]
-"""Names and arguments; the arguments are an object or its JSON text."""
+"""Pairs of a function name and its arguments, which are an object or its JSON text."""
 
 
 class BadCallError(ValueError):
-    """A text begins a call that cannot be read; the message is shown to the policy."""
+    """A response contains a tool call that cannot be parsed. The policy sees the error text."""
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# Of several marks before one ">", and of several recipients before one "<", the first decides. The atomic
-# groups try no other, so that a policy's text of any length takes time in proportion to its length.
+# The first of several marks before ">" counts, and likewise the first of several recipients before "<".
+# Atomic groups prevent backtracking to the others, which would take quadratic time on long responses.
 _TO_MARK = r"(?<![^>\n])(?>[^>\n]*?"
 _FUNCTION = re.compile(_TO_MARK + r"<function=)([^>\n]++)>(.*?)(</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(_TO_MARK + r"<parameter=)([^>\n]++)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
@@ -49,7 +49,8 @@ def _hermes(text: str) -> Found:
 
 
 def _qwen3_coder(text: str, texts: Collection[tuple[str, str]] = ()) -> Found:
-    """Read calls whose values are not quoted; ``texts`` has the functions and parameters that take texts."""
+    """Parse calls whose values are unquoted. ``texts`` holds the (function, parameter) pairs whose values
+    stay strings."""
     for body, end in _HERMES.findall(text):
         found = _FUNCTION.search(_closed(body, end))
         if found is None or not found[3]:
@@ -64,7 +65,7 @@ def _qwen3_coder(text: str, texts: Collection[tuple[str, str]] = ()) -> Found:
 
 def _llama3(text: str) -> Found:
     body = text.replace("<|python_tag|>", "").replace("<|eom_id|>", "").replace("<|eot_id|>", "").strip()
-    # A response may be a JSON object without being a call.
+    # A JSON object without a name may be the response itself, not a call.
     if not body.startswith("{") or '"name"' not in body:
         return
     for part in _objects(body):
@@ -79,7 +80,7 @@ def _mistral(text: str) -> Found:
     if "[ARGS]" in body:
         for part in filter(None, body.split("[TOOL_CALLS]")):
             name, _, arguments = part.partition("[ARGS]")
-            # Some versions write the call's id behind the name.
+            # Some versions of Mistral's template write the call's id after the name.
             yield name.partition("[CALL_ID]")[0].strip(), arguments
         return
     calls = _json(body)
@@ -100,8 +101,8 @@ def _gpt_oss(text: str) -> Found:
         yield name, arguments
 
 
-# For each form, the function that finds calls, the pattern of calls in a text, and whether they are written
-# with special tokens; the pattern's first group then begins where the calls begin.
+# For each format: the function that finds calls, the pattern of a call, and whether calls are written with
+# special tokens. In the latter case the pattern's first group starts where the calls start.
 _FORMS: Mapping[str, tuple[Callable[[str], Found], re.Pattern[str], bool]] = {
     "hermes": (_hermes, _HERMES, False),
     "qwen3_coder": (_qwen3_coder, _HERMES, False),
@@ -116,16 +117,16 @@ assert tuple(_FORMS) == TOOL_PARSERS
 def parser_of(
     name: str | None, tools: Iterable[Mapping[str, Any]] = ()
 ) -> Callable[[str, Sequence[str]], tuple[str, Calls]]:
-    """Return a parser of responses. It takes a response and a sequence, whose first element is the response's
-    text with special tokens, read only if the format needs it. It returns the text without the calls, and the
-    calls. With None the parser finds no calls.
+    """Return a function that parses the tool calls of a response.
 
-    The parser raises ``BadCallError`` for a call that cannot be read.
+    The returned function takes the response, and a sequence with the same response including special tokens
+    (read only if the format writes calls with special tokens). It returns the text without the calls, and the
+    calls. It raises ``BadCallError`` for a call that cannot be parsed.
 
     Args:
-        name: name of the format.
-        tools: descriptions of the tools. A format that does not quote values needs them to tell the text
-            ``42`` from the number.
+        name: name of the format. None returns a parser that finds no calls.
+        tools: schemas of the tools. Formats with unquoted values need them to tell the string ``42`` from the
+            number.
     """
     if name is None:
         return lambda response, full: (response, [])
@@ -139,8 +140,8 @@ def parser_of(
         calls = [_call(number, *each) for number, each in enumerate(found)]
         if not calls:
             return response, calls
-        # If calls are written with special tokens, the response, which lacks these, does not show where a
-        # call begins. The content is then what precedes the calls in the full text.
+        # The response text lacks special tokens, so it does not show where such calls start. Use the text
+        # before the calls in the full text instead.
         first = marks.search(text) if is_special else None
         return (text[: first.start(1)] if first else marks.sub("", response)).strip(), calls
 
@@ -156,7 +157,7 @@ def _parameters_of_text(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[st
 
 
 def _takes_text(kind: Any) -> bool:
-    """Return whether the schema of a parameter allows a text."""
+    """Return whether a parameter's JSON schema allows a string."""
     if not isinstance(kind, Mapping):
         return False
     types = kind.get("type")
@@ -171,7 +172,7 @@ def _call(number: int, name: Any, arguments: Any) -> dict[str, Any]:
         raise BadCallError(f"the name of a function is expected, not {repr(name)[:40]}")
     if not isinstance(given, dict):
         raise BadCallError(f"the arguments of {name} have to be a JSON object")
-    # Use an id of nine letters and digits, which Mistral's chat templates require.
+    # Mistral's chat templates require ids of exactly nine letters and digits.
     return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": given}}
 
 
@@ -202,7 +203,8 @@ def _json(text: str) -> Any:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """Yield consecutive JSON objects that are separated by white space or semicolons."""
+    """Yield the JSON objects of a text in which they follow each other, separated by white space or
+    semicolons."""
     decoder = json.JSONDecoder()
     while text:
         try:
@@ -217,7 +219,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def _plain(text: str) -> Any:
-    """Convert an unquoted value: from JSON if it is valid JSON, from one of Python's words, else keep the
+    """Convert an unquoted value: parse ``True``, ``False``, ``None`` and valid JSON, and keep any other
     text."""
     if text in _WORDS:
         return _WORDS[text]

@@ -1,9 +1,9 @@
-"""Python code in the sandbox of ``megarl.rollout.programs``: one process per conversation, whose variables
-persist between calls.
+"""The tool ``python``: runs code in the sandbox of ``megarl.rollout.programs``, in one interpreter per
+conversation, so that variables persist between calls.
 
-The sandbox must be started by a process without other threads, because between fork and exec no other thread
-may hold a lock. That process is this module as a program; it answers requests on its standard input, one line
-of JSON each.
+The sandbox forks, and a fork of a process with other threads may deadlock on a lock that such a thread holds.
+The driver has threads; so it starts this module as a separate, single-threaded host program, and sends it
+requests on standard input, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megarl.rollout.programs.conversation import Conversation, EndedError, Raise
 from megarl.rollout.programs.inside import GIVEN_MODULES
 
 _START_SECONDS = 60.0
-# Number of seconds after which a conversation's interpreter ends, whatever happens to the run.
+# Maximum lifetime of an interpreter in seconds, in case the run fails to end it.
 _LONGEST_LIFE = 3600.0
 
-# The program that runs code in the sandbox. Its output is treated as plain text only. It looks built-in
-# functions up in their module, because code may define its own ``eval`` or ``print``.
+# Program that runs inside the sandbox. Its output is untrusted and treated as plain text. It takes built-ins
+# from their module, because the policy's code may redefine names such as ``eval`` or ``print``.
 _HOST = """
 def megarl_cell(text):
     import ast, builtins, contextlib, io, traceback
@@ -56,12 +56,12 @@ def megarl_cell(text):
 
 @dataclass(slots=True)
 class Python:
-    """The interpreter of one conversation.
+    """The Python interpreter of one conversation, started at the first call.
 
     Attributes:
-        limits: limits of the interpreter.
-        timeout_s: time limit of one call in seconds; after it the interpreter is ended, and its variables are
-            lost.
+        limits: limits on the interpreter's memory, processes and lifetime.
+        timeout_s: time limit of one call in seconds. When it is exceeded, the interpreter is killed and its
+            variables are lost.
     """
 
     limits: Limits
@@ -70,10 +70,14 @@ class Python:
 
     @classmethod
     def maker(cls, section: ToolConfig, key: str) -> Callable[[], Python]:
-        """Return a function that builds interpreters from a tool's section.
+        """Return a factory of interpreters from the tool's configuration section.
+
+        Args:
+            section: configuration section of the tool.
+            key: its dotted key, for error messages.
 
         Raises:
-            ConfigError: programs cannot be isolated here, and the section requires it.
+            ConfigError: the section requires isolation, and this machine cannot isolate programs.
         """
         fault, bubblewrap = isolation()
         if fault is not None and section.get("isolation", "required") == "required":
@@ -89,12 +93,12 @@ class Python:
         return lambda: cls(limits, section.get("timeout_s", 10.0))
 
     def __call__(self, code: str) -> str:
-        """Run code and return what it prints, with the value of its last expression.
+        """Run code and return what it prints, followed by the value of a final expression.
 
         Raises:
-            ValueError: the code takes too long, or ends the interpreter.
-            EnvironmentLostError: no interpreter can be started, or its host was killed, which no code in it
-                can cause.
+            ValueError: the code exceeds the time limit, or ends the interpreter.
+            EnvironmentLostError: no interpreter can be started, or its host process was killed; no code
+                inside the sandbox can cause this.
         """
         process = self._process = self._process or self._started()
         assert process.stdin is not None
@@ -134,7 +138,7 @@ class Python:
         return process
 
     def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, or None if none arrives in time."""
+        """Read the host's next reply. Return None on timeout."""
         assert process.stdout is not None
         until, read = time.monotonic() + timeout_s, b""
         with selectors.DefaultSelector() as selector:
@@ -150,7 +154,7 @@ class Python:
         return found
 
     def close(self) -> None:
-        """End the interpreter."""
+        """Kill the interpreter, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -162,7 +166,7 @@ class Python:
 
 
 def _serve(limits: Limits) -> None:
-    """Serve requests until end of file."""
+    """Answer requests from standard input until it is closed."""
     try:
         with _interpreter(limits) as program:
             cell = program.name("megarl_cell")
@@ -175,8 +179,11 @@ def _serve(limits: Limits) -> None:
 
 
 def _end_with_the_driver() -> None:
-    """Check once a second, even while code runs, whether the driver is alive, and exit if it is not. Linux's
-    own signal would follow the thread that started this process, which may end earlier than the driver."""
+    """Check every second, even while code runs, that the driver is alive, and exit if it is not.
+
+    PR_SET_PDEATHSIG is no substitute: it fires when the parent thread ends, which may be long before the
+    driver does.
+    """
     parent = os.getppid()
 
     def look(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Search over a user's documents, by SQLite's full-text index (FTS5, ranked by BM25)."""
+"""The tool ``search``: full-text search over a user's documents with SQLite's FTS5, ranked by BM25."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from megarl.errors import ConfigError, DataError, Violation
 
 _WORD = re.compile(r"\w+")
 _TEXT_KEYS = ("text", "content", "contents", "body", "passage")
-# In a longer query each word counts once: the time to rank grows as the square of its repetitions, and a
-# policy may repeat a word indefinitely.
+# Above this number of words, repeated words are dropped: ranking time grows quadratically with repetitions,
+# and a policy may repeat a word endlessly.
 _MOST_REPEATED = 32
-# Maximum number of a document's characters that are shown.
+# Maximum characters of each document in a result.
 _SHOWN = 2000
 
 
 class DocumentIndex:
-    """An in-memory index that threads share.
+    """An in-memory full-text index that all threads share.
 
     Args:
-        path: path of JSON lines, one object per document: its text under ``text`` (or ``content``,
-            ``contents``, ``body``, ``passage``), and optionally a ``title``. The lines may also be rows in
-            HotpotQA's form, whose paragraphs are the documents, without duplicates. Or the name of a set of
-            such rows (``megarl.config.data_sources.NAMED_SETS``).
-        key: dotted key of the path in the configuration, for messages.
+        path: a JSON Lines file with one document per line: its text as ``text`` (or ``content``,
+            ``contents``, ``body``, ``passage``) and optionally a ``title``. Lines may also be HotpotQA rows;
+            each of their paragraphs is a document, and duplicates are dropped. Instead of a file, the name of
+            a known data set of such rows (``megarl.config.data_sources.NAMED_SETS``).
+        key: dotted configuration key of the path, for error messages.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not a document.
+        ConfigError: the file cannot be read, has no documents, or has a line that is not a document.
     """
 
     def __init__(self, path: str, key: str) -> None:
         self._lock = threading.Lock()
-        # Threads share the connection, and the lock admits one at a time.
+        # All threads share this connection; the lock serialises their queries.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
             "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
@@ -56,17 +56,21 @@ class DocumentIndex:
         self._index.executemany("INSERT INTO documents VALUES (?, ?)", rows)
 
     def search(self, query: str, count: int = 3) -> str:
-        """Return the documents that match the words of a query best, one below the other."""
+        """Return the ``count`` documents that match the words of a query best, as one numbered text.
+
+        Raises:
+            ValueError: the query has no words.
+        """
         words = _WORD.findall(query)
         if not words:
             raise ValueError("the query has no words")
         if len(words) > _MOST_REPEATED:
             words = list(dict.fromkeys(map(str.lower, words)))
-        # Quote each word, so that the query language reads nothing in it as an operator.
+        # Quote each word, so that FTS5 reads no word as an operator such as NOT.
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             found = self._index.execute(
-                # Order by rowid too, so that documents of the same rank come in the same order in every run.
+                # Break ties by rowid, so that the order is the same in every run.
                 "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?",
                 (match, count),
             ).fetchall()

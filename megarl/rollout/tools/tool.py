@@ -1,5 +1,5 @@
-"""Tools by name: the description of each for the policy, and the function that runs when the policy
-calls it."""
+"""Tools that the policy may call: the schema of each, which the chat template shows, and the function that
+runs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from megarl.rollout.tools.http import post
 from megarl.rollout.tools.search import DocumentIndex
 
 Call: TypeAlias = Callable[..., Any]
-"""Function that is called with the policy's arguments by name. Its return value is converted to text. An
-exception counts against the call."""
+"""Function that is called with the policy's arguments as keyword arguments. Its result is converted to text.
+An exception is reported to the policy as a failed call."""
 
-# Maximum number of an answer's characters that the policy receives. A longer answer is truncated, with a
-# note.
+# Maximum characters of a tool's result that the policy receives; longer results are truncated with a note.
 _LONGEST = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool.
+    """A tool that the policy may call.
 
     Attributes:
         name: name by which the policy calls the tool.
-        schema: description that the chat template shows, in the form of OpenAI's functions.
-        begin: returns the function for one conversation. It may have a method ``close``.
+        schema: JSON schema in OpenAI's function format, which the chat template shows.
+        begin: creates the callable for one conversation. The callable may have a method ``close``.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Tool:
 
 
 def tools_of(section: EnvConfig, key: str = "env") -> list[Tool]:
-    """Return the tools that an environment's section names.
+    """Build the tools that an environment's section lists.
 
     Raises:
         ConfigError: a tool cannot be built.
@@ -77,8 +76,12 @@ def _schema(
 
 
 def _own(name: str, function: Callable[..., Any], section: ToolConfig, key: str) -> Tool:
-    """Build a tool from a user-defined function; transformers derives its schema from its annotations and
-    docstring."""
+    """Build a tool from a user-defined function. transformers derives the schema from its annotations and
+    docstring.
+
+    Raises:
+        ConfigError: no schema can be derived.
+    """
     from transformers.utils import get_json_schema
 
     try:
@@ -105,8 +108,8 @@ def _search(section: ToolConfig, key: str) -> Callable[[], Call]:
     return lambda: functools.partial(index.search, count=section.get("results", 3))
 
 
-# For each kind of built-in tool, its description, its parameters (all of them texts), and the function that
-# makes it.
+# Built-in tools: description, parameters (all strings) with their descriptions, and the factory of
+# ``Tool.begin``.
 _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str], Callable[[], Call]]]] = {
     "calculator": (
         "Evaluate an arithmetic expression.",
@@ -128,18 +131,15 @@ _BUILT_IN: Mapping[str, tuple[str, Mapping[str, str], Callable[[ToolConfig, str]
 
 
 class Toolbox:
-    """The tools of one conversation; each begins when it is first called.
-
-    Args:
-        tools: tools that may be called.
-    """
+    """The tools of one conversation. Each is created at its first call."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._begun: dict[str, Call] = {}
 
     def fault_of(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Return, as a text for the policy, why a call is invalid, or None if it is valid."""
+        """Return an error text for the policy if a call is invalid (unknown tool, missing or unknown
+        arguments), else None."""
         if name not in self._tools:
             return f"there is no tool {name!r}; the tools are {', '.join(self._tools)}"
         parameters = self._tools[name].schema["function"]["parameters"]
@@ -153,7 +153,7 @@ class Toolbox:
         return None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its result as text. Exceptions of the tool are passed on."""
+        """Call a tool and return its result as text. Exceptions of the tool propagate."""
         if name not in self._begun:
             self._begun[name] = self._tools[name].begin()
         found = awaited(self._begun[name](**arguments))
@@ -165,7 +165,7 @@ class Toolbox:
         )
 
     def close(self) -> None:
-        """Close the tools that have begun."""
+        """Close the tools that were called."""
         with contextlib.ExitStack() as stack:
             for call in self._begun.values():
                 if inspect.ismethod(getattr(call, "close", None)):
