@@ -53,8 +53,8 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a file (``.parquet``, ``.csv``, ``.tsv``, or else one JSON object a line), or a directory "
-                "of such files or of a saved data set."
+                "a file (``.parquet``, ``.csv``, ``.tsv``, anything else with one JSON object per line), a "
+                "directory of such files, or a directory of a data set saved by ``datasets``."
             ),
         ]
     ]
@@ -62,21 +62,27 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a data set of the ``datasets`` library, by id or local directory; or one of the names in "
-                "configs/README.md, which needs no field keys, and may have a ``path`` to its files.",
+                "a data set of the ``datasets`` library, by Hugging Face id or local directory; or a name "
+                "from the table in configs/README.md, which needs no field keys and is read from ``path`` "
+                "if that is given too.",
             ),
         ]
     ]
-    subset: NotRequired[Annotated[str | None, Key("configuration (subset) of the data set ``name``.")]]
+    subset: NotRequired[
+        Annotated[
+            str | None,
+            Key("configuration (subset) of the data set ``name``; the library's default when absent."),
+        ]
+    ]
     split: NotRequired[Annotated[str, Key("split of the data set ``name`` (default `train`).")]]
     prompt_key: NotRequired[
         Annotated[
             str | list[str],
             Key(
-                "field that holds the prompt: text, a number, or messages; several fields are joined by "
-                "blank lines. When absent, this key and its related keys are found from the common column "
-                "names. ``[]`` in SFT: no prompt; the text of ``answer_key`` is learned as it is, without "
-                "the chat template."
+                "field with the prompt: text, a number, or a list of messages; several fields are joined by "
+                "blank lines. When absent, this key and the answer's key are inferred from common column "
+                "names. ``[]`` (SFT only) means no prompt: all tokens of ``answer_key`` are trained on, "
+                "without the chat template."
             ),
         ]
     ]
@@ -84,8 +90,8 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field that holds the answer: text, a number, or the tests of a program; several fields "
-                "are combined into one JSON object, such as tests and the code that they need."
+                "field with the reference answer: text, a number, or the tests of a program; several fields "
+                "become one JSON object, for example tests and the code that sets them up."
             ),
         ]
     ]
@@ -93,10 +99,10 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "field that holds a whole conversation. The last turn of the assistant is the answer, and "
-                "what precedes it the prompt; SFT learns every turn of the assistant, except messages with "
-                "``weight: 0``. With ``answer_key``, which then holds the answer, the whole conversation "
-                "is the prompt.",
+                "field with a whole conversation. Its last assistant turn is the reference answer, and "
+                "everything before it the prompt. SFT trains on every assistant turn, except messages with "
+                "``weight: 0``. If ``answer_key`` is given too, the answer is there, and the whole "
+                "conversation is the prompt.",
             ),
         ]
     ]
@@ -112,20 +118,27 @@ class DataSource(TypedDict):
     ]
     rejected_key: NotRequired[
         Annotated[
-            str, Key("DPO and reward models: field with the rejected answer, in the forms of ``chosen_key``.")
+            str,
+            Key(
+                "DPO and reward models: field with the rejected answer, in the same forms as ``chosen_key``."
+            ),
         ]
     ]
     tools_key: NotRequired[
         Annotated[
-            str, Key("field that holds the list of tools given to the chat template; may be JSON text.")
+            str,
+            Key(
+                "field with the list of tools that the chat template describes to the model; may be JSON "
+                "text."
+            ),
         ]
     ]
     system_key: NotRequired[
         Annotated[
             str,
             Key(
-                "field that holds the system message of a record, which replaces ``system_prompt``; an "
-                "empty one means no system message, and null that of ``system_prompt``."
+                "field with the record's system message, which replaces ``data.system_prompt``. An empty "
+                "text means no system message, null means ``data.system_prompt``."
             ),
         ]
     ]
@@ -133,31 +146,39 @@ class DataSource(TypedDict):
         Annotated[
             list[str],
             Key(
-                "further fields of a record; a reward gets them in its ``record``, an environment in the "
-                "``fields`` of its records."
+                "names of further record fields to pass on: to a reward function in its argument "
+                "``record``, to an environment in the ``fields`` of each record."
             ),
         ]
     ]
     env_name: NotRequired[
         Annotated[
-            str, Key("name of the environment that scores responses to these prompts, a section of ``env``.")
+            str,
+            Key(
+                "name of the environment, a section inside ``env``, that scores responses to this source's "
+                "prompts."
+            ),
         ]
     ]
     weight: NotRequired[
         Annotated[
             float,
             Key(
-                "share of the training prompts, relative to the weights of the other sources; exact after"
-                " every prompt. If no source has a weight, each record appears once per epoch.",
+                "share of the training prompts that come from this source, relative to the other sources' "
+                "weights; it holds at every point of the run, not only on average. If no source has a "
+                "weight, each record appears once per epoch.",
                 ABOVE_0,
             ),
         ]
     ]
     repeat: NotRequired[
-        Annotated[int, Key("how many times each record appears in an epoch (default 1).", AT_LEAST_1)]
+        Annotated[int, Key("number of times each record appears in an epoch (default 1).", AT_LEAST_1)]
     ]
     max_samples: NotRequired[
-        Annotated[int | None, Key("maximum number of records, the first ones; null for all.", AT_LEAST_1)]
+        Annotated[
+            int | None,
+            Key("maximum number of records read, the first ones; null or absent for all.", AT_LEAST_1),
+        ]
     ]
 
 
@@ -169,8 +190,8 @@ class ValidationSource(DataSource):
         Annotated[
             str,
             Key(
-                "name of the source's validation set in metrics; when absent the end of ``name``, or the "
-                "file name of ``path``."
+                "name of the validation set that this source belongs to, for metrics; when absent, the last "
+                "part of ``name`` (after the last `/`), or the file name of ``path`` without its extension."
             ),
         ]
     ]
@@ -178,8 +199,8 @@ class ValidationSource(DataSource):
         Annotated[
             int,
             Key(
-                "responses sampled per prompt; the algorithm's ``val_num_generations_per_prompt`` when "
-                "absent.",
+                "number of responses sampled per prompt of this set; the algorithm's key of the same name "
+                "when absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -188,22 +209,27 @@ class ValidationSource(DataSource):
         Annotated[
             float,
             Key(
-                "sampling temperature, 0 for greedy decoding; ``policy.generation.val_temperature`` when "
-                "absent.",
+                "sampling temperature of this set, 0 for greedy decoding; "
+                "``policy.generation.val_temperature`` when absent.",
                 AT_LEAST_0,
             ),
         ]
     ]
     val_top_p: NotRequired[
         Annotated[
-            float, Key("``top_p`` of this set; ``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)
+            float,
+            Key(
+                "``top_p`` with which this set is sampled; ``policy.generation.val_top_p`` when absent.",
+                POSITIVE_SHARE,
+            ),
         ]
     ]
     val_top_k: NotRequired[
         Annotated[
             int | None,
             Key(
-                "``top_k`` of this set; ``policy.generation.val_top_k`` when absent; null keeps all tokens.",
+                "``top_k`` with which this set is sampled; null keeps all tokens, "
+                "``policy.generation.val_top_k`` when absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -218,45 +244,66 @@ class DataConfig(TypedDict):
         Annotated[
             ValidationSource | list[ValidationSource] | None,
             Key(
-                "validation data: a source or a list of them, each a set with metrics of its own; null for "
-                "none.",
+                "validation data: a source or a list of them; each source is a set with metrics of its own, "
+                "unless ``val_set`` joins several. null for none.",
                 default=None,
             ),
         ]
     ]
     max_input_seq_length: Annotated[
-        int, Key("maximum prompt length in tokens (SFT and DPO: prompt and response together).", AT_LEAST_1)
+        int,
+        Key(
+            "maximum length in tokens of a prompt (SFT, DPO and reward models: of prompt and answer "
+            "together).",
+            AT_LEAST_1,
+        ),
     ]
     filter_overlong_prompts: NotRequired[
         Annotated[
             bool,
-            Key("skip longer records and report their number; otherwise they are refused.", default=False),
+            Key(
+                "leave out records longer than ``max_input_seq_length``, and report how many there are; "
+                "false refuses to start with such records.",
+                default=False,
+            ),
         ]
     ]
     on_bad_record: NotRequired[
         Annotated[
             Literal["refuse", "skip"],
             Key(
-                "what to do with a record that cannot be used: ``refuse`` the run, or ``skip`` the record "
-                "and report how many were skipped and the first ones.",
+                "what to do with a record that cannot be used: ``refuse`` does not start the run; ``skip`` "
+                "leaves the record out, and reports the number of such records and the first few.",
                 default="refuse",
             ),
         ]
     ]
     shuffle: NotRequired[
-        Annotated[bool, Key("shuffle the records in each epoch, by the seed.", default=True)]
+        Annotated[
+            bool,
+            Key(
+                "shuffle the records in a new order for each epoch, in an order that follows from ``seed``; "
+                "false keeps the stored order.",
+                default=True,
+            ),
+        ]
     ]
     system_prompt: NotRequired[
         Annotated[
             str | None,
-            Key("system message put before every prompt, except conversations that have one.", default=None),
+            Key(
+                "system message put before every prompt, except before a conversation that has one; null "
+                "for none.",
+                default=None,
+            ),
         ]
     ]
     prompt_template: NotRequired[
         Annotated[
             str | None,
             Key(
-                "text with ``{prompt}`` where the prompt goes, if that is a text and no list of messages.",
+                "text around each prompt, which replaces ``{prompt}`` in it; prompts that are lists of "
+                "messages stay unchanged. null for no template.",
                 default=None,
             ),
         ]
@@ -265,9 +312,9 @@ class DataConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory for tokenized records that exceed memory (over 8 MiB of tokens) and for DPO's "
-                "reference log-probabilities, which the next start reuses; null for `megarl/data` in the "
-                "user's cache.",
+                "directory that keeps tokenized sources (if larger than 8 MiB of tokens) and DPO's "
+                "reference log-probabilities for later starts; null for `megarl/data` in the user's cache "
+                "directory.",
                 default=None,
             ),
         ]
@@ -276,8 +323,8 @@ class DataConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "maximum size of `cache_dir` in GiB; the least recently used files are deleted first, "
-                "never those in use. null for no limit.",
+                "maximum total size of `cache_dir` in GiB; the least recently used files are deleted first, "
+                "never files in use. null for no limit.",
                 ABOVE_0,
                 default=DEFAULT_CACHE_GIB,
             ),

@@ -34,9 +34,9 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["hf_math_verify", "dapo_math_verify"],
             Key(
-                "`math`: `hf_math_verify` (default) compares values, `dapo_math_verify` compares the text "
-                "after the last ``Answer:``, "
-                "as DAPO does."
+                "`math`: `hf_math_verify` (default) compares the values of the expressions with "
+                "math-verify, `dapo_math_verify` compares the text after the last ``Answer:``, as DAPO "
+                "does."
             ),
         ]
     ]
@@ -44,8 +44,8 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["strict", "flexible"],
             Key(
-                "`gsm8k`: `strict` (default) takes the number after the last ``####``, `flexible` the last "
-                "number."
+                "`gsm8k`: number of the response that is compared: `strict` (default) the one after the "
+                "last ``####``, `flexible` the last one."
             ),
         ]
     ]
@@ -53,18 +53,21 @@ class RewardOptions(TypedDict):
         Annotated[
             str,
             Key(
-                "``format``: regular expression that the whole response must match, in which a dot is any "
-                "character; when absent: one ``<think>...</think>`` at the beginning, which the prompt may "
-                "have opened, and an answer after it."
+                "``format``: regular expression that the whole response must match; a dot matches line "
+                "breaks too. When absent, the response must be one ``<think>...</think>``, which the prompt "
+                "may have opened, followed by an answer."
             ),
         ]
     ]
-    url: NotRequired[Annotated[str, Key("``http``: address of the scorer, ``http://`` or ``https://``.")]]
+    url: NotRequired[
+        Annotated[str, Key("``http``: address of the scoring service, ``http://`` or ``https://``.")]
+    ]
     attempts: NotRequired[
         Annotated[
             int,
             Key(
-                "`http`: maximum number of requests for one response (default 3). They share ``timeout_s``.",
+                "`http`: maximum number of requests to score one response, all within ``timeout_s`` "
+                "(default 3).",
                 Range(low=1, high=20),
             ),
         ]
@@ -73,8 +76,8 @@ class RewardOptions(TypedDict):
         Annotated[
             float,
             Key(
-                "`code`: maximum seconds for one test (default 4). All tests of a response share "
-                "``timeout_s``.",
+                "`code`: time limit in seconds for one test (default 4); ``timeout_s`` limits all tests of "
+                "a response together.",
                 ABOVE_0,
             ),
         ]
@@ -83,23 +86,28 @@ class RewardOptions(TypedDict):
         Annotated[
             int,
             Key(
-                "`code`: maximum MB of address space of a process, and of resident memory of a program's "
-                "processes together (default 512).",
+                "`code`: memory limit in MiB: address space of each process, and resident memory of all "
+                "processes of a program together (default 512).",
                 AT_LEAST_1,
             ),
         ]
     ]
     max_processes: NotRequired[
         Annotated[
-            int, Key("`code`: maximum number of processes and threads of a program (default 16).", AT_LEAST_1)
+            int,
+            Key(
+                "`code`: maximum number of processes and threads that a program may have at a time (default "
+                "16).",
+                AT_LEAST_1,
+            ),
         ]
     ]
     max_file_mb: NotRequired[
         Annotated[
             int,
             Key(
-                "`code`: maximum MB of a file, and in the sandbox of all files of a program together "
-                "(default 16).",
+                "`code`: maximum size in MiB of a file that a program writes, and in the sandbox of all its "
+                "files together (default 16).",
                 AT_LEAST_1,
             ),
         ]
@@ -108,8 +116,8 @@ class RewardOptions(TypedDict):
         Annotated[
             bool,
             Key(
-                "``code``: score the share of the tests that pass, each with a part of ``timeout_s``; when "
-                "absent or false, all tests must pass for a score of 1."
+                "``code``: true scores the share of the tests that pass, and gives each test an equal part "
+                "of ``timeout_s``; absent or false scores 1 if all tests pass, else 0."
             ),
         ]
     ]
@@ -117,21 +125,28 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "``code``: what to do if Linux grants no namespaces to the run or to bubblewrap, so that "
-                "programs of a model could reach the network, read the expected outputs, write files and "
-                "end other processes: ``required`` (default) refuses to run them, ``preferred`` runs them "
-                "with the other limits only, and warns."
+                "``code``: what to do if neither Linux namespaces nor bubblewrap are available, without "
+                "which programs that the model wrote could reach the network, read the expected outputs, "
+                "write files and end other processes. ``required`` (default) refuses to start; "
+                "``preferred`` runs the programs with the other limits only, and warns."
             ),
         ]
     ]
     max_response_length: NotRequired[
-        Annotated[int, Key("``overlong``, ``length``: maximum response length in tokens.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "``overlong``, ``length``: maximum response length in tokens, by which the reward is "
+                "computed.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     overlong_buffer_length: NotRequired[
         Annotated[
             int,
             Key(
-                "``overlong``: number of tokens before the maximum length over which the reward falls "
+                "``overlong``: number of tokens before ``max_response_length`` over which the reward falls "
                 "linearly from 0 to -1.",
                 AT_LEAST_1,
             ),
@@ -142,11 +157,32 @@ class RewardOptions(TypedDict):
 class RewardConfig(RewardOptions):
     """One of several rewards; its options are written next to these keys."""
 
-    reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name of this section.")]]
-    weight: NotRequired[Annotated[float, Key("weight in the sum of the rewards (default 1).")]]
-    strip: NotRequired[Annotated[bool, Key("as ``env.strip``, whose value it takes when absent.")]]
+    reward: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "reward function, as in ``env.reward``; when absent, the function with the name of this "
+                "section."
+            ),
+        ]
+    ]
+    weight: NotRequired[Annotated[float, Key("weight of this reward in the sum of the rewards (default 1).")]]
+    strip: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "ignore leading and trailing white space when texts are compared; ``env.strip`` when absent."
+            ),
+        ]
+    ]
     timeout_s: NotRequired[
-        Annotated[float, Key("as ``env.timeout_s``, whose value it takes when absent.", ABOVE_0)]
+        Annotated[
+            float,
+            Key(
+                "time limit in seconds for this reward of one response; ``env.timeout_s`` when absent.",
+                ABOVE_0,
+            ),
+        ]
     ]
 
 
@@ -157,41 +193,44 @@ class ToolConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "``calculator``: arithmetic; ``python``: code in a closed sandbox, whose variables are "
-                "kept for later calls of a conversation; ``search``: over ``documents``; ``http``: a "
-                "service at ``url`` that gets the arguments as JSON; or the import path of a function with "
-                "annotated parameters and a docstring. When absent, the name of this section."
+                "``calculator``: evaluates arithmetic; ``python``: runs code in a closed sandbox, which "
+                "keeps its variables for later calls of the conversation; ``search``: searches "
+                "``documents``; ``http``: sends the arguments as JSON to ``url``; or the import path of a "
+                "function with annotated parameters and a docstring. When absent, the name of this section."
             ),
         ]
     ]
     description: NotRequired[
-        Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]
+        Annotated[str, Key("description of the tool that the policy reads, in place of the tool's own.")]
     ]
     documents: NotRequired[
         Annotated[
             str,
             Key(
-                "`search`: path of a JSON-lines file of documents; each line has ``text``, and may have "
+                "`search`: path of a JSON-lines file with one document per line: ``text``, and optionally "
                 "``title``."
             ),
         ]
     ]
     results: NotRequired[
-        Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]
+        Annotated[int, Key("`search`: number of documents returned per call (default 3).", AT_LEAST_1)]
     ]
     url: NotRequired[Annotated[str, Key("``http``: address of the service, ``http://`` or ``https://``.")]]
     timeout_s: NotRequired[
-        Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]
+        Annotated[float, Key("`http`, `python`: time limit in seconds for one call (default 10).", ABOVE_0)]
     ]
     memory_mb: NotRequired[
         Annotated[
-            int, Key("``python``: memory limit in MB, as for the reward ``code`` (default 512).", AT_LEAST_1)
+            int, Key("``python``: memory limit in MiB, as for the reward ``code`` (default 512).", AT_LEAST_1)
         ]
     ]
     isolation: NotRequired[
         Annotated[
             Literal["required", "preferred"],
-            Key("``python``: isolation, as for the reward ``code`` (default ``required``)."),
+            Key(
+                "``python``: ``required`` (default) refuses to start without a sandbox, ``preferred`` runs "
+                "without it and warns, as for the reward ``code``."
+            ),
         ]
     ]
 
@@ -220,8 +259,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             str,
             Key(
-                "``single_turn``: a reward function compares a response with the reference answer; "
-                "``tools``: the same in conversations in which the policy may call ``tools``; or the "
+                "``single_turn``: a reward function compares one response with the reference answer; "
+                "``tools``: the same after a conversation in which the policy may call ``tools``; or the "
                 "import path of a class, ``path/to/file.py:Name`` or ``package.module:Name``, see "
                 "``megarl.rollout.message_env``.",
                 default="single_turn",
@@ -232,10 +271,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: ``exact_match``, ``math`` (or ``math_verify``), ``gsm8k``, "
+                "reward function: ``exact_match``, ``math`` (or ``math_verify``), ``gsm8k``, "
                 "``multichoice``, ``code``, ``format``, ``length``, ``overlong``, ``http``, or an import "
-                "path, ``path/to/file.py:function``, see ``megarl.rollout.rewards``; null if ``rewards`` "
-                "names several, or if the environment computes its own.",
+                "path, ``path/to/file.py:function``, see ``megarl.rollout.rewards``. null if ``rewards`` "
+                "lists several, or if the environment computes its own reward.",
                 default=None,
             ),
         ]
@@ -243,7 +282,11 @@ class EnvConfig(RewardOptions):
     rewards: NotRequired[
         Annotated[
             dict[str, RewardConfig] | None,
-            Key("several named rewards; a sample gets their weighted sum.", default=None),
+            Key(
+                "several reward functions, by user-chosen names; the reward of a response is their weighted "
+                "sum.",
+                default=None,
+            ),
         ]
     ]
     strip: NotRequired[
@@ -259,8 +302,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             bool,
             Key(
-                "give rewards the responses with their special tokens, and all messages of Harmony; false "
-                "gives them the text without, and of Harmony only the last message of the final channel.",
+                "pass responses to reward functions with their special tokens (of Harmony responses, all "
+                "messages); false passes the text without special tokens (of Harmony responses, the last "
+                "message of the final channel).",
                 default=False,
             ),
         ]
@@ -269,27 +313,37 @@ class EnvConfig(RewardOptions):
         Annotated[
             int | None,
             Key(
-                "number of processes for rewards that may fail or take long; null for the driver's number "
-                "of cores, at most 8.",
+                "number of processes that compute rewards which may fail or take long; null for the number "
+                "of the driver's CPU cores, at most 8.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
-    num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name for ``processes``.", AT_LEAST_1)]]
+    num_workers: NotRequired[
+        Annotated[int, Key("NeMo-RL's name for ``processes``, used if ``processes`` is absent.", AT_LEAST_1)]
+    ]
     timeout_s: NotRequired[
-        Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]
+        Annotated[
+            float,
+            Key(
+                "time limit in seconds for a reward function to score one response; see ``on_timeout``.",
+                ABOVE_0,
+                default=5.0,
+            ),
+        ]
     ]
     on_error: NotRequired[
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
                 "what happens to a response on which the reward function raises, returns no finite number "
-                "or dies: ``zero`` scores it 0; ``mask`` leaves it out of training (a policy may then "
+                "or crashes: ``zero`` scores it 0; ``mask`` leaves it out of training (a policy may then "
                 "learn to break the function); ``raise`` ends the run. Failures that no response can cause "
-                "(a scorer that does not reply, a process killed by others, a failed import, a machine "
-                "without memory) are masked, except with ``raise``. The run also ends if the function "
-                "fails on every response of a batch, or after three batches in a row without a score.",
+                "(a scoring service that does not reply, a process killed from outside, a failed import, a "
+                "machine out of memory) leave the response out, except with ``raise``. The run also ends if "
+                "the function fails on every response of a batch, or if three batches in a row get no "
+                "score.",
                 default="zero",
             ),
         ]
@@ -298,25 +352,28 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "what happens if a reward function exceeds ``timeout_s``; values as for ``on_error``. With "
-                "``mask`` a policy may learn to avoid low scores by time-outs.",
+                "what happens to a response whose reward function exceeds ``timeout_s``: ``zero``, ``mask`` "
+                "or ``raise``, as in ``on_error``. With ``mask`` a policy may learn to avoid low scores by "
+                "causing time-outs.",
                 default="zero",
             ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("settings of your own environment.", default={})]]
+    options: NotRequired[
+        Annotated[dict[str, Any], Key("settings passed to a custom environment.", default={})]
+    ]
     tools: NotRequired[
         Annotated[
             dict[str, ToolConfig],
-            Key("with `tools`: the tools that the policy may call, by name.", default={}),
+            Key("``environment: tools``: the tools that the policy may call, by name.", default={}),
         ]
     ]
     max_tool_calls: NotRequired[
         Annotated[
             int | None,
             Key(
-                "with `tools`: maximum number of calls per conversation; the response that exceeds it ends "
-                "the conversation.",
+                "``environment: tools``: maximum number of tool calls per conversation; the response that "
+                "exceeds it ends the conversation. null for no maximum.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -326,7 +383,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             int,
             Key(
-                "maximum number of ``MessageEnv`` conversations stepped at the same time, each in a thread.",
+                "maximum number of ``MessageEnv`` conversations that are in their step at the same time, "
+                "each in a thread of its own.",
                 AT_LEAST_1,
                 default=256,
             ),
@@ -336,8 +394,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             float,
             Key(
-                "maximum seconds for one ``MessageEnv`` step; a conversation that exceeds it is left out of "
-                "training.",
+                "time limit in seconds for one ``MessageEnv`` step; a conversation that exceeds it is left "
+                "out of training.",
                 ABOVE_0,
                 default=60.0,
             ),
@@ -347,7 +405,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss"] | None,
             Key(
-                "format in which the model writes tool calls; null without tools.",
+                "format in which the model writes tool calls, by the model family that uses it; null "
+                "without tools.",
                 default=None,
             ),
         ]
@@ -356,8 +415,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool call cannot be parsed, or (with ``environment: tools``) names no "
-                "tool: ``observe`` tells the policy so, ``end`` ends the conversation, which scores 0.",
+                "what happens if a tool call cannot be parsed, or (with ``environment: tools``) names an "
+                "unknown tool: ``observe`` replies with the error, and the conversation goes on; ``end`` "
+                "ends the conversation with a score of 0.",
                 default="observe",
             ),
         ]
@@ -366,10 +426,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool, or ``MessageEnv.step``, raises on a response: as "
-                "``on_bad_call``. A failure that no response can cause (a server that is gone, a process "
-                "that was killed, a late reply) leaves the conversation out of training. The run ends if a "
-                "``MessageEnv.step`` raises on each of the first 256 responses.",
+                "what happens if a tool, or ``MessageEnv.step``, raises on a response: ``observe`` or "
+                "``end``, as in ``on_bad_call``. A failure that no response can cause (a server that is "
+                "gone, a process that was killed, a late reply) leaves the conversation out of training. "
+                "The run ends if ``MessageEnv.step`` raises on each of the first 256 responses.",
                 default="observe",
             ),
         ]
