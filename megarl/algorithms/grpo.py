@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdvEstimatorConfig(TypedDict):
-    """The computation of advantages from rewards."""
+    """Estimator of advantages from rewards."""
 
     name: Annotated[
         str,
@@ -55,7 +55,7 @@ class AdvEstimatorConfig(TypedDict):
 
 
 class RewardedConfig(SampledConfig):
-    """Training on sampled responses by their rewards: the keys that GRPO and PPO share."""
+    """Keys of GRPO and PPO, which train on sampled responses by their rewards."""
 
     reward_model_weight: NotRequired[
         Annotated[

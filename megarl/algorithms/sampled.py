@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Steps and validation of a training on sampled responses."""
+    """Numbers of steps, prompts and validations of an algorithm that trains on sampled responses."""
 
     num_prompts_per_step: Annotated[
         int,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class SupervisedConfig(TypedDict):
-    """Steps and validation of a training on given answers. A sample is a row, or for preferences a pair."""
+    """Numbers of steps and validations of an algorithm that trains on given answers. A sample is one record;
+    in preference data, a pair of answers."""
 
     max_num_steps: Annotated[
         int,

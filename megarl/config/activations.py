@@ -1,8 +1,9 @@
-"""Bytes that a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves.
+"""Estimates of the activation bytes that a forward pass stores for the backward pass, from tensor shapes.
 
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such
-tensors. The counts here are for grouped-query attention and a gated MLP, without dropout, as the operations
-of each backend save them. A test compares the sums with the bytes that hooks on saved tensors count on a CPU.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list the
+stored tensors. The counts here are for grouped-query attention and a gated MLP without dropout, as each
+backend's operations store them. A test compares the sums with the bytes that saved-tensor hooks count on a
+CPU.
 """
 
 from __future__ import annotations
@@ -20,21 +21,20 @@ _INDEX = 8
 # A norm that is not fused keeps two float32 tensors, so 8 bytes for each number.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
-"""Number of tokens in a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
+"""Tokens per chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Sizes of the activations that a backend's operations keep.
+    """Sizes of the activations that a backend's operations store for the backward pass.
 
     Attributes:
-        element: bytes of a number in the layers' dtype.
-        norm: bytes that a norm keeps for each number that it normalises.
-        gated: numbers that an MLP keeps per intermediate channel.
-        weighed: numbers that an expert keeps per intermediate channel; its product is multiplied by the
-            router's weight.
-        joined: true if queries, keys and values are views of one tensor, which exists as long as the values
-            do.
+        element: bytes per element in the layers' dtype.
+        norm: bytes stored by a norm per element of its input.
+        gated: elements stored by a gated MLP per intermediate channel.
+        weighed: elements stored by an expert per intermediate channel; the router's weight is multiplied in
+            there.
+        joined: queries, keys and values are views of one tensor, which is freed only with the values.
     """
 
     element: int
@@ -45,13 +45,18 @@ class Operations:
 
 
 def operations(backend: str, device: str, element: int) -> Operations:
-    """Return the sizes of the activations that a backend's operations keep on a device.
+    """Return the sizes of the activations that a backend's operations store on a device.
 
-    transformers' norms keep a float32 copy of their input, and the tensor that is multiplied by the weight.
-    On a CPU, Megatron-Core's layers keep two float32 tensors per norm. Its MLPs keep the gate, the up
-    projection and the activated gate, and the up projection a second time because an offset of 0 is added to
-    it. On a GPU, where torch.compile or Transformer Engine fuses the operations, only inputs are kept: those
-    of a norm, of a gated MLP (gate and up) and of its second product.
+    transformers' norms store a float32 copy of their input, and the normalised tensor before the weight. On a
+    CPU, Megatron-Core's norms store two float32 tensors, and its MLPs the gate, the activated gate, and the
+    up projection twice, because an offset of 0 is added to it. On a GPU, where torch.compile or Transformer
+    Engine fuses operations, only inputs are stored: of a norm, of the gated activation (gate and up), and of
+    the MLP's second matmul.
+
+    Args:
+        backend: name of the backend.
+        device: device type, ``cpu`` or other.
+        element: bytes per element in the layers' dtype.
     """
     if backend != "megatron":
         return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
@@ -69,10 +74,19 @@ def layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return the bytes that one layer keeps of one micro-batch, without the parts that are ``recomputed``.
+    """Return the activation bytes that one dense layer stores for one micro-batch on one rank.
 
-    The tensor-parallel ranks divide the two norms, and the inputs of the products behind them, only with
-    sequence parallelism.
+    Without sequence parallelism, every tensor-parallel rank stores the two norms' activations, and the inputs
+    of the matmuls behind them, in full.
+
+    Args:
+        facts: sizes of the model.
+        tokens: tokens of the micro-batch on the rank.
+        tensor: tensor-parallel size.
+        sequence_parallel: activations between the tensor-parallel parts are sharded too.
+        kept: sizes that the backend's operations store.
+        recomputed: parts of the layer that are recomputed instead (``core_attn``, ``mlp``).
+        mixer: kind of the layer's token mixer.
     """
     outside, inside = 0, 0
     if mixer == "gated_delta":
@@ -88,9 +102,14 @@ def layer_activation_bytes(
 
 
 def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
-    """Return the bytes that attention keeps per token besides its input, as a pair: the bytes that every
-    tensor rank holds in full, and the bytes that the tensor ranks divide. The inputs and the output of core
-    attention are kept even if core attention is recomputed."""
+    """Return the activation bytes that attention stores per token, without its input.
+
+    The inputs and the output of core attention are stored even if core attention is recomputed.
+
+    Returns:
+        (bytes that every tensor-parallel rank stores in full, bytes that are divided by the tensor-parallel
+            size).
+    """
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
         latent, vectors = (
@@ -115,12 +134,12 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
 
 
 def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
-    """Return the bytes that a gated delta net keeps per token, before they are divided over the tensor ranks.
+    """Return the activation bytes that a gated delta net stores per token, before division by the
+    tensor-parallel size.
 
-    These are, for queries, keys and values, the tensors of the projection, the convolution and the norms, in
-    the layers' dtype and in float32. For each value head they are, in float32, five times its keys, six times
-    a token's row of numbers over its chunk, and two states per chunk. The element-wise part was counted and
-    rounded up.
+    For queries, keys and values these are the tensors of projection, convolution and norms, in the layers'
+    dtype and in float32. For each value head they are, all in float32, five times its keys, six rows of chunk
+    length, and two states per chunk. The element-wise part was counted once and rounded up.
     """
     net = facts.gated_delta
     assert net is not None, facts.family
@@ -146,14 +165,19 @@ def sparse_layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return the bytes that one layer with experts keeps of one micro-batch, if the router spreads tokens
-    evenly.
+    """Return the activation bytes that one mixture-of-experts layer stores for one micro-batch, if the
+    router spreads tokens evenly over the experts.
 
-    These are the bytes of a dense layer, with the shared expert in place of its MLP. For each token of this
-    rank (tensor ranks divide the tokens with sequence parallelism) the router adds its float32 scores,
-    whether each expert was chosen, and its weights and their indices; a gated shared expert adds its output
-    and its weight. Each chosen expert adds its input (in full on each of the expert's tensor ranks), its
-    weight and what its MLP keeps.
+    They are those of a dense layer with the shared expert as its MLP, plus, for each token on this rank
+    (sharded by sequence parallelism): the router's float32 scores, the mask of chosen experts, and the chosen
+    weights and indices; for a gated shared expert its output and gate; and for each chosen expert its input
+    (in full on each rank of its tensor-parallel group), its weight, and the activations of its MLP.
+
+    Args:
+        facts: sizes of the model.
+        tokens, tensor, sequence_parallel, kept, mixer: as in ``layer_activation_bytes``.
+        expert_tensor: tensor-parallel size of an expert.
+        recomputed: parts of the layer that are recomputed instead (``core_attn``, ``moe``).
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
@@ -181,23 +205,25 @@ def sparse_layer_activation_bytes(
 def head_activation_bytes(
     facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations
 ) -> int:
-    """Return the bytes that the last norm keeps of one micro-batch, plus the input of the output layer."""
+    """Return the activation bytes of the final norm, and of the output layer's input, for one micro-batch on
+    one rank."""
     norm = facts.hidden_size * kept.norm + _SCALE
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
 
 
 def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) -> int:
-    """Return the maximum bytes of activations that a pipeline stage holds at once.
+    """Return the maximum activation bytes that a pipeline stage stores at once, over all micro-batches in
+    flight.
 
-    With one chunk the schedule is 1F1B (Narayanan et al. 2021, section 2.2.1). With several it is the
-    interleaved one (section 2.2.2), with the fillers and the group size of
+    With one chunk per stage the schedule is 1F1B (Narayanan et al. 2021, section 2.2.1); with several it is
+    the interleaved one (section 2.2.2), with the padding and group size of
     ``megarl.models.megatron.schedule``.
 
     Args:
-        stage: number of the stage.
+        stage: index of the stage.
         stages: number of pipeline stages.
-        micro_batches: number of micro-batches of a pass.
-        kept: bytes that one micro-batch keeps in each chunk of the stage.
+        micro_batches: number of micro-batches of a global batch.
+        kept: bytes that one micro-batch stores in each chunk of the stage.
     """
     chunks, before = len(kept), stages - stage - 1
     if chunks == 1:

@@ -1,5 +1,4 @@
-"""Low-rank adapters of ``policy.peft``: which layers have one, and how many parameters they add to a
-model."""
+"""Low-rank adapters of ``policy.peft``: selection of the layers that have one, and parameter counts."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj",),
 }
 CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
-"""Kinds of weights that may have an adapter: those of parallel linear layers."""
+"""Kinds of mapping rules whose weights may have an adapter: the linear layers that tensor parallelism
+shards."""
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the ``peft`` section of a policy section, or None if it is absent or disabled. A policy section
-    without its defaults may lack it."""
+    """Return the ``peft`` section of a ``policy`` section, or None if it is absent or disabled."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
 
 def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
-    """Return whether two models train adapters of the same weights, which their ranks divide alike, so that
-    each rank can hold them once."""
+    """Return whether two models train adapters on the same base weights with the same sharding, so that each
+    rank can hold the base weights once for both."""
     parts = [
         (each["model_name"], each["precision"], each["dtensor_cfg"], _without_steps(each["megatron_cfg"]))
         for each in (policy, other)
@@ -46,8 +45,8 @@ def _without_steps(megatron: MegatronConfig) -> dict[str, object]:
 
 
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the ``peft`` section of a policy whose engines receive only the adapters, as
-    ``policy.generation.vllm_cfg.enable_lora`` requests. None if the engines receive merged weights."""
+    """Return the ``peft`` section if a refit sends only the adapters to the engines
+    (``policy.generation.vllm_cfg.enable_lora``), or None if it sends merged weights."""
     generation = policy["generation"]
     if generation is None or generation["backend"] != "vllm" or not at(generation, "vllm_cfg.enable_lora"):
         return None
@@ -55,7 +54,8 @@ def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
 
 
 def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns with Megatron-Core's module names replaced by the Hugging Face names."""
+    """Return module name patterns with Megatron-Core's names (``linear_qkv``) replaced by the Hugging Face
+    names."""
     found = []
     for pattern in patterns:
         before, dot, last = pattern.rpartition(".")
@@ -64,8 +64,8 @@ def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether any of the patterns matches a module: its full name, the end of its name, or a ``*``
-    glob."""
+    """Return whether a pattern matches a module's name: the full name, the end of it from a dot on, or a
+    glob with ``*``."""
     return any(
         fnmatch.fnmatchcase(name, pattern)
         if "*" in pattern
@@ -75,7 +75,7 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
-    """Return the patterns that match the name of no weight of a model, whose names are known."""
+    """Return, sorted, the patterns that match no weight of the model."""
     left = set(patterns)
     layers = itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in range(facts.num_layers))
     # The first layer has nearly all names, and a large mixture has very many of them in all.
@@ -100,9 +100,9 @@ def adapter_parameters(
         section: the ``peft`` section.
         facts: sizes of the model.
         layers: layer numbers.
-        tensor: ranks that share a layer.
-        experts: number of experts of each layer to count, and the ranks that share each expert. If None, all
-            experts are counted, and ``tensor`` ranks share each.
+        tensor: tensor-parallel size.
+        experts: (experts per layer on the rank, tensor-parallel size of an expert); None for all experts with
+            the size ``tensor``.
     """
     number, expert_tensor = experts or (facts.num_experts, tensor)
     total = 0
@@ -116,8 +116,8 @@ def adapter_parameters(
 
 
 def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor: int = 1) -> tuple[int, int]:
-    """Return the numbers of adapter parameters of the embedding and of the output layer on one of the
-    ``tensor`` ranks that share each."""
+    """Return the adapter parameters of the embedding, and those of the output layer, on one of ``tensor``
+    ranks."""
     targets, excluded = section["target_modules"], section["exclude_modules"]
     found = {"embed": 0, "lm": 0}
     for rule in vocabulary_rules(facts):
@@ -153,8 +153,8 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 
 
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
-    """Return the name of the stacked parameter in which transformers' model holds this matrix for all
-    experts. None for a tensor that is not part of a stack."""
+    """Return the name of the stacked parameter (all experts of a layer) that contains this matrix in
+    transformers' model, or None if the matrix is a parameter of its own."""
     # If a family is published under other names, the last location is that of transformers' model.
     places = [
         place.name

@@ -1,5 +1,5 @@
-"""The registry of algorithms as the configuration sees it, without torch: their sections, and what a step
-needs."""
+"""Registry of algorithms, and what the configuration needs to know of each: its sections, models and batch
+sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "distillation": "megarl.algorithms.distillation:Distillation",
     }
 )
-"""Name of each built-in algorithm in the configuration, to its import path."""
+"""Name of each built-in algorithm -> import path of its class."""
 
 OF_ALGORITHMS = (
     "grpo",
@@ -48,7 +48,7 @@ OF_ALGORITHMS = (
     "loss_fn",
     "env",
 )
-"""Sections that only some algorithms read. Every run has the other sections of ``ORDER``."""
+"""Top-level sections that only some algorithms read; all others in ``ORDER`` belong to every run."""
 
 ORDER = (
     "algorithm",
@@ -65,7 +65,7 @@ ORDER = (
     "deadlines",
     "debug",
 )
-"""Sections and other keys of a run, in the order in which a configuration is written."""
+"""Top-level keys of a configuration, in the order in which they are written."""
 
 _NEEDED = (
     "SECTIONS",
@@ -85,10 +85,10 @@ _NEEDED = (
 # Cache the class, so that all checks use the same class of a user's file.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
-    """Return the algorithm with that name or import path.
+    """Return the class of the algorithm with this name or import path.
 
     Raises:
-        ConfigError: there is none, or the object at the import path is not an algorithm.
+        ConfigError: there is no such algorithm, or the object at the import path is not a valid algorithm.
     """
     path = ALGORITHMS.get(name, name)
     if not is_import_path(path):
@@ -108,7 +108,8 @@ def algorithm_class(name: str) -> type[AlgorithmSpec]:
 
 
 def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
-    """Return the fault of a plug-in class and its fix, or None if it is valid."""
+    """Return what is wrong with a custom algorithm class, and how to fix it, or None if the class is
+    valid."""
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
         return f"it does not implement {', '.join(abstract)}", "write these methods"
@@ -138,29 +139,30 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
 
 
 def own_section(config: RunConfig) -> AlgorithmConfig:
-    """Return the algorithm's own section of a checked run."""
+    """Return the section of a checked run that the algorithm names as its own (``grpo`` for GRPO)."""
     section: AlgorithmConfig = at(config, algorithm_class(config[KEY]).section())
     return section
 
 
 def replay_key(config: RunConfig) -> str:
-    """Return the dotted key that may name a run directory whose ledger the checked run replays."""
+    """Return the dotted key for the directory of an earlier run whose ledger the run may replay."""
     return f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay"
 
 
 def generates(config: RunConfig) -> bool:
-    """Return whether the steps of a checked run sample responses."""
+    """Return whether the algorithm of a checked run samples responses in its training steps."""
     return algorithm_class(config[KEY]).GENERATES
 
 
 def rows_of_record(config: RunConfig) -> int:
-    """Return the number of batch rows that a record of a checked run makes in training: 2 for a pair of
-    answers, otherwise 1. Batch sizes count records."""
+    """Return the number of batch rows per record in training: 2 for a preference pair, else 1. Batch sizes
+    in the configuration count records, not rows."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
 def step_size(config: RunConfig) -> tuple[int, int]:
-    """Return the number of prompts (records) per step of a checked run, and of responses per prompt."""
+    """Return (prompts per step, responses per prompt) of a checked run. Without generation, a prompt is a
+    training record, with one response."""
     algorithm = algorithm_class(config[KEY])
     prompts = (
         config["policy"]["train_global_batch_size"]
@@ -171,12 +173,12 @@ def step_size(config: RunConfig) -> tuple[int, int]:
 
 
 def roles(config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles of a checked run's models."""
+    """Return the roles of the models that a checked run needs, the actor first."""
     return algorithm_class(config[KEY]).roles(config)
 
 
 def sections_of(name: object) -> Mapping[str, Any]:
-    """Return the sections of an algorithm, TypedDicts by name; empty if there is no such algorithm."""
+    """Return the sections that an algorithm reads, name -> TypedDict; empty if there is no such algorithm."""
     try:
         return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
     except ConfigError:
@@ -184,8 +186,8 @@ def sections_of(name: object) -> Mapping[str, Any]:
 
 
 def models_of(name: object) -> Mapping[str, ModelSection]:
-    """Return an algorithm's sections for models other than the policy, by name; empty if there is no such
-    algorithm."""
+    """Return the sections for an algorithm's models other than the policy, by name; empty if there is no
+    such algorithm."""
     try:
         return algorithm_class(name).MODELS if isinstance(name, str) else {}
     except ConfigError:
@@ -194,13 +196,13 @@ def models_of(name: object) -> Mapping[str, ModelSection]:
 
 @cache
 def built_in_models() -> Mapping[str, ModelSection]:
-    """Return the built-in algorithms' sections for models other than the policy, by name."""
+    """Return the sections for models other than the policy, by name, over all built-in algorithms."""
     return {section: model for name in ALGORITHMS for section, model in algorithm_class(name).MODELS.items()}
 
 
 @cache
 def built_in_sections() -> Mapping[str, Any]:
-    """Return the built-in algorithms' own sections, TypedDicts by name."""
+    """Return each built-in algorithm's own section, name -> TypedDict."""
     return {
         algorithm_class(name).section(): algorithm_class(name).SECTIONS[algorithm_class(name).section()]
         for name in ALGORITHMS
@@ -208,11 +210,14 @@ def built_in_sections() -> Mapping[str, Any]:
 
 
 def run_type(name: object) -> Any:
-    """Return the TypedDict of a whole run: the sections of every run, those of the built-in algorithms and
-    those of the named algorithm.
+    """Return the TypedDict of a whole run: sections of every run, of the built-in algorithms, and of the
+    named algorithm.
 
-    Sections for models other than the policy are plain mappings here, because they inherit absent keys from
+    Sections for models other than the policy are plain mappings in it, because they inherit absent keys from
     ``policy`` (``megarl.config.models``).
+
+    Args:
+        name: value of ``algorithm``; of any type, because the configuration may be invalid.
     """
     return _run_type(tuple(sections_of(name).items()), tuple(models_of(name).items()))
 

@@ -44,7 +44,7 @@ _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 
 
 class DataSource(TypedDict):
-    """A set of records (``path`` or ``name``) and the names of its fields.
+    """Set of records (``path`` or ``name``), and the names of its fields.
 
     A field key may reach into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
     """
@@ -183,8 +183,11 @@ class DataSource(TypedDict):
 
 
 class ValidationSource(DataSource):
-    """A data source with settings for sampling responses to its prompts. Sources with the same ``val_set``
-    form one set and must agree on these settings. SFT and DPO treat all sources as one set."""
+    """Data source for validation, with settings for sampling responses to its prompts.
+
+    Sources with the same ``val_set`` form one set and must agree on these settings. SFT and DPO validate all
+    sources as one set.
+    """
 
     val_set: NotRequired[
         Annotated[
@@ -237,7 +240,7 @@ class ValidationSource(DataSource):
 
 
 class DataConfig(TypedDict):
-    """The data of a run."""
+    """Data sources of a run, and how their records become token sequences."""
 
     train: Annotated[DataSource | list[DataSource], Key("training data: a source or a list of them.")]
     validation: NotRequired[

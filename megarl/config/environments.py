@@ -28,7 +28,8 @@ TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-o
 
 
 class RewardOptions(TypedDict):
-    """Options of the built-in rewards. An option that the named reward does not read is refused."""
+    """Options of the built-in reward functions; an option that the chosen function does not read is
+    refused."""
 
     math_verify_impl: NotRequired[
         Annotated[
@@ -155,7 +156,7 @@ class RewardOptions(TypedDict):
 
 
 class RewardConfig(RewardOptions):
-    """One of several rewards; its options are written next to these keys."""
+    """One of several rewards of an environment. The options of its function are keys of this section too."""
 
     reward: NotRequired[
         Annotated[
@@ -187,7 +188,7 @@ class RewardConfig(RewardOptions):
 
 
 class ToolConfig(TypedDict):
-    """A tool that the policy may call. The name of the section is the name of the tool."""
+    """Tool that the policy may call; the name of the section is the name of the tool."""
 
     tool: NotRequired[
         Annotated[
@@ -247,12 +248,12 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class EnvConfig(RewardOptions):
-    """The environment that scores responses. Any other section inside it, ``env.math: {...}``, is an
-    environment with that name and the same keys.
+    """Environment that scores responses. A section inside it with another name, ``env.math: {...}``, is an
+    environment of that name with the same keys.
 
-    A named environment inherits absent keys that come after ``rewards`` from here, except ``options``. A
-    record's ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every
-    record uses it. If a built-in reward has the environment's name, it is the environment's default reward.
+    A named environment inherits the keys after ``rewards`` from here, except ``options``. The ``env_name``
+    (or ``task_name``) of a record selects its environment; if only one environment has a name, all records
+    use it. An environment named like a built-in reward uses that reward unless it sets another.
     """
 
     environment: NotRequired[

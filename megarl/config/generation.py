@@ -1,7 +1,5 @@
-"""Schema of the ``policy.generation`` section of a configuration.
-
-The sections are plain TypedDicts, as in ``megarl.config.policy``.
-"""
+"""Schema of the ``policy.generation`` section of a configuration, in plain TypedDicts without torch or
+Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 
 
 class ResourcesConfig(TypedDict):
-    """Devices reserved for generation engines."""
+    """Nodes and ranks that are reserved for engines."""
 
     gpus_per_node: NotRequired[
         Annotated[
@@ -36,7 +34,7 @@ class ResourcesConfig(TypedDict):
 
 
 class ColocationConfig(TypedDict):
-    """Placement of generation: on the training devices, or on separate devices."""
+    """Placement of engines: on the devices of training, or on separate devices."""
 
     enabled: Annotated[
         bool,
@@ -51,7 +49,7 @@ class ColocationConfig(TypedDict):
 
 
 class VllmConfig(TypedDict):
-    """vLLM engines."""
+    """Settings of vLLM engines."""
 
     tensor_parallel_size: NotRequired[
         Annotated[
@@ -187,7 +185,7 @@ class VllmConfig(TypedDict):
 
 
 class EngineCheckConfig(TypedDict):
-    """Check that engines on separate devices compute with the weights that they received."""
+    """Check that engines on separate devices compute with the weights that the policy sent."""
 
     sequences: NotRequired[
         Annotated[
@@ -214,7 +212,7 @@ class EngineCheckConfig(TypedDict):
 
 
 class GenerationConfig(TypedDict):
-    """Generation of responses."""
+    """Engine and sampling settings for the generation of responses."""
 
     backend: NotRequired[
         Annotated[

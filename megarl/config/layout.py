@@ -1,4 +1,5 @@
-"""Layout of ranks: their order over the parallel axes and nodes, and the layers of each pipeline stage."""
+"""Layout of a model over ranks: coordinates on the parallel axes and nodes, and layers of each pipeline
+stage."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megarl.config.policy import MegatronConfig
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's index along each parallel axis, its node, and its index on that node."""
+    """Index of a rank on each parallel axis, its node, and its index on the node."""
 
     rank: int
     pipeline: int
@@ -25,8 +26,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel axes, in ranks. Tensor-parallel ranks are adjacent, followed by context and data
-    ranks; pipeline ranks are farthest apart."""
+    """Size of each parallel axis in ranks. Adjacent ranks differ first in their tensor index, then in
+    context, data and pipeline index."""
 
     pipeline: int
     data: int
@@ -40,7 +41,7 @@ class Layout:
         return self.pipeline * self.data * self.context * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of ``rank``.
+        """Return the coordinates of a global rank.
 
         Raises:
             IndexError: there is no such rank.
@@ -58,8 +59,8 @@ class Layout:
 def layers_per_stage(
     num_layers: int, stages: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
-    """Return the number of layers of each pipeline stage: ``first`` and ``last`` as given, with the rest
-    divided evenly over the other stages.
+    """Return the number of layers of each pipeline stage: ``first`` and ``last`` if given, and equal shares
+    of the remaining layers for the other stages.
 
     Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
     ``num_layers_in_last_pipeline_stage``).
@@ -86,16 +87,16 @@ def layers_per_stage(
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """Return the model chunks of a written pipeline layout, in the order in which a token passes through
-    them.
+    """Return the model chunks of ``pipeline_model_parallel_layout``, in the order in which a token passes
+    through them.
 
-    The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss,
-    ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, and optional commas for legibility:
-    ``"Et*2|(tt|)*2tL"`` is ``["Ett", "tt", "tt", "tL"]``.
+    Megarl reads Megatron-Core's notation: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and
+    loss, ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions; commas and spaces are ignored.
+    ``"Et*2|(tt|)*2tL"`` gives ``["Ett", "tt", "tt", "tL"]``.
 
     Raises:
-        ValueError: the text has another character, or the embedding or output layer is not at its end of the
-            layout.
+        ValueError: the text has another character, or does not begin with its only ``E`` and end with its
+            only ``L``.
     """
     unrolled = text.replace(",", "").replace(" ", "")
     # Expand groups first, because the second pattern would read a closing bracket as a layer.
@@ -116,8 +117,8 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Return the number of model chunks per pipeline stage (1 unless the pipeline is interleaved) of a valid
-    ``megatron_cfg``."""
+    """Return the number of model chunks per pipeline stage of a valid ``megatron_cfg``; 1 unless the
+    schedule is interleaved."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
         return len(read_pipeline_layout(layout)) // int(megatron["pipeline_model_parallel_size"])
@@ -125,16 +126,16 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
 
 
 def consecutive_layers(counts: Iterable[int]) -> list[range]:
-    """Return the layer numbers of consecutive parts of a model, given the number of layers of each part."""
+    """Return the layer numbers of consecutive parts of a model, from the number of layers of each part."""
     parts = list(counts)
     return [range(end - count, end) for count, end in zip(parts, itertools.accumulate(parts), strict=True)]
 
 
 def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[range]]:
-    """Return the layer numbers of each model chunk, by pipeline stage of a ``megatron_cfg``.
+    """Return the layer numbers of each model chunk, as ``[stage][chunk]``.
 
-    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` where the
-    layout is written.
+    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` for a
+    written layout.
 
     Raises:
         ValueError: the layers cannot be divided as configured; the message gives the reason.

@@ -17,7 +17,7 @@ ESTIMATORS = ("grpo", "rloo", "gdpo", "reinforce_plus_plus")
 
 
 class ClippedPGLossConfig(TypedDict):
-    """Clipped policy-gradient loss."""
+    """Clipped policy-gradient loss, or a custom loss in its place."""
 
     function: NotRequired[
         Annotated[
@@ -321,7 +321,7 @@ class DPOLossConfig(TypedDict):
 
 
 class DistillationLossConfig(TypedDict):
-    """Distillation loss: divergence of the policy from a teacher over the teacher's most likely tokens."""
+    """Distillation loss: the KL between policy and teacher over the teacher's most likely tokens."""
 
     kl_type: NotRequired[
         Annotated[

@@ -1,5 +1,6 @@
-"""The memory plan of a whole run, and the check that it fits the devices. A run that certainly does not fit
-is refused; one that probably does not is reported."""
+"""Memory plan of a whole run, and the check that the devices have enough memory for it. A run whose weights,
+gradients and optimizer state exceed a device is refused; if only the complete estimate does, there is a
+warning."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from megarl.errors import Violation
 
 
 def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
-    """Return the batch sizes of one step of a checked run."""
+    """Return the batch sizes of one training step of a checked run."""
     policy = config["policy"]
     (prompts, generations), rows = step_size(config), rows_of_record(config)
     packing, batching = policy["sequence_packing"], policy["dynamic_batching"]
@@ -48,13 +49,13 @@ def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
 
 
 def has_reference_policy(config: RunConfig) -> bool:
-    """Return whether the run keeps its initial weights as the reference policy."""
+    """Return whether a checked run keeps its initial weights as a reference policy."""
     return any(role.name == "reference" for role in roles(config))
 
 
 def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
-    """Return the rank layout of a checked run, and the memory of one rank of each pipeline stage; empty if
-    the model's sizes are unknown."""
+    """Return the rank layout of a checked run's policy, and the memory of one rank per pipeline stage (an
+    empty list if the model's sizes are unknown)."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(
@@ -63,8 +64,8 @@ def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
 
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
-    """Return the memory of one rank of each pipeline stage, for each model of a checked run other than the
-    policy. Keys are the dotted paths of the models' sections; models of unknown size are left out."""
+    """Return the memory of one rank per pipeline stage for each model other than the policy, by the dotted
+    path of its section. Models of unknown size are left out."""
     found = {}
     for path, section in model_sections(config).items():
         facts = facts_of_policy(at(config, path))
@@ -82,8 +83,14 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
 
 
 def memory_of_reader(config: RunConfig, facts: ModelFacts, layout: Layout) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage of a model that is not trained. Its section is
-    ``policy`` of ``config``. Megatron allocates gradient buffers even for such a model."""
+    """Return the memory of one rank per pipeline stage of a model that is not trained. Megatron allocates
+    gradient buffers for it nevertheless.
+
+    Args:
+        config: a run in which the model's section replaces ``policy``.
+        facts: sizes of the model.
+        layout: sizes of the parallel axes.
+    """
     ranks = _memory(config, facts, layout, reference=False)
     is_megatron = enabled_backend(config["policy"]) == "megatron"
     return [
@@ -107,14 +114,14 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """Return the memory of the fullest device at each moment of a start, if an engine shares it. If engines
-    have separate devices, return that of the fullest training device and of an engine's device. Empty if the
-    policy itself generates, or if the engine's size is unknown.
+    """Return the memory of the fullest device at each moment of a run, from ``device_ledger`` if policy and
+    engine share devices, else from ``moments_apart``. Empty if the policy itself generates, or if the
+    engine's memory is unknown.
 
     Args:
         config: a checked run with its defaults.
-        facts: sizes of the model.
-        ranks: result of ``memory_of_run``.
+        facts: sizes of the policy's model.
+        ranks: memory of the policy's ranks, from ``memory_of_run``.
     """
     engine = engine_memory_of(config, facts)
     if engine is None:
@@ -128,7 +135,7 @@ def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> lis
 
 
 def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
-    """Return the memory of the run's engine on one device; None if there is no engine, or its memory is
+    """Return the memory of the run's engine on one device; None if there is no engine or its memory is
     unknown."""
     if not generates(config) or config["cluster"]["device"] == "cpu":
         return None
@@ -138,8 +145,8 @@ def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | Non
 
 
 def communicators(layout: Layout, policy: PolicyConfig) -> int:
-    """Return the number of process groups with several ranks for which a training rank has an NCCL
-    communicator."""
+    """Return the number of NCCL communicators of a training rank: one for each of its process groups with
+    more than one rank."""
     megatron = policy["megatron_cfg"]
     # A section that is not enabled is not completed with defaults.
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
@@ -159,7 +166,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as text in binary units."""
+    """Return a number of bytes as text with a binary unit."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -172,7 +179,7 @@ def size_text(size: int) -> str:
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
-    """Return the moment of a checked run at which a training device has the least free memory; None if the
+    """Return the moment at which a training device of a checked run has the least free memory; None if the
     model's sizes are unknown."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
@@ -190,15 +197,15 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of weights, gradients and optimizer state on a rank of a checked run, for the model
-    and stage that have the most."""
+    """Return the bytes of weights, gradients and optimizer state on the rank that has the most, over all
+    models and pipeline stages of a checked run."""
     of_models = (memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for ranks in of_models for rank in ranks), default=0)
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if weights, gradients and optimizer state alone exceed a device's memory, so that
-    training would fail in its first step."""
+    """Yield a violation if weights, gradients and optimizer state alone exceed
+    ``cluster.device_memory_gib``, because training would fail in its first step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
     gib = cluster.get("device_memory_gib")
     if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
@@ -218,12 +225,12 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
 
 
 def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
-    """Return a warning that a checked run probably does not fit its devices, with changes that would make it
-    fit. None if the run fits, or if the sizes are unknown.
+    """Return a warning, with changes that would help, if a checked run probably exceeds the memory of its
+    devices; None if it does not, or if sizes are unknown.
 
     Args:
-        config: the run, with its defaults.
-        is_valid: returns whether a configuration breaks no rule.
+        config: the run with its defaults.
+        is_valid: returns whether a configuration satisfies all rules.
     """
     moment, gib = fullest_moment(config), device_gib(config["cluster"])
     if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
@@ -256,12 +263,13 @@ _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 
 def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
-    """Yield changes with which the plan fits: changes of one key first, then of two; for the same keys, the
-    smallest change first. They may break rules.
+    """Yield changes of keys with which the memory plan fits the devices: first of one key, then of two keys,
+    each with the smallest sufficient change. They may violate rules.
 
     Args:
         config: a run with its defaults.
-        whole: leave out changes with which only weights, gradients and optimizer state fit.
+        whole: yield only changes with which the complete plan fits; otherwise, changes with which only
+            weights, gradients and optimizer state fit follow at the end.
     """
     steps = [[{key: value} for value in values] for key, values in _remedies(config).items()]
     pairs = (
@@ -299,8 +307,8 @@ def _fits(config: RunConfig, *, whole: bool) -> bool:
 
 
 def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
-    """Return, by key, the values that take less memory, the closest to the present value first. Keys that
-    cost speed come before keys that cost devices."""
+    """Return, by dotted key, values that reduce memory, the closest to the current value first. Keys that
+    cost only speed precede keys that need more devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next(
         (key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None

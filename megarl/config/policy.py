@@ -2,7 +2,7 @@
 
 The sections are plain TypedDicts, so importing this module imports neither torch nor Ray.
 ``megarl.config.schema`` checks values against them, ``megarl.config.defaults`` fills in optional keys, and
-``megarl.config.rules`` has the rules between keys.
+``megarl.config.rules`` checks which values are compatible with each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SecondMoment: TypeAlias = Annotated[
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
-"""Keys of an optimizer section that set how its states are stored."""
+"""Keys of an optimizer section that set the dtypes of the optimizer state."""
 _Master: TypeAlias = Annotated[
     Literal["float32", "bfloat16"],
     Key(
@@ -49,7 +49,7 @@ _Master: TypeAlias = Annotated[
 
 
 class DTensorConfig(TypedDict):
-    """The DTensor/FSDP2 backend."""
+    """Settings of the DTensor/FSDP2 backend."""
 
     enabled: Annotated[bool, Key("use the DTensor/FSDP2 backend.")]
     cpu_offload: NotRequired[
@@ -127,7 +127,8 @@ class DTensorConfig(TypedDict):
 
 
 class SequencePackingConfig(TypedDict):
-    """Packing of several sequences into one row, with at most ``*_mb_tokens`` tokens per micro-batch."""
+    """Packing of several sequences into one row. Micro-batches are limited by tokens (``*_mb_tokens``), not
+    by samples."""
 
     enabled: Annotated[bool, Key("pack several sequences into one row, without padding between them.")]
     train_mb_tokens: NotRequired[
@@ -164,7 +165,8 @@ class SequencePackingConfig(TypedDict):
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of sequences of similar length, with at most ``*_mb_tokens`` padded tokens each."""
+    """Micro-batches of sequences of similar length, limited by padded tokens (``*_mb_tokens``), not by
+    samples."""
 
     enabled: Annotated[
         bool, Key("form micro-batches of sequences of similar length, so that less is padded.")
@@ -202,7 +204,7 @@ class DynamicBatchingConfig(TypedDict):
 
 
 class MegatronOptimizerConfig(TypedDict):
-    """Megatron-Core's optimizer."""
+    """Settings of Megatron-Core's optimizer."""
 
     lr: Annotated[float, Key("maximum learning rate, reached at the end of the warm-up.", ABOVE_0)]
     optimizer: NotRequired[
@@ -336,7 +338,8 @@ class MegatronOptimizerConfig(TypedDict):
 
 
 class MegatronSchedulerConfig(TypedDict):
-    """Schedule of learning rate and weight decay. The unit of ``*_iters`` is one call of ``train``."""
+    """Schedule of learning rate and weight decay. ``*_iters`` count ``train`` calls of the policy: one per
+    training step (PPO: one per epoch of a step), however many optimizer steps a call takes."""
 
     start_weight_decay: NotRequired[
         Annotated[
@@ -400,7 +403,7 @@ class MegatronSchedulerConfig(TypedDict):
 
 
 class MegatronDDPConfig(TypedDict):
-    """Megatron-Core's data parallelism."""
+    """Settings of Megatron-Core's distributed data parallelism."""
 
     grad_reduce_in_fp32: NotRequired[
         Annotated[
@@ -465,7 +468,7 @@ class MegatronDDPConfig(TypedDict):
 
 
 class MegatronConfig(TypedDict):
-    """The Megatron-Core backend."""
+    """Settings of the Megatron-Core backend."""
 
     enabled: Annotated[bool, Key("use the Megatron-Core backend.")]
     empty_unused_memory_level: NotRequired[
@@ -798,8 +801,9 @@ class MegatronConfig(TypedDict):
 
 
 class RewardModelConfig(TypedDict):
-    """A scoring model: a linear layer with one output replaces the output layer. It is ``score.weight`` of
-    transformers' ``...ForSequenceClassification``; a language model gets a new one, sampled from the seed."""
+    """Score head of a reward model or critic: a linear layer with one output replaces the output layer. Its
+    weight is ``score.weight`` of transformers' ``...ForSequenceClassification``; a language model gets a new
+    one, initialised from the seed."""
 
     enabled: Annotated[
         bool,
@@ -821,8 +825,8 @@ class RewardModelConfig(TypedDict):
 
 
 class PeftConfig(TypedDict):
-    """Low-rank adapters (LoRA): next to selected linear layers W, only the product (alpha / dim) B A is
-    trained.
+    """Low-rank adapters (LoRA): the product (alpha / dim) B A is added to selected linear layers W, and only
+    A and B are trained.
 
     Each of a layer's query, key, value, gate and up matrices has its own adapter, as in PEFT, on every
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
@@ -943,7 +947,7 @@ class PeftConfig(TypedDict):
 
 
 class TokenizerConfig(TypedDict):
-    """The tokenizer."""
+    """Tokenizer and chat template."""
 
     name: Annotated[str, Key("tokenizer: Hugging Face id or local directory.")]
     chat_template: NotRequired[
@@ -977,7 +981,7 @@ class TokenizerConfig(TypedDict):
 
 
 class PytorchOptimizerConfig(TypedDict):
-    """An optimizer of the torch backends."""
+    """Optimizer of the DTensor and FSDP1 backends."""
 
     name: Annotated[str, Key("import path of the optimizer class, for example ``torch.optim.AdamW``.")]
     kwargs: Annotated[
@@ -1004,7 +1008,7 @@ class PytorchOptimizerConfig(TypedDict):
 
 
 class SinglePytorchSchedulerConfig(TypedDict):
-    """A learning-rate scheduler of the torch backends."""
+    """Learning-rate scheduler of the DTensor and FSDP1 backends."""
 
     name: Annotated[
         str, Key("import path of the scheduler class, for example ``torch.optim.lr_scheduler.LinearLR``.")
@@ -1013,12 +1017,13 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
 
 SchedulerMilestones: TypeAlias = dict[str, list[int]]
-"""``{"milestones": [...]}``: the steps at which the next scheduler in a list takes over."""
+"""``{"milestones": [...]}``: numbers of ``train`` calls after which the next scheduler of a list takes
+over."""
 
 
 class PolicyConfig(TypedDict):
-    """A policy: its model, its batches and its backend. At most one backend may be enabled; with none
-    enabled, FSDP1 is used."""
+    """A model with its batch sizes and its backend. At most one of ``megatron_cfg`` and ``dtensor_cfg`` may
+    be enabled; with neither, the backend is FSDP1."""
 
     model_name: Annotated[str, Key("model to train: Hugging Face id or local directory.")]
     tokenizer: Annotated[TokenizerConfig, Key("tokenizer and chat template of the model.")]

@@ -1,5 +1,5 @@
-"""Search for values that satisfy all rules of a configuration at once, among the values that single rules
-propose."""
+"""Search for changes of keys after which a configuration satisfies all rules at once, among the values that
+the violated rules propose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_STEPS = 3
 
 
 Followers = Mapping[str, Sequence[str]]
-"""Keys that are written as a reference to another key, listed by that other key."""
+"""Key -> the keys that are written as a reference to it, and so change with it."""
 
 
 def valid(
@@ -28,16 +28,16 @@ def valid(
     examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]],
     followers: Callable[[], Followers],
 ) -> Config:
-    """Return the configuration with its defaults, or raise an error with proposals if it has violations.
+    """Return the configuration with its defaults, or raise its violations with tested proposals.
 
     Args:
-        given: the configuration, plain containers.
+        given: the configuration as plain containers.
         examine: returns a configuration with its defaults, and its violations.
-        followers: returns the keys that are written as references to another key; called only if there are
+        followers: returns the keys that are written as references to other keys; called only if there are
             violations.
 
     Raises:
-        ConfigError: has the violations, with proposals that were tested on the whole configuration.
+        ConfigError: there are violations; each proposal was tested on the whole configuration.
     """
     completed, violations = examine(given)
     if not violations:
@@ -59,14 +59,14 @@ def valid(
 def with_proposals(
     violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
 ) -> list[Violation]:
-    """Return violations whose fixes are compatible: with all of them applied, none of their keys breaks a
-    rule, and no other key newly breaks one.
+    """Return the violations with fixes that work together: with all of them applied, none of the violated
+    keys breaks a rule, and no other key newly breaks one.
 
-    A violation keeps its rule's advice if it has no candidates, or if none of its candidates passes.
+    A violation keeps its own fix text if it has no candidates, or if none of them works.
 
     Args:
         violations: violations of a configuration.
-        violations_after: returns the violations after dotted keys are set to other values.
+        violations_after: returns the violations that remain after changes of dotted keys.
     """
     search = _Search(violations, violations_after)
     groups: dict[str, Changes] = {}
@@ -92,10 +92,10 @@ def _text(key: str, changes: Changes) -> str:
 
 
 class _Search:
-    """A search for changes that fix one key after another.
+    """Search for changes, which fixes one key after another and keeps the changes found for earlier keys.
 
     Attributes:
-        chosen: changes so far, for all keys that are fixed.
+        chosen: changes of all keys that are fixed so far.
     """
 
     def __init__(
@@ -108,14 +108,15 @@ class _Search:
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
-        """Return the violations that remain after some changes; each set of changes is tried once."""
+        """Return the violations that remain after changes; results are cached."""
         name = json.dumps(changes, sort_keys=True)
         if name not in self._known:
             self._known[name] = self._violations_after(changes)
         return self._known[name]
 
     def settle(self, key: str) -> Changes | None:
-        """Fix a key with as few changes as possible. Return the changes, or None if there are none."""
+        """Fix one key with as few changes as possible, and add them to ``chosen``. Return the changes, or
+        None if there are none that work."""
         for steps in range(1, _MOST_STEPS + 1):
             found = self._mended(key, self.chosen, steps)
             if found is not None:
@@ -126,8 +127,8 @@ class _Search:
         return None
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
-        """Return ``changes`` plus further ones, after which neither ``key`` nor a changed key nor a
-        previously valid key breaks a rule; None if none are found."""
+        """Return ``changes`` with at most ``steps`` further ones, so that no changed key, no previously
+        valid key and not ``key`` itself breaks a rule; None if none are found."""
         if len(self._known) > _MOST_TRIALS:
             return None
         # Tolerate faults of other keys, which are corrected later.
@@ -145,7 +146,7 @@ class _Search:
 
 
 def _candidates(faults: Collection[Violation], key: str) -> Iterator[Changes]:
-    """Yield the candidate fixes of all violations of a key."""
+    """Yield the candidate fixes in all violations of a key."""
     for fault in faults:
         if fault.key == key:
             yield from fault.candidates

@@ -1,5 +1,5 @@
-"""Schema of a run's configuration, with one TypedDict per section. The policy's section is in
-``megarl.config.policy``."""
+"""Schema of a run's configuration, one TypedDict per section. ``megarl.config.policy`` has the ``policy``
+section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Key, Range
 
 
 class CheckpointingConfig(TypedDict):
-    """Checkpoints."""
+    """Settings of checkpoints."""
 
     enabled: Annotated[bool, Key("write checkpoints during the run and at its end.", default=False)]
     checkpoint_dir: NotRequired[
@@ -125,7 +125,7 @@ class CheckpointingConfig(TypedDict):
 
 
 class WandbConfig(TypedDict):
-    """Weights & Biases."""
+    """Settings of Weights & Biases, passed to ``wandb.init``."""
 
     project: Annotated[str, Key("project in Weights & Biases to which the run belongs.")]
     name: NotRequired[
@@ -152,7 +152,7 @@ class WandbConfig(TypedDict):
 
 
 class MlflowConfig(TypedDict):
-    """MLflow."""
+    """Settings of MLflow."""
 
     experiment_name: Annotated[
         str,
@@ -176,7 +176,7 @@ class MlflowConfig(TypedDict):
 
 
 class TrackioConfig(TypedDict):
-    """Trackio."""
+    """Settings of Trackio, passed to ``trackio.init``."""
 
     project: Annotated[str, Key("project in Trackio to which the run belongs.")]
     name: NotRequired[
@@ -202,7 +202,7 @@ class TrackioConfig(TypedDict):
 
 
 class TensorboardConfig(TypedDict):
-    """TensorBoard."""
+    """Settings of TensorBoard."""
 
     log_dir: NotRequired[
         Annotated[
@@ -216,8 +216,9 @@ class TensorboardConfig(TypedDict):
 
 
 class SamplesConfig(TypedDict):
-    """Prompts and responses that a run writes for people to read, if its algorithm generates responses. They
-    are in ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run directory."""
+    """Sample files: prompts and responses that a run writes for people to read, if its algorithm generates
+    responses. They are ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run
+    directory."""
 
     enabled: NotRequired[Annotated[bool, Key("write sample files.", default=True)]]
     num_train_samples: NotRequired[
@@ -290,7 +291,7 @@ class SamplesConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the stored samples."""
+    """Sample files, and sinks of metrics in addition to ``metrics.jsonl``, which every run writes."""
 
     log_dir: NotRequired[
         Annotated[
@@ -402,10 +403,10 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Time limits in seconds for the phases of a run. A phase that exceeds its limit ends the run with exit
-    code 4, and the stacks of the workers are printed. The limit is ``multiple`` times the slowest of the
-    phase's last ten executions, at least ``least_s`` and at most the phase's own key. Before anything is
-    measured, the limit is ``first_s``. Workers that are stopped, or that all make no progress, are detected
+    """Time limits in seconds for the phases of a run. When a phase exceeds its limit, the stacks of the
+    workers are printed, and the run ends with exit code 4. The limit is ``multiple`` times the slowest of the
+    phase's last ten executions, but at least ``least_s`` and at most the phase's own key. Before the first
+    measurement it is ``first_s``. Suspended workers, and workers that all make no progress, are detected
     earlier (see ``least_s``)."""
 
     init_s: NotRequired[
@@ -589,7 +590,7 @@ class ProfilerConfig(TypedDict):
 
 
 class AlgorithmConfig(TypedDict):
-    """Keys that a run reads from an algorithm's own section, if the section has them."""
+    """Keys that the run loop reads from the algorithm's own section, if the section has them."""
 
     # These keys have no descriptions here, because each algorithm's own section has them.
     max_num_steps: int
@@ -605,7 +606,7 @@ class AlgorithmConfig(TypedDict):
 
 
 class RunConfig(TypedDict):
-    """A whole run."""
+    """Configuration of a whole run."""
 
     algorithm: Annotated[
         str,
@@ -654,4 +655,4 @@ class RunConfig(TypedDict):
 
 
 Config = dict[str, Any]
-"""A configuration in plain containers, as read from YAML."""
+"""Configuration as plain dictionaries and lists, as read from YAML."""

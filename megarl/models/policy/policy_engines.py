@@ -47,7 +47,7 @@ LIFE_SECONDS = 60.0
 
 
 class PolicyEnginesConfig(TypedDict):
-    """Layout of engines of the policy's own backend."""
+    """Layout of engines that run the policy's own backend."""
 
     tensor_parallel_size: NotRequired[
         Annotated[
