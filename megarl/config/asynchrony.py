@@ -1,4 +1,4 @@
-"""The configuration section of asynchronous training."""
+"""Configuration section of asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing_extensions import TypedDict
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
 NAME = "async_grpo"
-"""Name of the section, inside the own section of each algorithm whose policy generates responses."""
+"""Name of this section inside the own section of each algorithm that generates responses."""
 
 LEDGER = "ledger"
-"""Subdirectory of the run directory for the ledger of a ``ready_first`` run."""
+"""Subdirectory of the run directory in which a ``ready_first`` run stores its batches."""
 
 
 class AsyncConfig(TypedDict):

@@ -1,5 +1,5 @@
-"""Data sources in the configuration: one source or a list, data sets known by name, and field keys that reach
-into objects and lists."""
+"""Data sources in the configuration: their schema, built-in data sets, and keys that name fields of
+records."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
         "HotpotQA": "megarl.data.sets.hotpot_qa",
     }
 )
-"""Name of each data set that needs no field keys, to its module. Names are NeMo-RL's if it has the set."""
+"""Name of each built-in data set -> module that knows its fields. Names are NeMo-RL's where it has the
+set."""
 
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv"})
-"""Suffixes that mark a path as a file, which has neither subset nor split."""
+"""Suffixes by which a path counts as a file, which has neither subsets nor splits."""
 
 DEFAULT_CACHE_GIB = 100.0
-"""Maximum GiB of tokenized records that are cached for the next start."""
+"""Default of ``data.cache_gib``: maximum GiB of tokenized records cached for later starts."""
 
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
@@ -336,8 +337,12 @@ class DataConfig(TypedDict):
 
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """Yield the dotted path and the section of each source in ``train`` or ``validation`` of a ``data``
-    section; none for null."""
+    """Yield (dotted path, section) of each data source.
+
+    Args:
+        data: the ``data`` section, unchecked.
+        key: ``train`` or ``validation``.
+    """
     value = data.get(key)
     places = (
         {f"data.{key}.{place}": source for place, source in enumerate(value)}
@@ -352,23 +357,22 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
 
 
 def set_module(source: DataSource) -> str | None:
-    """Return the module of the named set that a source uses, or None. A source with its own field keys does
-    not use a named set."""
+    """Return the module of the built-in data set that a source uses, or None. A source with field keys of
+    its own uses none."""
     own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
 
 def is_file(path: str) -> bool:
-    """Return whether a path's suffix marks it as a file."""
+    """Return whether a path has the suffix of a data file; the file need not exist."""
     return Path(path).suffix.lower() in FILE_SUFFIXES
 
 
 def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that an inherited source loses when a source is written over it, besides the written
-    keys.
+    """Return the keys that a data source must not inherit, because the keys in ``written`` replace them.
 
-    A source with another path or name has other fields. A conversation replaces a prompt with its answer, and
-    a prompt replaces a conversation.
+    Another ``path`` or ``name`` means other data, whose fields are called differently. ``messages_key``
+    replaces ``prompt_key`` and ``answer_key``, and ``prompt_key`` replaces ``messages_key``.
     """
     replaced = set[str]()
     if any(written.get(key) is not None for key in PLACE_KEYS):
@@ -381,13 +385,14 @@ def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
 
 
 def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
-    """Return the field names in ``prompt_key`` or ``answer_key``, which may be a single name or a list."""
+    """Return the field names in the value of ``prompt_key`` or ``answer_key``, a single name or a list of
+    names."""
     return [value] if isinstance(value, str) else value
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
-    """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: field names
-    and list indices. None if the text is not such a key."""
+    """Return the field names and list indices in a key such as ``reward_model.ground_truth`` or
+    ``prompt[0].content``; None if the text does not have this form."""
     steps: list[str | int] = []
     place = 0
     while place < len(path):

@@ -1,8 +1,5 @@
-"""Fill in absent optional keys: with the defaults declared at their fields, or with values derived from other
-keys.
-
-A key that is present is left alone, even if it is null.
-"""
+"""Completion of a configuration: absent optional keys get the default declared at their field, or a value
+derived from other keys. A key that is present is never changed, even if it is null."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
 
     Args:
         config: plain containers; need not be valid.
-        name: name of the run's directory if the configuration does not set it.
+        name: name of the run directory if the configuration does not set it.
     """
     # Copy, because the caller tries the same configuration again with other values.
     run = without_tildes(copy.deepcopy(dict(config)))
@@ -103,8 +100,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
 
 
 def without_tildes(run: Config) -> Config:
-    """Return the configuration with the user's directory in place of ``~`` at the beginning of paths: no
-    shell puts it into a file or behind ``key=``."""
+    """Return the configuration with ``~`` at the beginning of paths replaced by the user's home directory,
+    because no shell expands it in a YAML file or after ``key=``."""
     for key, place in places_of(run):
         home = os.path.expanduser(place)
         if at(run, key) == place != home:
@@ -118,8 +115,8 @@ def without_tildes(run: Config) -> Config:
 
 
 def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
-    """Yield the path and declaration of each model other than the policy whose section is a mapping or
-    absent."""
+    """Yield (path, declaration) of each model other than the policy, unless its section is present and not a
+    mapping."""
     for path, section in model_sections(run).items():
         given = at(run, path)
         if given is None or isinstance(given, dict):
@@ -190,11 +187,11 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
-    """Return the generation section with the values that its engine fills in. If there is no such engine,
-    return the section without them; a rule reports the fault.
+    """Return the ``generation`` section with the defaults of its engine. If there is no such engine it is
+    returned without them, because a rule reports that.
 
     Raises:
-        ConfigError: the code of a user-defined engine fails on the section.
+        ConfigError: the code of a custom engine fails on the section.
     """
     filled = fill(generation, {"model_name": policy.get("model_name")})
     try:
@@ -215,8 +212,8 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
 
 
 def _padding_of(policy: Config) -> int:
-    """Return the number whose multiples all ranks of a sequence can divide equally, with or without sequence
-    parallelism."""
+    """Return the number of tokens by which padded sequences must be divisible, so that the tensor- and
+    context-parallel ranks get equal parts, even with sequence parallelism."""
     for section, tensor in (
         ("megatron_cfg", "tensor_model_parallel_size"),
         ("dtensor_cfg", "tensor_parallel_size"),
@@ -245,7 +242,8 @@ _OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
 
 
 def _complete_environments(run: Config) -> None:
-    """Fill in the named environments, and take ``processes`` from ``num_workers`` if only that is given."""
+    """Fill in the sections of named environments, and ``processes`` from ``num_workers`` where only that is
+    given."""
     env = run.get("env")
     if not isinstance(env, dict):
         return
@@ -270,14 +268,14 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the section, followed by the defaults of its absent keys."""
+    """Return the section's keys, followed by copies of the defaults of its absent keys."""
     # Copy the defaults, because all configurations would share a list or a section otherwise.
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section with the defaults of its keys, and with the keys whose default is another
-    key's value."""
+    """Return a section with its absent keys set to their defaults, or to the value of the key that they
+    follow."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
         # Do this after the defaults, so that a key may follow one that is absent itself.
@@ -297,6 +295,6 @@ def _complete(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:
-    """Return a section as a dictionary; empty if it is absent or not a section."""
+    """Return a copy of a subsection; empty if it is absent or not a mapping."""
     section = config.get(key)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Environments and rewards that a configuration names, as far as checking the configuration needs them."""
+"""Environments, rewards and tools in the configuration: their schema, and checks that need no generation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, sect
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
-# Keys that only environments with tools read; a rule refuses them in others.
+"""Values of ``environment`` with which reward functions score the responses."""
 OF_TOOLS = ("tools", "max_tool_calls")
-"""Environments that score responses with reward functions."""
+"""Keys that only ``environment: tools`` reads; a rule refuses them in other environments."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
 # ``megarl.rollout.tools.parsers`` asserts that its parsers are these, in this order; ``tool_parser`` lists
 # them too.
@@ -244,7 +244,7 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "http": ("url", "timeout_s"),
     }
 )
-"""Kind of each built-in tool, to the options that it reads."""
+"""Built-in tool -> keys of its section that it reads."""
 
 
 class EnvConfig(RewardOptions):
@@ -459,18 +459,24 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Name of each built-in reward, to the options that it reads."""
+"""Built-in reward function -> keys of its section that it reads."""
 
 REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"length": OPTIONS["length"], "overlong": OPTIONS["overlong"], "http": ("url",)}
 )
-"""Name of each built-in reward that needs options, to the options that it needs."""
+"""Built-in reward function -> keys of its section that must be set."""
 
 BUILT_IN_REWARDS = tuple(OPTIONS)
 
 
 def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]:
-    """Yield the faults in the tool schemas that a user-defined environment gives the policy."""
+    """Yield the faults in the tool schemas that a custom environment gives to the policy.
+
+    Args:
+        tools: the environment's ``tools``, of any type.
+        key: dotted key that names the environment, for the violations.
+        name: value of that key.
+    """
     fix = (
         'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON '
         "schema of an object}}}"
@@ -499,13 +505,12 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
 
 
 def is_nemo_rl(kind: Any) -> bool:
-    """Return whether a class, or the class behind a Ray actor, has the interface of NeMo-RL's
-    environments."""
+    """Return whether a class (or the class behind a Ray actor) has the interface of a NeMo-RL environment."""
     return callable(getattr(class_of_actor(kind), "global_post_process_and_metrics", None))
 
 
 def class_of_actor(kind: Any) -> Any:
-    """Return the class behind a Ray actor class; any other class is returned unchanged."""
+    """Return the class behind a Ray actor class. Any other class is returned unchanged."""
     # Recognise an actor by its attribute, because a check of a configuration does not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
@@ -515,7 +520,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     """Return the environment class at an import path.
 
     Raises:
-        ConfigError: there is none, or it lacks a method.
+        ConfigError: there is no such object, or it lacks a method of an environment.
     """
     kind = load_object(name, key)
     if is_nemo_rl(kind):
@@ -544,15 +549,19 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
 
 
 def tool_sections(section: EnvConfig) -> dict[str, ToolConfig]:
-    """Return an environment's tools by name, with the kind of each under ``tool``."""
+    """Return an environment's tools, name -> section, with ``tool`` filled in."""
     return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
 
 
 def own_function(name: str, key: str) -> Callable[..., Any]:
     """Return the function at an import path.
 
+    Args:
+        name: the import path.
+        key: dotted key that has it, for the error.
+
     Raises:
-        ConfigError: there is none, or the object cannot be called.
+        ConfigError: there is no such object, or it is not callable.
     """
     function = load_object(name, key)
     if not callable(function):
@@ -563,7 +572,12 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
-    """Yield the faults in the tools of one environment."""
+    """Yield the violations in ``tools`` and ``tool_parser`` of one environment.
+
+    Args:
+        section: section of the environment, with values of the right types.
+        key: its dotted key.
+    """
     if not section.get("tools"):
         yield Violation(
             f"{key}.tools",
@@ -608,16 +622,16 @@ def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
 
 
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
-    """Raise an error if no reward function has this name.
+    """Check that a reward function exists, and that each of its parameters can get a value.
 
     Args:
-        name: name of a reward.
-        key: dotted key of the configuration, for the error.
-        columns: fields that records keep, which parameters may be named after; None if the data are unknown.
+        name: name of a built-in reward function, or an import path.
+        key: dotted key that has it, for the error.
+        columns: record fields that parameters may be named after (``extra_keys``); None if they are unknown,
+            which skips the check of parameters.
 
     Raises:
-        ConfigError: the reward is not built in, and the import path has no function whose parameters can all
-            be filled in for a response.
+        ConfigError: the name is unknown, nothing can be imported, or a parameter gets no value.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
@@ -640,8 +654,8 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
-    """Return the named environments of an ``env`` section: the subsections that are not among its own
-    keys."""
+    """Return the named environments of an ``env`` section, name -> section. Every subsection that is not one
+    of the section's own keys is one."""
     # rewards, options and tools are sections too, but not environments.
     own = keys_of(EnvConfig)
     return {
@@ -652,22 +666,21 @@ def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
-    """Return the dotted key and section of each environment: the named ones if there are any, otherwise the
-    ``env`` section itself."""
+    """Return the environments of an ``env`` section, dotted key -> section: the named ones, or the section
+    itself if there are none."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
 
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
-    """Return the weight of each reward under ``rewards`` by its name, over all environments of an ``env``
-    section."""
+    """Return the weight of each reward under ``rewards``, by name, over all environments."""
     several = [inner.get("rewards") or {} for inner in environments_of(section).values()]
     return {name: reward.get("weight", 1.0) for rewards in several for name, reward in rewards.items()}
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
-    """Return the dotted key and section of each reward of one environment; the section names the reward under
-    ``reward``."""
+    """Return the rewards of one environment, dotted key -> section with ``reward``, ``strip`` and
+    ``timeout_s`` filled in. Without ``rewards``, this is the environment's own section."""
     several = section.get("rewards")
     if several is None:
         return {key: cast(RewardConfig, section)}
@@ -679,7 +692,7 @@ def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
 
 
 def fault_of_name(key: str, name: str) -> Iterator[Violation]:
-    """Yield a violation if a user-chosen name cannot be part of a metric's name."""
+    """Yield a violation if a user-chosen name has characters that metric names cannot contain."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         yield Violation(
             key,
@@ -690,7 +703,14 @@ def fault_of_name(key: str, name: str) -> Iterator[Violation]:
 
 
 def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterator[Violation]:
-    """Yield the numbers of a section with a user-chosen name that are outside the bounds of its fields."""
+    """Yield a violation for each number of a section that is out of bounds. The general rule does not find
+    sections under user-chosen names and in lists, so their rules call this.
+
+    Args:
+        section: the section, with values of the right types.
+        kind: its TypedDict.
+        key: its dotted key.
+    """
     for name, field in fields_of(kind).items():
         value = section.get(name)
         if value is not None and field.bounds is not None and not field.bounds.holds(value):
@@ -706,12 +726,12 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
 def faults_of_rewards(
     section: EnvConfig, key: str = "env", columns: Collection[str] = ()
 ) -> Iterator[Violation]:
-    """Yield the faults in the rewards of one single-turn environment, whose values have the right types.
+    """Yield the violations in the rewards of one environment.
 
     Args:
-        section: section of the environment.
+        section: section of the environment, with values of the right types.
         key: its dotted key.
-        columns: fields that all of its records keep.
+        columns: fields that every record of the environment passes on (``extra_keys``).
     """
     several = section.get("rewards")
     if several is not None:

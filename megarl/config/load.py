@@ -1,5 +1,5 @@
-"""Load a configuration: YAML files with inheritance, then overrides from the command line, then
-interpolation."""
+"""Loading of a configuration: YAML files with inheritance, command-line overrides, and interpolation, in
+this order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TOO_DEEP = (
 
 
 class OverridesError(ConfigError):
-    """An override from the command line cannot be parsed or applied."""
+    """A command-line override cannot be parsed or applied."""
 
 
 def load_config(
@@ -53,20 +53,19 @@ def load_config(
     *,
     allow_env: bool = False,
 ) -> Config:
-    """Return the configuration of ``path``, with inheritance, overrides and interpolations applied, as plain
-    containers. It is not checked yet.
+    """Return the configuration of a YAML file as plain containers, with inheritance, overrides and
+    interpolations applied. It is not checked against the schema or the rules.
 
     Args:
         path: the YAML file.
-        overrides: ``key=value`` words of a command line, applied last.
-        layers: YAML files merged over ``path`` in order, each with everything it inherits; a backend, for
-            example.
-        allow_env: ``${oc.env:NAME}`` may take values from the environment. These become ``FromEnvironment``
-            texts, and are never written to a file.
+        overrides: ``key=value`` words of a command line, applied after all files.
+        layers: further YAML files, merged over ``path`` in order, each with the files that it inherits from.
+        allow_env: allow ``${oc.env:NAME}``. Such values become ``FromEnvironment`` texts, which are never
+            written to a file.
 
     Raises:
-        ConfigError: a file is missing, empty or invalid, or inherits from itself. Or it has an interpolation
-            that cannot be resolved or is not allowed, or a value that was hidden when the file was written.
+        ConfigError: a file is missing, empty or invalid, or inherits from itself; an interpolation cannot be
+            resolved or is not allowed; or a value is the placeholder of a hidden secret.
         OverridesError: an override cannot be parsed or applied.
     """
     # Register only once, because OmegaConf refuses a name that is registered already.
@@ -81,8 +80,7 @@ def load_config(
 def followers_of(
     path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()
 ) -> dict[str, list[str]]:
-    """Return, for each key that is referenced as ``${other.key}``, the dotted keys whose value is that
-    reference.
+    """Return the keys whose value is a reference ``${other.key}``, listed by the key that they refer to.
 
     Args:
         path, overrides, layers: as in ``load_config``.
@@ -132,7 +130,8 @@ def _resolved(
 
 
 def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
-    """Refuse resolvers that read from this machine, since the configuration may come from somebody else.
+    """Refuse OmegaConf resolvers that read from this machine, because the configuration may come from
+    somebody else.
 
     Raises:
         ConfigError: the configuration uses a resolver that is not allowed.
@@ -155,7 +154,12 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 
 
 def _refuse_hidden(resolved: Any) -> None:
-    """Raise ConfigError if a value was hidden as a secret when the configuration file was written."""
+    """Refuse values that are placeholders of secrets, which megarl writes to ``config.yaml`` in place of
+    them.
+
+    Raises:
+        ConfigError: there are such values.
+    """
     found = [
         Violation(
             key,
@@ -171,7 +175,7 @@ def _refuse_hidden(resolved: Any) -> None:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all texts in plain containers, each with its dotted key."""
+    """Yield (dotted key, text) for every text in nested dictionaries and lists."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):
@@ -180,7 +184,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_another_environment(merged: DictConfig) -> Any:
-    """Return the configuration as if every environment variable had another value."""
+    """Return the resolved configuration as it would be if every environment variable had another value."""
     OmegaConf.register_resolver(_ENVIRONMENT, lambda *arguments: _ANOTHER, replace=True)
     try:
         return OmegaConf.to_container(merged, resolve=True)
@@ -191,12 +195,12 @@ def _with_another_environment(merged: DictConfig) -> Any:
 
 
 def _marked(value: Any, other: Any, written: Any) -> Any:
-    """Return ``value`` with every text that depends on the environment marked: those that differ in
-    ``other``.
+    """Return ``value`` with every text that comes from the environment turned into ``FromEnvironment``.
 
     Args:
-        value, other: resolved with the real environment, and with another one.
-        written: the unresolved value, which may have another structure.
+        value: configuration resolved with the real environment.
+        other: the same resolved with another environment; texts that differ come from the environment.
+        written: the unresolved configuration, which may have another structure.
     """
     if isinstance(value, dict) and isinstance(other, dict):
         parts = written if isinstance(written, dict) else {}
@@ -210,16 +214,16 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """Return a YAML file merged over the files in its ``defaults`` key, depth first. Later files take
-    precedence, and the file itself takes precedence over all.
+    """Return a YAML file merged over the files that its ``defaults`` key lists, and over theirs, unresolved.
+    Of the files in a list a later one takes precedence, and the file itself takes precedence over all of
+    them.
 
     Args:
         path: the file.
-        base_dir: directory that relative ``defaults`` of this file refer to; the file's own directory if
-            None.
+        base_dir: directory to which ``defaults`` of this file are relative; the file's own directory if None.
 
     Raises:
-        ConfigError: as in ``load_config``.
+        ConfigError: a file is missing, empty or invalid, or inherits from itself.
     """
     return cast(
         DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ()))
@@ -244,8 +248,8 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
 
 
 def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Merge one configuration over another. A data source in ``over`` drops the inherited keys that it
-    replaces."""
+    """Merge one configuration over another. A data source with another ``path`` or ``name`` does not inherit
+    the keys that describe the old data."""
     kept = dict(under)
     # Drop keys of the inherited source that the new one does not name, because they would describe other
     # data.
@@ -260,7 +264,7 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:
-    """Remove the ``defaults`` key from a file's configuration, and return its names."""
+    """Remove the ``defaults`` key from a file's configuration, and return the file names in it."""
     defaults = config.pop("defaults", None)
     if defaults is None:
         return []
@@ -326,11 +330,12 @@ def _first_line(error: Exception) -> str:
 
 
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply overrides in order to a copy of a configuration, and return the copy.
+    """Return a copy of a configuration with overrides applied in order.
 
     ``a.b=value`` and ``++a.b=value`` set a key, ``+a.b=value`` adds a key that must be absent, and ``~a.b``
-    removes one that must be present (``~a.b=value`` only with that value). Values are YAML. Keys of a data
-    source that the overrides replace are dropped (``replaced_keys``).
+    removes a key that must be present (``~a.b=value`` only if it has that value). Values are YAML. If an
+    override gives a data source another ``path`` or ``name``, keys that describe the old data are dropped
+    (``replaced_keys``).
 
     Raises:
         OverridesError: an override cannot be parsed or applied.
@@ -366,8 +371,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
 
 
 def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Replace an inherited list of sources by an empty section if an override sets the path or name of a
-    single source."""
+    """Replace an inherited list of data sources by an empty section if an override sets ``path`` or ``name``
+    of a single source."""
     for override in overrides:
         found = _SOURCE.fullmatch(override.lstrip("+").partition("=")[0].strip())
         if found is None or found["source"] not in _SOURCES or found["key"] not in PLACE_KEYS:
@@ -377,8 +382,8 @@ def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Drop the inherited keys of data sources that the overrides replace. This comes last, so that ``~key``
-    may name one of them."""
+    """Drop inherited keys of data sources that the overrides make obsolete. Call it after all overrides, so
+    that ``~key`` may still remove one of these keys."""
     written: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
@@ -396,7 +401,7 @@ def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_secret(text: str, override: str) -> str:
-    """Return a message about an override, with the value hidden if the key is that of a secret."""
+    """Return a message about an override, with the override's value hidden if its key holds a secret."""
     key, _, value = override.partition("=")
     return redacted_text(text.replace(value, HIDDEN) if value and is_secret(key) else text)
 
@@ -428,8 +433,8 @@ def _apply(config: DictConfig, override: str) -> None:
 
 
 def _refuse_depth(text: str) -> None:
-    """Check the nesting of YAML before it is parsed, because the C parser kills the process on very deep
-    nesting.
+    """Check the nesting of YAML before it is parsed, because PyYAML's C parser crashes the process on very
+    deep nesting.
 
     Raises:
         RecursionError: the nesting is too deep.
@@ -453,7 +458,7 @@ def _value_of(text: str) -> Any:
 
 
 def _plain(section: DictConfig) -> Config:
-    """Return a section as a dictionary with its interpolations unresolved."""
+    """Return a section as a dictionary, without resolving interpolations."""
     return cast(Config, OmegaConf.to_container(section, resolve=False))
 
 
@@ -492,11 +497,11 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 
 def with_environment(config: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with absent keys of ``profiler`` set from
-    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS``. It is not checked yet.
+    """Return a configuration with ``profiler.steps`` and ``profiler.nsys_workers`` taken from
+    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS`` if they are absent or null.
 
     Raises:
-        ConfigError: the variable with the steps is not ``first:stop``.
+        ConfigError: ``MEGARL_NSYS_PROFILE_STEP_RANGE`` is not ``first:stop``.
     """
     section = config.get("profiler") or {}
     steps, workers = env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), env.text("MEGARL_NSYS_WORKER_PATTERNS")

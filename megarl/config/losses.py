@@ -1,4 +1,5 @@
-"""Schema of the loss sections. The rules between their settings are in ``megarl.config.rules.losses``."""
+"""Schema of the loss sections. ``megarl.config.rules.losses`` checks which of their settings are
+compatible."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ FUNCTION = f"{SECTION}.function"
 CLIPPED_PG = "clipped_pg"
 ESTIMATOR = "grpo.adv_estimator.name"
 ESTIMATORS = ("grpo", "rloo", "gdpo", "reinforce_plus_plus")
-"""Built-in estimators of advantages."""
+"""Names of the built-in advantage estimators."""
 
 
 class ClippedPGLossConfig(TypedDict):

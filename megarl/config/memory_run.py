@@ -45,8 +45,8 @@ ENGINE_REST = 2 * GIB
 GRAPHS = GIB
 """Bytes of an engine's CUDA graphs, which count towards its memory budget. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
-"""Minimum bytes of half a refit buffer, and of the weights gathered for it, unless a configured size or a
-larger weight needs more."""
+"""Default bytes of half a refit buffer, and of the weights being gathered for it. A larger weight raises
+them; ``refit_buffer_size_gb`` replaces them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Keys and options of other trainers and of earlier versions, each with its replacement."""
+"""Recognition of keys and options of other trainers and of earlier versions, to report their replacement."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SECTIONS = {
         "experimental",
     ),
 }
-"""Top-level sections of each trainer that megarl does not have. Their unlisted keys are reported as that
-trainer's too."""
+"""Trainer -> its top-level sections that megarl does not have. Any key in them is reported as that
+trainer's, even if ``FOREIGN_KEYS`` does not list it."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
 # Keys of the Megatron backend, and the same keys on the torch backends.
@@ -55,8 +55,8 @@ _IS_KEY = re.compile(r"[\w.{}]+")
 
 
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Split a configuration into megarl's and unknown keys on one side, and violations for keys of other
-    trainers on the other."""
+    """Return a configuration without the keys of other trainers, and a violation for each of these keys.
+    Unknown keys stay in the configuration."""
     found: list[Violation] = []
     config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
@@ -84,8 +84,8 @@ _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with the enabled backend's NeMo-RL adapter section moved to ``policy.peft`` if
-    that is absent. The adapter sections of disabled backends are dropped."""
+    """Return a configuration in which the NeMo-RL adapter section of the enabled backend is moved to
+    ``policy.peft``, unless that exists. Adapter sections of disabled backends are dropped."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config
@@ -104,7 +104,8 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the adapter keys of NeMo-RL's DTensor backend to those of its Megatron backend."""
+    """Return a NeMo-RL adapter section as a ``policy.peft`` section: the keys of its DTensor backend are
+    renamed to those of its Megatron backend."""
     found = {"lora_A_init_method" if key == "lora_A_init" else key: value for key, value in section.items()}
     if found.pop("match_all_linear", None):
         found["target_modules"] = []
@@ -112,7 +113,8 @@ def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violation | None:
-    """Return the violation for a key of another trainer, with its replacement; None for any other key.
+    """Return the violation for a key of another trainer, with its replacement as the fix; None for any other
+    key.
 
     Args:
         path: dotted key that megarl does not have.
@@ -148,12 +150,13 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
 
 
 def _as_word(value: object) -> str:
-    """Return a value in the form that follows ``key=`` on a command line."""
+    """Return a value as it would be written after ``key=`` on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Split command-line overrides into megarl's, and pairs of key and value for those of other trainers."""
+    """Split command-line overrides into those for megarl, and (key, value) pairs for keys of other
+    trainers."""
     own, foreign = [], []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -166,7 +169,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str
 
 
 def override_faults(overrides: Sequence[str]) -> list[Violation]:
-    """Return the faults in overrides that do not depend on the configuration that they change.
+    """Return the violations in overrides that do not depend on the configuration to which they apply: keys
+    of other trainers, unknown keys and wrong types.
 
     Raises:
         OverridesError: an override cannot be parsed.
@@ -192,13 +196,13 @@ def _value(text: str) -> object:
 def option_faults(
     options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]
 ) -> Iterator[Violation]:
-    """Yield violations for options that a command does not have and for keys of other trainers, each with its
-    replacement.
+    """Yield a violation for each command-line option that the command does not have, with the option or key
+    to write instead.
 
     Args:
-        options: options with their values; the value is ``True`` for an option without one.
+        options: (option, value) pairs; the value is ``True`` for an option without one.
         config: the run's configuration as far as it is known.
-        own: options that the command has.
+        own: options of the command.
     """
     known = known_paths(run_type(config.get(KEY)))
     for option, value in options:

@@ -1,4 +1,4 @@
-"""Recipes: configurations that ship with megarl, found by name both in a clone and in an installed
+"""Recipes: configurations that are shipped with megarl, found by name in a clone and in an installed
 package."""
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 
 PARTS = ("", "quickstart", "base")
-"""Subdirectories of the recipe directory."""
+"""Subdirectories of the recipe directory; "" is the directory itself."""
 _SUFFIXES = frozenset({".yaml", ".yml"})
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A shipped configuration: that of a whole run, or a file in ``base`` or ``quickstart`` that is merged
-    over one.
+    """A shipped configuration: of a whole run, or a file in ``base`` or ``quickstart`` to merge over one.
 
     Attributes:
-        name: the name for ``megarl train`` and ``--with``.
-        path: path of its file.
-        summary: the first sentences of its first comment.
+        name: name for ``megarl train`` and ``--with``.
+        path: path of the YAML file.
+        summary: first sentences of the comment at its top.
     """
 
     name: str
@@ -37,14 +36,15 @@ class Recipe:
 
 
 def directory() -> Path:
-    """Return the recipe directory: ``megarl/recipes`` in an installed package, ``configs`` in a clone."""
+    """Return the directory of the recipes: ``megarl/recipes`` of an installed package, else ``configs`` of
+    the clone."""
     package = Path(megarl.__file__).resolve().parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipes(part: str = "") -> Iterator[Recipe]:
-    """Yield all recipes in order of their names, or the files in ``base`` or ``quickstart``."""
+    """Yield the recipes of one of ``PARTS``, sorted by name."""
     for path in sorted((directory() / part).glob("*.yaml")):
         yield Recipe(
             f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def recipes(part: str = "") -> Iterator[Recipe]:
 
 
 def _summary(text: str) -> str:
-    """Return the sentences of a file's first comment that begin in its first line, even if they end in a
+    """Return the sentences that begin in the first line of a file's first comment, even if they end in a
     later line."""
     lines = [
         line.removeprefix("#").strip()
@@ -66,18 +66,18 @@ def _summary(text: str) -> str:
 
 
 def inherited(name: str, start: Path) -> Path:
-    """Return the file that a name in ``defaults`` refers to: a file relative to ``start``, or else a shipped
-    one."""
+    """Return the file to which a name in ``defaults`` refers: a file relative to ``start`` if it exists,
+    else a shipped file."""
     path = start / Path(name).expanduser()
     return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
-    """Return the file that a command-line word refers to: a path, or the name of a recipe or of a file in
-    ``base`` or ``quickstart``.
+    """Return the configuration file that a command-line word names: a path, a recipe, or a file in ``base``
+    or ``quickstart``. A path need not exist.
 
     Raises:
-        ConfigError: the word looks like a name, and there is no such recipe.
+        ConfigError: the word is not a path, and there is no such recipe.
     """
     path = Path(text)
     is_yaml = path.suffix in _SUFFIXES
@@ -110,8 +110,8 @@ def is_recipe(text: str) -> bool:
 
 
 def missing_recipe(words: Iterable[str]) -> Violation:
-    """Return the violation for a command line without a configuration, with the recipes that match its other
-    words best."""
+    """Return the violation for a command line that names no configuration. Its fix proposes the recipes that
+    match the other words best."""
     said = {
         part
         for word in words
@@ -132,8 +132,8 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a configuration: a recipe's name with its directory, or the file name without its
-    suffix. Names may contain dots."""
+    """Return the name of a configuration: a recipe's name with its subdirectory, or a file's name without
+    ``.yaml``. Names may contain dots."""
     shipped = path.resolve()
     if shipped.is_relative_to(directory()):
         shipped = shipped.relative_to(directory())
@@ -142,13 +142,13 @@ def name_of(path: Path) -> str:
 
 
 def misnamed_directory(text: str, run_dir: str) -> str | None:
-    """Return the run directory that versions up to 0.1 used for a configuration, if it holds a run; otherwise
-    None.
+    """Return the run directory that versions up to 0.1 used for a configuration, if there is a run in it,
+    else None.
 
-    Those versions truncated a name at its last dot, so that several recipes shared a directory.
+    Those versions truncated a name at its last dot, so several recipes shared a directory.
 
     Args:
-        text: recipe or file, as the command line names it.
+        text: recipe or file, as written on the command line.
         run_dir: run directory of this launch.
     """
     old = Path("runs") / Path(text).stem
@@ -158,11 +158,12 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
 
 
 def other_run_of(text: str, run_dir: str) -> str | None:
-    """Return the run directory that a configuration is stored in, if it is not that of this launch; otherwise
-    None. A directory that was copied or renamed keeps its configuration, which names the earlier directory.
+    """Return the run directory from which a ``config.yaml`` was taken, if it is not that of this launch,
+    else None. A copied or renamed run directory has a ``config.yaml`` that still names the earlier one.
 
     Args:
-        text, run_dir: as of ``misnamed_directory``.
+        text: recipe or file, as written on the command line.
+        run_dir: run directory of this launch.
     """
     place = os.path.dirname(text) or os.curdir
     is_stored = os.path.basename(text) == "config.yaml" and os.path.isfile(f"{place}/launches.jsonl")
@@ -171,7 +172,8 @@ def other_run_of(text: str, run_dir: str) -> str | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the shipped file with this name, given with or without its suffix; names may contain dots."""
+    """Return the shipped file with this name, or None; ``.yaml`` may be left out, and names may contain
+    dots."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     path = directory() / f"{stem}.yaml"
     return path if stem and path.is_file() else None

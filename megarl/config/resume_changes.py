@@ -1,4 +1,4 @@
-"""Changes of a configuration, and their effect on a run that resumes from a checkpoint. Pure Python."""
+"""Check of configuration changes when a run resumes from a checkpoint. Pure Python, without torch."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys whose values differ between two configurations, with both values.
+    """Return the dotted keys whose values differ between two configurations -> (old value, new value).
 
-    A key that only one of them has was added or removed by another version of megarl, and is ignored. Inside
-    ``kwargs`` and options, which the user writes, such a key counts as a change from or to None.
+    A key that only one of the two has is ignored, because another version of megarl added or removed it.
+    Inside ``kwargs``, ``options`` and the like, which users write, an absent key counts as None instead.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [key for key in before if key in now]:
@@ -91,8 +91,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
-    """Turn two equally long lists of sections into mappings by index, so that a difference inside a section
-    can be named. Other values are returned unchanged."""
+    """Return two equally long lists of sections as mappings index -> section, so that single keys inside can
+    be compared. Any other two values are returned unchanged."""
     both = (old, new)
     if all(
         isinstance(value, list)
@@ -109,18 +109,18 @@ def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the changed keys of a run that resumes from a checkpoint, after checking that the changes are
-    allowed.
+    """Return the changed keys (old value, new value) of a run that resumes from a checkpoint, after checking
+    that all are allowed.
 
     Args:
-        before: the configuration that the checkpoint was written with.
-        now: the present one.
-        checkpoint: name of the checkpoint for messages.
-        accepted: ``checkpointing.accept_changes``.
+        before: configuration with which the checkpoint was written.
+        now: current configuration.
+        checkpoint: name of the checkpoint, for messages.
+        accepted: value of ``checkpointing.accept_changes``.
 
     Raises:
-        ConfigError: a change cannot take effect; or it changes what defines the run, such as its data or
-            schedule, and is not accepted.
+        ConfigError: a change cannot take effect, or changes what defines the run (data, seed, schedule) and
+            is not accepted.
     """
     changes, models = changed_keys(before, now), tuple(model_sections(now).items())
     trained = [path for path, section in models if section.is_trained]

@@ -1,5 +1,5 @@
-"""Check a configuration against the TypedDicts: types, missing keys, unknown keys. The rules between keys are
-in ``megarl.config.rules``."""
+"""Check of a configuration against the TypedDicts: types, missing keys and unknown keys.
+``megarl.config.rules`` checks which values are compatible with each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ): "it was removed, as its loss depended on the division of a batch: write "
     "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",
 }
-"""Values that keys had in earlier versions, by the last word of the key, with the replacement."""
+"""(last part of a key, value that an earlier version allowed) -> advice on its replacement."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
@@ -52,11 +52,12 @@ EXPECTED = {
 
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
 _SIMILAR = 0.5
-"""Least similarity of a value that was meant, as of fp16 and float16."""
+"""Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
+float16."""
 
 
 class Absent:
-    """Placeholder in a violation for the value of an absent key."""
+    """Type of ``ABSENT``, the value of an absent key in a violation."""
 
     def __repr__(self) -> str:
         return "<absent>"
@@ -67,8 +68,8 @@ ABSENT = Absent()
 
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
-    """Return every dotted path that a TypedDict allows, sections included. NAME stands for a user-chosen
-    name."""
+    """Return every dotted path that a section's TypedDict allows, subsections included. NAME stands for a
+    name that users choose."""
     paths: list[str] = []
     for key, annotation in keys_of(section).items():
         paths.append(key)
@@ -81,7 +82,7 @@ def known_paths(section: Any) -> tuple[str, ...]:
 
 @cache
 def _adapter(section: Any) -> TypeAdapter[Any]:
-    """Return the validator of a TypedDict, with every section inside it made strict."""
+    """Return pydantic's validator of a TypedDict, strict in all of its subsections."""
     pending = [section]
     while pending:
         current = pending.pop()
@@ -94,7 +95,7 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
-    """Return all schema violations of a whole run's configuration."""
+    """Return the schema violations of a run's configuration."""
     name, env = config.get("algorithm"), config.get("env")
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
@@ -117,13 +118,14 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
 def _violations_of_model(
     config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]
 ) -> Iterator[Violation]:
-    """Yield the schema violations of a section that inherits from ``policy``, without those that it inherits.
+    """Yield the schema violations of a section that inherits from ``policy``. Faults of inherited values are
+    left out, because they are reported for ``policy``.
 
     Args:
         config: the run's configuration.
         path: dotted path of the section.
         model: declaration of the section.
-        known: dotted keys of violations that are reported already.
+        known: dotted keys of the violations that are reported already.
     """
     policy, own = config.get(POLICY), at(config, path)
     own = {} if own is None else own
@@ -137,17 +139,17 @@ def _violations_of_model(
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:
-    """Return all schema violations of a ``policy`` section; their keys start with ``policy``."""
+    """Return the schema violations of a ``policy`` section; their keys begin with ``policy``."""
     return check_section(config, PolicyConfig, prefix="policy")
 
 
 def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
-    """Return all schema violations of a section.
+    """Return the schema violations of a section, at most one per key.
 
     Args:
-        config: plain containers.
-        section: a TypedDict.
-        prefix: dotted path of ``config`` in the whole configuration.
+        config: the section as plain containers.
+        section: its TypedDict.
+        prefix: dotted path of the section, with which the keys of violations begin.
     """
     try:
         _adapter(section).validate_python(config)
@@ -167,8 +169,8 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
 
 
 def _steps(config: Any, fault: Any) -> Steps:
-    """Return the parts of a validator's location, each with whether it is a step inside ``config``. Other
-    parts name a member of a union."""
+    """Return the parts of a pydantic error's location, each with True if it is a key or index inside
+    ``config``, and False if it names a member of a union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
     for position, part in enumerate(fault["loc"]):
@@ -185,8 +187,8 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
-    """Keep, for each union, only the faults of the member that was most likely meant: the one whose faults
-    are deepest, and then the one with the fewest."""
+    """Keep, for each union, only the errors of the member that the user most likely meant: the one whose
+    errors are deepest, and among equals the one with the fewest errors."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
@@ -269,7 +271,7 @@ def _repair(fault: Any, value: object) -> str:
 
 
 def _whole(value: object) -> int | None:
-    """Return the whole number that a value such as 1e3 or "1e3" means; None if there is none."""
+    """Return the whole number that a value such as 1000.0, 1e3 or "1e3" denotes, or None."""
     try:
         is_written = isinstance(value, str) and not value.isdigit()
         number = float(value) if is_written or isinstance(value, float) else math.nan  # type: ignore[arg-type]
@@ -289,8 +291,8 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Return the allowed dotted path that was most likely meant: a key with a similar name in the same
-    section, or else one with the same name elsewhere."""
+    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: a similar
+    name in the same section, else the same name elsewhere, else a similar path."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

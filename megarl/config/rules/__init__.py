@@ -1,7 +1,5 @@
-"""All rules of a configuration: the bounds declared at the fields, and one table of the rules between keys.
-
-The rules are pure functions of a configuration: no torch, no Ray, no files.
-"""
+"""Rules of a configuration: the bounds of single keys, and all rules between keys. Rules are pure functions
+of the configuration, without torch, Ray or file access."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from megarl.key import Key, fields_of, keys_of, section_types
 
 @cache
 def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
-    """Return the bounded keys of a section and its subsections, by dotted path."""
+    """Return the keys with bounds in a section and its subsections, by dotted path."""
     found: dict[str, Key] = {}
     for name, annotation in keys_of(section).items():
         full = f"{path}.{name}" if path else name
@@ -51,7 +49,7 @@ def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
 
 
 def values_in_range(view: View) -> Iterator[Violation]:
-    """Require that every number is within its bounds."""
+    """Require that every number is within the bounds of its key."""
     for path, key in bounded_keys(run_type(view.get("algorithm"))).items():
         value, bounds = view.get(path), key.bounds
         if value is not None and bounds is not None and not bounds.holds(value):
@@ -88,15 +86,17 @@ def check(
     *,
     is_refused: bool = False,
 ) -> list[Violation]:
-    """Return all violations of the rules between keys. A rule that fails is skipped if there are other
-    violations.
+    """Return all violations of the rules.
+
+    A rule that raises an unexpected exception is skipped if there are violations, because an invalid value
+    may be the cause; otherwise the exception is raised.
 
     Args:
-        config: plain containers with defaults filled in. A rule that needs an absent key does not apply.
-        facts: sizes of the model, for the rules that need them.
+        config: plain containers with their defaults.
+        facts: sizes of the policy's model; None if unknown, which skips the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
-        facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
-        is_refused: the configuration has violations that are known already.
+        facts_of_models: sizes of the models other than the policy, by the dotted path of their section.
+        is_refused: other violations of the configuration are known already.
     """
     failures: list[Exception] = []
     of_run = View(config, faulty, facts)
@@ -126,8 +126,8 @@ def check(
 
 
 def _broken(tables: tuple[tuple[Rule, ...], tuple[Rule, ...]], view: View) -> list[Violation]:
-    """Return the violations of two tables of rules. The second table reports nothing for keys that the first
-    refuses."""
+    """Return the violations of two tables of rules. For keys that the first table refuses, the second one
+    reports nothing."""
     refused = list(apply_rules(tables[0], view))
     refused_keys = {violation.key for violation in refused}
     return refused + [
