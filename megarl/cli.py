@@ -1,4 +1,4 @@
-"""The ``megarl`` command: its subcommands and its exit codes."""
+"""Command line of megarl: subcommands and exit codes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
@@ -39,15 +40,14 @@ _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that hides secrets when it rejects a command line. Sub-commands use the class of their
-    parser."""
+    """Argument parser whose error messages hide secrets. argparse uses the same class for subcommands."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted_text(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of ``megarl`` with all subcommands."""
     parser: argparse.ArgumentParser = _Parser(
         prog="megarl", description="Reinforcement learning of language models on Megatron-Core."
     )
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``eval``."""
+    """Add the subcommand ``eval``."""
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
@@ -159,7 +159,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-commands that inspect runs and machines: ``status``, ``plot``, ``samples`` and
+    """Add the subcommands that inspect runs and machines: ``status``, ``plot``, ``samples`` and
     ``doctor``."""
     status = commands.add_parser(
         "status",
@@ -221,7 +221,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``samples``."""
+    """Add the subcommand ``samples``."""
     samples = commands.add_parser(
         "samples",
         help="show prompts and responses of a run",
@@ -266,7 +266,7 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
-    """Add the options that control how a configuration is read."""
+    """Add the options ``--with`` and ``--allow-env``, which affect how a configuration is loaded."""
     parser.add_argument(
         "--with",
         dest="layers",
@@ -285,7 +285,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``convert``, which works without the rest of megarl."""
+    """Add the subcommand ``convert``, whose package does not depend on megarl."""
     from converters.command import build_parser as add_arguments
 
     add_arguments(
@@ -296,7 +296,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``parity``."""
+    """Add the subcommand ``parity``."""
     from megarl.parity.faults import MUTATIONS
 
     parity = commands.add_parser(
@@ -353,11 +353,11 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. Overrides of a configuration may be anywhere among the options.
+    """Parse a command line. Configuration overrides may occur anywhere among the options.
 
     Returns:
-        The arguments, with ``overrides`` and, for a command that takes a configuration, ``strangers``:
-        unknown options with their values.
+        The arguments, with ``overrides`` and ``strangers`` added: unknown options with their values, which
+            only commands with a configuration accept.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -396,7 +396,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message if arguments cannot be combined."""
+    """Exit with a usage error if two arguments cannot be combined."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
     if (
@@ -429,10 +429,12 @@ def _is_override(word: str) -> bool:
 def _without_options(
     words: Sequence[str], unknown: Collection[str]
 ) -> tuple[list[tuple[str, object]], list[str]]:
-    """Remove unknown options, each with the words that are its values, from a command line. Return them and
-    the remaining words.
+    """Remove unknown options and their values from a command line.
 
-    A word that names a recipe or a YAML file is CONFIG rather than a value.
+    A word that names a recipe or a YAML file is CONFIG, not the value of an unknown option.
+
+    Returns:
+        (removed options with their values, remaining words).
     """
     from megarl.config.recipes import is_recipe
 
@@ -465,18 +467,18 @@ def load_and_check(
     strangers: Sequence[tuple[str, object]] = (),
     own_options: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the configuration of a run: read, overridden, checked and filled in.
+    """Return the configuration of a run: loaded, overridden, checked and completed with defaults.
 
     Args:
         path: file or recipe; None if the command line names none.
         overrides: ``key=value`` words.
         layers: files that are merged over the configuration.
-        allow_env: whether the configuration may use values of environment variables.
-        strangers: options that the command does not have, with their values.
+        allow_env: allow the configuration to use environment variables.
+        strangers: (option, value) pairs of options that the command does not have.
         own_options: options that the command has.
 
     Raises:
-        ConfigError: the error carries everything that is wrong with the configuration and the command line.
+        ConfigError: something is wrong; it has all faults of the configuration and of the command line.
     """
     from megarl.config.load import followers_of, load_config, with_environment
     from megarl.config.other_trainers import option_faults, override_faults, split_overrides
@@ -514,8 +516,16 @@ def load_and_check(
 
 
 def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a command line. If its options are wrong, exit after printing the command's
-    usage and the errors."""
+    """Return the configuration of a command line. For unknown options, or without CONFIG, print usage and
+    errors, and exit.
+
+    Args:
+        arguments: the parsed command line.
+        more: further overrides, applied last.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
     options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
     try:
         return load_and_check(
@@ -534,7 +544,7 @@ def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> R
 
 
 def list_recipes(as_json: bool) -> int:
-    """Print the configurations that ship with megarl, and return 0."""
+    """Print the shipped configurations with their summaries, and return exit code 0."""
     from megarl.config.recipes import PARTS, recipes
 
     shipped = {part: list(recipes(part)) for part in PARTS}
@@ -564,7 +574,7 @@ def list_recipes(as_json: bool) -> int:
 
 
 def list_keys(words: Sequence[str]) -> int:
-    """Print the configuration keys that match all of the words. Return 0, or 1 if there are none."""
+    """Print the configuration keys that match all words. Return exit code 0, or 1 if there are none."""
     from megarl.config.reference import search_keys
 
     found = False
@@ -578,7 +588,7 @@ def list_keys(words: Sequence[str]) -> int:
 
 
 def _time(text: str) -> float:
-    """Return an option's time as Unix seconds."""
+    """Return the value of ``--stop-at`` as Unix seconds."""
     from megarl.run.time_left import read_time
 
     try:
@@ -588,8 +598,7 @@ def _time(text: str) -> float:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run a configuration, or show what it would do; with ``--data``, also show the data that it
-    would read."""
+    """Execute ``megarl train``: run a configuration, or show the dry-run report."""
     from megarl.observe.progress import ProgressConsole, progress_shown
 
     with contextlib.ExitStack() as stack:
@@ -638,7 +647,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluate a model on the validation sets of a configuration."""
+    """Execute ``megarl eval``: evaluate a model on the validation sets of a configuration."""
     from megarl.config.validation_sets import instead_in_evaluation
 
     # Quote these texts, because YAML may read a path as another kind of value.
@@ -666,8 +675,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
-    """Warn that ``--model`` does not change the tokenizer that the configuration names, as that of a run
-    does."""
+    """Warn if ``--model`` is not the model whose tokenizer the configuration names, because the tokenizer
+    then stays that of the configuration."""
     name = config["policy"]["tokenizer"]["name"]
     if model is not None and name != model:
         print(
@@ -679,7 +688,12 @@ def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
 
 
 def show(config: RunConfig, data: bool) -> None:
-    """Check and print what a run would do and, with ``data``, what it would read; all checks come first."""
+    """Print the dry-run report of a checked configuration. All checks run before anything is printed.
+
+    Args:
+        config: the configuration.
+        data: also read the data, and describe them.
+    """
 
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import output_console, print_report
@@ -710,7 +724,7 @@ def show(config: RunConfig, data: bool) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine, or a cluster with ``--nodes``."""
+    """Execute ``megarl doctor``: check this machine, or with ``--nodes`` a Ray cluster."""
     if not arguments.nodes:
         from megarl.doctor.command import run
 
@@ -723,7 +737,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def require_runs(arguments: argparse.Namespace) -> None:
-    """Raise an error if the file system of a run's directory does not respond."""
+    """Check that the file systems of the run directories on the command line respond.
+
+    Raises:
+        ConfigError: one does not respond in time.
+    """
     from megarl.config.places import require_answers
 
     runs = getattr(arguments, "runs", None) or [run for run in [getattr(arguments, "run", None)] if run]
@@ -731,7 +749,7 @@ def require_runs(arguments: argparse.Namespace) -> None:
 
 
 def samples(arguments: argparse.Namespace) -> int:
-    """Show samples of a run."""
+    """Execute ``megarl samples``: print prompts and responses of a run."""
     from megarl.observe.sample_files import TRAIN, VALIDATION
     from megarl.watch.samples import Selection, run
 
@@ -743,7 +761,7 @@ def samples(arguments: argparse.Namespace) -> int:
 
 
 def parity(arguments: argparse.Namespace) -> int:
-    """Compare backends and layouts with plain transformers."""
+    """Execute ``megarl parity``: compare backends and layouts with plain transformers."""
     from megarl.parity.command import Options, run
 
     options = Options(
@@ -762,15 +780,16 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[Any]:
-    """Provide ``convert selftest`` with log-probabilities of Megatron-Core; see ``megatron_logprobs``."""
+    """Return the context manager through which ``convert selftest`` computes log-probabilities with
+    Megatron-Core."""
     from megarl.parity.converted import megatron_logprobs
 
     return megatron_logprobs(family_files)
 
 
 def report(error: MegarlError | ConversionError) -> int:
-    """Print the error, and return the exit code. An error that the user can fix is printed without
-    tracebacks, even if a worker found it."""
+    """Print an error to standard error, and return the exit code. Errors that the user can fix are printed
+    without the traceback of a worker."""
     limit = process_limit(error)
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
@@ -784,10 +803,10 @@ def report(error: MegarlError | ConversionError) -> int:
 
 
 def process_limit(error: BaseException) -> MachineError | None:
-    """Return an error about the limit on processes or threads if this limit caused ``error``, even in a
-    worker; otherwise None.
+    """Return an error that explains the limit on processes or threads, if this limit caused ``error`` here
+    or in a worker; otherwise None.
 
-    Another start would meet the same limit, so the user has to raise it.
+    A restart would hit the same limit, so only the user can fix it.
     """
     text = "".join(traceback.format_exception(error))
     no_process = os.strerror(errno.EAGAIN) in text and any(name in text for name in _FORKING)
@@ -804,7 +823,7 @@ def process_limit(error: BaseException) -> MachineError | None:
 
 
 def hide_secrets() -> None:
-    """Set up the log, so that neither the log nor the traceback of an unexpected error shows secrets of the
+    """Set up logging and ``sys.excepthook`` so that neither log lines nor tracebacks show secrets of the
     environment or a configuration."""
     # Show INFO messages of these packages alone: nobody here needs the progress reports of libraries, such as
     # Megatron-Core's at its import.
@@ -821,7 +840,7 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; unexpected errors end with their traceback."""
+    """Execute a command line, and return its exit code. Unexpected errors end with their traceback."""
     from converters.command import quiet_without_reader
 
     return quiet_without_reader(lambda: _run(parse(argv)))

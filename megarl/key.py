@@ -63,6 +63,7 @@ class _NoDefault:
         return "NO_DEFAULT"
 
 
+# None is a valid default, so the absence of one needs a marker of its own.
 NO_DEFAULT = _NoDefault()
 
 
@@ -85,6 +86,7 @@ class Key:
     follows: str | None = None
 
 
+# Cached, because get_type_hints evaluates the text of every annotation again.
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
     """Return the ``Key`` of each field of a section's TypedDict, by field name; fields without a ``Key`` are
@@ -117,6 +119,7 @@ def section_types(annotation: Any) -> Iterator[Any]:
     values of a ``dict``, whose names users choose."""
     if is_typeddict(annotation):
         yield annotation
+    # Values of a dict have user-chosen names, for which there are no dotted keys.
     for part in get_args(annotation) if get_origin(annotation) is not dict else ():
         yield from section_types(part)
 

@@ -13,11 +13,11 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes inside the block, and restore each owner afterwards.
+    """Replace attributes inside the ``with`` block, and restore them afterwards.
 
     Args:
-        replacements: (owner, name, value) triples, applied in order and undone in reverse, so that an
-            attribute may appear twice.
+        replacements: (owner, attribute name, value) triples. They are applied in order and undone in reverse,
+            so an attribute may occur twice.
     """
     originals: list[tuple[Any, str, Any]] = []
     try:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
 
-# Bytes of a norm's float32 factor for a token, and of attention's float32 normaliser for a token and head.
+# Bytes per token of a norm's float32 inverse deviation, and per token and head of attention's float32
+# log-sum-exp.
 _SCALE = 4
-# Bytes of an index: torch's indices are int64.
+# Bytes of an index tensor's element: torch uses int64.
 _INDEX = 8
-# A norm that is not fused keeps two float32 tensors, so 8 bytes for each number.
+# An unfused norm stores two float32 tensors: 8 bytes per element.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
 """Tokens per chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
@@ -93,7 +94,7 @@ def layer_activation_bytes(
         inside = _gated_delta_bytes(facts, kept)
     else:
         outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
-    # Zero-centred norms are not fused, so that they keep two float32 tensors.
+    # Zero-centred norms (weight + 1) are not fused.
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     outside += 2 * (facts.hidden_size * (norm + kept.element) + _SCALE)
     if "mlp" not in recomputed:
@@ -116,19 +117,20 @@ def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> t
             facts.latent_attention,
             (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank,
         )
-        # Kernels need keys and values of one width, so that the narrower ones are padded and the output is
-        # cut to its width.
+        # Attention kernels need keys and values of equal width, so the narrower ones are padded, and the
+        # output is sliced.
         wide = max(latent.qk_head_dim, latent.v_head_dim)
         numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
         norms = 1 + (latent.q_lora_rank is not None)
         return vectors * (kept.norm + kept.element) + norms * _SCALE, numbers * kept.element + normaliser
     query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
-    # Count queries and keys after their rotation, values, and the output. If they are joined, those before
-    # the rotation are kept too, because the values share their tensor.
+    # Stored are rotated queries and keys, values, and the output. If queries, keys and values are views of
+    # one tensor, the values also keep the unrotated queries and keys alive.
     numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     norms = norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
-    # Count the gate's sigmoid in float32, the product, and the gate itself as a part of the joined tensor.
+    # The output gate stores its float32 sigmoid, the gated product, and the gate itself, which is a view of
+    # the joined tensor.
     gate = query * (4 + 2 * kept.element) if facts.output_gate else 0
     return 0, numbers * kept.element + norms + gate + normaliser
 
@@ -185,7 +187,7 @@ def sparse_layer_activation_bytes(
         (tokens, tensor, sequence_parallel, kept),
         [part for part in recomputed if part == "core_attn"],
     )
-    # In this case the layer is a dense one whose MLP keeps nothing.
+    # A recomputed mixture stores nothing, like a dense layer without an MLP.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
@@ -230,11 +232,11 @@ def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) 
         return min(before + 1, micro_batches) * kept[0]
     filled = max(micro_batches, stages)
     group = stages if filled % stages == 0 else filled
-    # Groups of micro-batches pass one after another, each through all chunks.
+    # Chunk of each forward pass: a group of micro-batches passes through all chunks before the next group.
     order = [chunk for _ in range(filled // group) for chunk in range(chunks) for _ in range(group)]
     warm_up = min(2 * before + (chunks - 1) * group, len(order))
     peak = held = sum(kept[chunk] for chunk in order[:warm_up])
-    # Then a backward pass, through the chunks in reverse, follows each forward pass.
+    # After the warm-up, one backward pass follows each forward pass (1F1B), with the chunks in reverse order.
     for forward, backward in zip(order[warm_up:], order, strict=False):
         held += kept[forward]
         peak = max(peak, held)

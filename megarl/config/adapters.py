@@ -41,6 +41,7 @@ def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
 
 
 def _without_steps(megatron: MegatronConfig) -> dict[str, object]:
+    # Optimizer and schedule do not affect how base weights are stored.
     return {key: value for key, value in megatron.items() if key not in ("optimizer", "scheduler")}
 
 
@@ -78,7 +79,8 @@ def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
     """Return, sorted, the patterns that match no weight of the model."""
     left = set(patterns)
     layers = itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in range(facts.num_layers))
-    # The first layer has nearly all names, and a large mixture has very many of them in all.
+    # Go layer by layer and stop early: most patterns match in the first layer, and a mixture-of-experts model
+    # has very many names.
     for rule in itertools.chain(model_rules(facts), layers):
         if not left:
             break
@@ -109,7 +111,7 @@ def adapter_parameters(
     for rule in itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in layers):
         if not is_expert(rule.megatron_name):
             total += _parameters(section, rule, tensor)
-        # The experts of a layer are all alike, so that the first one is counted for all.
+        # All experts of a layer have the same size, so multiply the first one's count.
         elif expert_index(rule.megatron_name) == 0:
             total += number * _parameters(section, rule, expert_tensor)
     return total
@@ -134,17 +136,18 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
     if rule.kind not in CUT_KINDS:
         return 0
-    # An empty list means every linear layer. Experts, however, only have adapters if they are named.
+    # An empty list selects all linear layers except experts, which get adapters only by name.
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()
     for part in (part for part in rule.parts if len(part.shape) == 2):
         rows, columns = part.shape
-        # The factor on the divided side is divided, whereas the other one is held in full.
+        # Tensor parallelism shards the LoRA factor on the sharded side of the weight; the other factor is
+        # replicated.
         rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
         name, stack = part.name.removesuffix(".weight"), stack_of(part)
         if stack is not None and is_named(stack, section["target_parameters"]):
-            # All matrices of a stack share the factor on the input side.
+            # The matrices of a stack (gate and up) share A, the factor on the input side.
             total += rows + columns * (stack not in stacks)
             stacks.add(stack)
         elif is_named(name, targets) and not is_named(name, excluded):
@@ -155,7 +158,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
     """Return the name of the stacked parameter (all experts of a layer) that contains this matrix in
     transformers' model, or None if the matrix is a parameter of its own."""
-    # If a family is published under other names, the last location is that of transformers' model.
+    # If checkpoints of a family have other names, the last place is the name in transformers' model.
     places = [
         place.name
         for place in tensor.places

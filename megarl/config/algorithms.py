@@ -67,6 +67,7 @@ ORDER = (
 )
 """Top-level keys of a configuration, in the order in which they are written."""
 
+# Attributes without which a class is not accepted as an algorithm.
 _NEEDED = (
     "SECTIONS",
     "OPTIONAL",
@@ -82,7 +83,8 @@ _NEEDED = (
 )
 
 
-# Cache the class, so that all checks use the same class of a user's file.
+# Cache the class: ``forget_objects`` may load a custom file a second time, and TypedDicts of two loads are
+# not identical.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
     """Return the class of the algorithm with this name or import path.
@@ -226,16 +228,16 @@ def run_type(name: object) -> Any:
 def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, model in {**built_in_models(), **dict(models)}.items():
-        # Use a plain mapping: a TypedDict would require keys that the section takes from policy.
+        # Use a plain mapping, because the TypedDict would require keys that the section inherits from policy.
         section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
         keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():
-        # An algorithm may have a custom loss or environment. If it has the built-in one, keep that one's
-        # description.
+        # Keep the description of loss_fn and env, unless the algorithm declares them with a TypedDict of its
+        # own.
         if name not in keys or section not in section_types(keys[name]):
             keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
-    # Make the TypedDict by a call, because its sections are known only now.
+    # Create the TypedDict dynamically, because its sections depend on the algorithm.
     make: Any = TypedDict
     made = make("RunConfig", ordered)
     made.__doc__ = RunConfig.__doc__

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+# Trial division stops here. Only a typing error makes a batch or node count larger than its square.
 _MOST_DIVISOR = 100_000
 
 

@@ -38,7 +38,8 @@ DEFAULT_CACHE_GIB = 100.0
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
 PLACE_KEYS = ("path", "name")
-# Keys of a source that do not apply to the records of another path or name.
+# Keys of a source that describe the data at its ``path`` or ``name``; they are not inherited when that is
+# overridden.
 _OF_ONE_PLACE = frozenset({*PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
@@ -397,7 +398,7 @@ def key_steps(path: str) -> tuple[str | int, ...] | None:
     place = 0
     while place < len(path):
         match = _STEP.match(path, place)
-        # A key begins with a field, because a row is an object and not a list.
+        # A record is an object, so a key cannot begin with a list index.
         if match is None or (place == 0 and match[1] is None):
             return None
         steps.append(match[1] if match[1] is not None else int(match[2]))

@@ -46,14 +46,14 @@ from megarl.key import defaults_of, fields_of, keys_of, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Sections that are completed only if they are present, as the sections of algorithms are.
+# Sections that get defaults only if they are present. Sections of algorithms are treated likewise.
 _GIVEN: Mapping[str, Any] = {
     "loss_fn": ClippedPGLossConfig,
     "env": EnvConfig,
     "data": DataConfig,
     "cluster": ClusterConfig,
 }
-# Sections that every run has.
+# Sections that every run has; they get defaults even if they are absent.
 _ALWAYS: Mapping[str, Any] = {
     "deadlines": DeadlinesConfig,
     "checkpointing": CheckpointingConfig,
@@ -70,11 +70,11 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
         config: plain containers; need not be valid.
         name: name of the run directory if the configuration does not set it.
     """
-    # Copy, because the caller tries the same configuration again with other values.
+    # Copy, because the search for proposals completes the same configuration repeatedly with other values.
     run = without_tildes(copy.deepcopy(dict(config)))
     run.setdefault("run_dir", str(Path("runs") / name))
-    # Complete the models before the policy: a model inherits what was written for the policy, but its
-    # defaults follow its own keys.
+    # Complete the other models first: they inherit only what the user wrote for the policy, because their own
+    # keys may lead to other defaults.
     models = {
         path: in_full(_section(run, "policy"), at(run, path) or {}, section)
         for path, section in _well_formed_models(run)
@@ -82,7 +82,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
-    # Put the run's own algorithm after the built-in ones, because it may give their sections another type.
+    # The run's algorithm comes after the built-in ones, because a custom one may declare their sections with
+    # another TypedDict.
     for key, section in {
         **_GIVEN,
         **built_in_sections(),
@@ -95,7 +96,7 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
-    # Order the keys as a person would write them, because a dry run prints this.
+    # Order the keys as in a recipe, because the dry run prints them.
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
@@ -199,7 +200,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if kind.section is not None:
             filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
-    # Ignore this error, which a rule reports together with all other faults.
+    # Ignore this error: ``engine_is_known`` reports it together with all other violations.
     except ConfigError:
         return filled
     except Exception as error:
@@ -225,7 +226,7 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
-# Keys that a named environment takes from the ``env`` section if it lacks them.
+# Keys that a named environment inherits from ``env``.
 _OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
     "strip",
     "keep_special_tokens",
@@ -269,7 +270,7 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
     """Return the section's keys, followed by copies of the defaults of its absent keys."""
-    # Copy the defaults, because all configurations would share a list or a section otherwise.
+    # Copy the defaults; otherwise all configurations would share one list or section.
     return {**section, **{key: copy.deepcopy(value) for key, value in defaults.items() if key not in section}}
 
 
@@ -278,7 +279,7 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
     follow."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
-        # Do this after the defaults, so that a key may follow one that is absent itself.
+        # Do this after the defaults, because the followed key may be absent itself.
         if key.follows in filled:
             filled.setdefault(name, filled[key.follows])
     return filled

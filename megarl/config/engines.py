@@ -58,6 +58,7 @@ def engine_kind(backend: str) -> EngineKind:
     Raises:
         ConfigError: there is no such kind, or the object is not a valid ``EngineKind``.
     """
+    # A backend of the policy gets here only with engines on separate ranks.
     path = APART if backend in OF_THE_POLICY else ENGINES.get(backend, backend)
     found = load_object(path, KEY) if is_import_path(path) else None
     if not isinstance(found, EngineKind):

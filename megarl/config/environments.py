@@ -22,8 +22,8 @@ REWARDED = (SINGLE_TURN, TOOLS)
 OF_TOOLS = ("tools", "max_tool_calls")
 """Keys that only ``environment: tools`` reads; a rule refuses them in other environments."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
-# ``megarl.rollout.tools.parsers`` asserts that its parsers are these, in this order; ``tool_parser`` lists
-# them too.
+# ``megarl.rollout.tools.parsers`` asserts that it has these parsers in this order. Keep ``tool_parser`` in
+# step.
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
@@ -511,7 +511,7 @@ def is_nemo_rl(kind: Any) -> bool:
 
 def class_of_actor(kind: Any) -> Any:
     """Return the class behind a Ray actor class. Any other class is returned unchanged."""
-    # Recognise an actor by its attribute, because a check of a configuration does not import Ray.
+    # Recognise an actor by its attribute, because checking a configuration must not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 
@@ -530,7 +530,8 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
         for method in ("step", "fault_of_reference", "close")
         if not callable(getattr(kind, method, None))
     ]
-    # A check of a configuration does not import MessageEnv, so that its own step is known by its name.
+    # Recognise MessageEnv's abstract step by its name, because checking a configuration must not import that
+    # module.
     if getattr(getattr(kind, "step", None), "__qualname__", None) == "MessageEnv.step":
         missing.append("step")
     if not callable(kind) or missing:
@@ -641,7 +642,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not is_import_path(name):
         return
     function = own_function(name, key)
-    # Without the data, it is unknown whether a parameter has the name of one of their fields.
+    # Without the record fields, any parameter might be the name of one.
     if columns is None:
         return
     for fault in describe_faults(function, columns):
@@ -656,7 +657,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
     """Return the named environments of an ``env`` section, name -> section. Every subsection that is not one
     of the section's own keys is one."""
-    # rewards, options and tools are sections too, but not environments.
+    # rewards, options and tools are subsections too, but not environments.
     own = keys_of(EnvConfig)
     return {
         name: cast(EnvConfig, inner)

@@ -98,7 +98,7 @@ class VllmConfig(TypedDict):
             ),
         ]
     ]
-    # Accept the key, because NeMo-RL's configurations have it.
+    # The key exists only because NeMo-RL's configurations have it.
     async_engine: NotRequired[
         Annotated[
             Literal[False],

@@ -48,7 +48,7 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
-        # Use the order in which Megatron-Core builds its groups by default, tp-cp-ep-dp-pp.
+        # Megatron-Core's default order of process groups is tp-cp-ep-dp-pp, the first varying fastest.
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
@@ -99,7 +99,7 @@ def read_pipeline_layout(text: str) -> list[str]:
             only ``L``.
     """
     unrolled = text.replace(",", "").replace(" ", "")
-    # Expand groups first, because the second pattern would read a closing bracket as a layer.
+    # Expand (...)*n first, because the second pattern would take the closing bracket for a layer.
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
     unknown = sorted(set(unrolled) - set("EtL|"))
@@ -156,6 +156,6 @@ def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[ran
         if sum(chunks) != num_layers:
             raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
     numbers = consecutive_layers(chunks)
-    # Megatron-Core assigns chunk c to stage c modulo the number of stages, so that the layers of a stage are
-    # not consecutive.
+    # Megatron-Core assigns chunk c to stage c modulo the number of stages, so a stage's layers are not
+    # consecutive.
     return [numbers[stage::stages] for stage in range(stages)]

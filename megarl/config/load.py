@@ -27,15 +27,16 @@ from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
-# Resolvers that depend only on their arguments.
+# Resolvers that are always allowed, because they depend only on their arguments.
 _PURE = ("mul",)
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
-# In an address, or a text that contains NAME=VALUE, only the secret part is hidden.
+# ``redacted_text`` hides only the secret part of a URL or of a text with NAME=VALUE; find such placeholders
+# too.
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
-# Use the parser in C if there is one, because some builds of PyYAML lack it.
+# Some builds of PyYAML lack the fast C parser.
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = (
     "it nests too deeply to be read. Fix: no configuration needs more than a few levels; remove the brackets"
@@ -68,7 +69,7 @@ def load_config(
             resolved or is not allowed; or a value is the placeholder of a hidden secret.
         OverridesError: an override cannot be parsed or applied.
     """
-    # Register only once, because OmegaConf refuses a name that is registered already.
+    # OmegaConf refuses to register a resolver twice.
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
@@ -108,13 +109,13 @@ def _resolved(
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         if allow_env:
-            # OmegaConf does not report which values come from a resolver. Read the configuration a second
-            # time with other variables: the values that differ do.
+            # OmegaConf does not report which values come from environment variables. Resolve a second time
+            # with other variables; the values that differ do.
             resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
         node = re.search(r"node `([\w.]+)` is not a container", str(error))
         if node is not None:
-            # The reference is not to blame, but the value that took the place of a section.
+            # The reference is correct, but a plain value has replaced the section to which it refers.
             fault = Violation(node[1], at(written, node[1]), EXPECTED["dict_type"], IN_PLACE_OF_A_SECTION)
             raise ConfigError([fault]) from error
         raise ConfigError(
@@ -124,7 +125,7 @@ def _resolved(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
     _refuse_hidden(resolved)
-    # From now on, logs and errors of this process hide the configuration's secrets.
+    # From now on, logs and error messages of this process hide these secrets.
     learn(cast(Config, resolved))
     return cast(Config, resolved)
 
@@ -189,8 +190,7 @@ def _with_another_environment(merged: DictConfig) -> Any:
     try:
         return OmegaConf.to_container(merged, resolve=True)
     finally:
-        # Restore the resolver: OmegaConf has one table of resolvers for the whole process, and the next
-        # reading needs the real one.
+        # OmegaConf's resolvers are global to the process, and the next load needs the real one.
         OmegaConf.register_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
@@ -242,7 +242,7 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        # Do not use OmegaConf's merge, which refuses to replace a list by a mapping.
+        # OmegaConf's own merge refuses to replace a list by a mapping.
         merged = _laid_over(merged, _load(inherited(parent, start), None, (*chain, path)))
     return _laid_over(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
 
@@ -251,8 +251,7 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
     """Merge one configuration over another. A data source with another ``path`` or ``name`` does not inherit
     the keys that describe the old data."""
     kept = dict(under)
-    # Drop keys of the inherited source that the new one does not name, because they would describe other
-    # data.
+    # Inherited field keys would describe the fields of the old data.
     for path in _SOURCES:
         inherited_source, written = at(under, path), at(over, path)
         if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
@@ -340,7 +339,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     Raises:
         OverridesError: an override cannot be parsed or applied.
     """
-    # Do not resolve, because an override may change what an interpolation refers to.
+    # Keep interpolations unresolved, because an override may change what they refer to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
     for override in overrides:
@@ -364,7 +363,7 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
                 "key.of.section=value"
             )
             hidden = _without_secret(text, override)
-            # Omit the cause if it would show the secret.
+            # Omit the cause if its text would show the secret.
             raise OverridesError(hidden) from (None if said or hidden != text else error)
     _drop_replaced(changed, overrides)
     return changed
@@ -419,15 +418,15 @@ def _apply(config: DictConfig, override: str) -> None:
         raise OverridesError(
             f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
         )
-    # Refuse a path that leads through a value: OmegaConf.update would silently replace the value by an empty
-    # section.
+    # OmegaConf.update would silently replace a value on the path by an empty section.
     _refuse_path_through_value(config, override, key)
+    # Hydra refuses this too; ++ sets a key whether or not it is there.
     if sign == "+" and _is_there(config, key):
         raise OverridesError(
             f"override {override!r} adds a key that is there already. Fix: write {key}={text}"
         )
     value = _value_of(text)
-    # A list replaces a section, and a section replaces a list: OmegaConf would try to merge them, and fail.
+    # OmegaConf cannot merge a section with a list, so replace one by the other.
     merge = isinstance(value, dict) and not OmegaConf.is_list(OmegaConf.select(config, key))
     OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
@@ -453,7 +452,7 @@ def _refuse_depth(text: str) -> None:
 
 def _value_of(text: str) -> Any:
     _refuse_depth(text)
-    # Use OmegaConf's reader, which also reads the files: PyYAML's own reads 1e-6 as a text.
+    # Use OmegaConf's YAML loader, as for files: PyYAML's own reads 1e-6 as a text.
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 
@@ -508,7 +507,7 @@ def with_environment(config: Mapping[str, Any]) -> Config:
     if not isinstance(section, Mapping) or not (steps or workers):
         return dict(config)
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
-    # Compare the text as well, because parts that are not numbers were skipped.
+    # Compare with the text, because parts that are not numbers were skipped above.
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
         bound = "it must be first:stop, the first step and the step after the last"
         raise ConfigError(

@@ -58,8 +58,8 @@ class ClippedPGLossConfig(TypedDict):
         Key(
             "dual clip: a token with a negative advantage A has a loss of at most -A times this, "
             "however large its ratio is; null turns it off.",
-            # At 1 the bound would apply as soon as the ratio of an incorrect response grows, and below 1 from
-            # the start.
+            # At 1 the dual clip would stop the gradient as soon as the ratio grows, and below 1 even at the
+            # start.
             Range(low=1, low_open=True),
             advice="write null to turn the second clip off, or for example 3.0",
         ),

@@ -168,7 +168,7 @@ def _stage_memory(
     kept: Operations,
 ) -> RankMemory:
     megatron, element = policy["megatron_cfg"], kept.element
-    # Megatron-Core's gradient buffer is in float32 or in the dtype of the weights.
+    # Megatron-Core's gradient buffer has float32 elements, or those of the weights' dtype.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     layers = [list(itertools.chain.from_iterable(of_stage)) for of_stage in chunks]
     shared = stage_parameters(facts, layout.tensor, stage, layers)
@@ -184,18 +184,19 @@ def _stage_memory(
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
         trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
-        # The model without its adapters serves as the reference, so that no copy is needed.
+        # The base weights serve as the reference policy, so there is no copy of them.
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
-        # Megatron-Core's distributed optimizer divides its state over the data and context ranks together.
+        # Megatron-Core's distributed optimizer shards its state over data- and context-parallel ranks
+        # together.
         copies = layout.data * layout.context
-        # Copies of an expert are on all ranks of a stage that hold no other part of the experts.
+        # Number of ranks of a stage that hold the same expert shard, over which its state is sharded.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
-        # Round up, because the buffers are padded to equal parts.
+        # Round up, because buffers are padded to shards of equal size.
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
-    # Include copies of float32 weights, and of the gradients that arrive during the backward pass.
+    # Host memory also holds copies of float32 weights, and of the gradients that the backward pass sends.
     overlaps = megatron["distributed_data_parallel_config"]["overlap_grad_reduce"] is not False
     early = gradient * (overlaps and policy["precision"] != "float16")
     in_host = share * state * (each + 4 * (element == 4) + early) / each if share else 0
@@ -298,7 +299,7 @@ def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
 def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
     """Return (activation bytes that the layers store for one micro-batch, maximum bytes that one layer
     recomputes)."""
-    # A chunk that only holds the embedding or the output layer has no layers.
+    # A chunk may have only the embedding or the output layer, and no layers; hence default=0.
     if recomputed is None:
         return layers.inputs, max(layers.each(), default=0)
     again = (whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
@@ -338,7 +339,7 @@ def logit_bytes(
         -(-tokens // layout.context)
         for tokens in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
-    # With adapters the output layer is not trained, so that its weight has no gradient.
+    # With adapters the output layer's weight is frozen and has no gradient.
     chunk, weight = (
         policy["logprob_chunk_size"],
         columns * facts.hidden_size if adapters_of(policy) is None else 0,
@@ -371,8 +372,7 @@ def generation_cache_bytes(
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    # With latent attention, count the keys and values of all heads, and not the latents from which they are
-    # projected.
+    # With latent attention, the cache holds the keys and values of all heads, not the latents.
     width = (
         2 * facts.head_dim
         if facts.latent_attention is None
@@ -421,7 +421,7 @@ def estimate_sharded(
     stepped = kept = weight_bytes(policy)
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
-        # Weights that are not trained are stored in the dtype of the computation.
+        # Frozen base weights are stored in the compute dtype.
         outside = sum(vocabulary_adapter_parameters(adapters, facts, layout.tensor))
         trained_parameters = -(
             -(outside + adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor)) // shards
@@ -443,7 +443,7 @@ def estimate_sharded(
         -(-count // layout.context) for count in (plan.tokens_per_micro_batch, _logprob_tokens(policy, plan))
     )
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
-    # The torch backends support neither mixtures of experts nor gated delta nets (rules/not_yet.py).
+    # DTensor and FSDP1 support neither mixture-of-experts layers nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = (

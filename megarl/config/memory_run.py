@@ -104,8 +104,8 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy offloaded", rest, engine.budget),
         Moment("engine sleeps, parameters reloaded", parameters, ENGINE_REST),
-        # vLLM keeps its rank's experts of a layer until all of them have arrived, and then loads them into a
-        # new layer.
+        # Twice the experts of a layer: vLLM collects all that belong to its rank, then loads them into a new
+        # layer.
         Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
@@ -139,7 +139,7 @@ def moments_apart(
         Moment("refit", rest + rank.state, 0, slots + gathered),
         *(Moment(f"{name} active", rest + other.peak, 0, slots) for name, other in beside.items()),
         Moment("generation, a device of an engine", 0, engine.budget, slots),
-        # Count the experts twice, as for an engine that shares the device and has slept until then.
+        # Twice the experts of a layer, as in ``device_ledger``.
         Moment("refit, a device of an engine", 0, engine.budget + 2 * engine.experts, slots),
     ]
 
@@ -149,8 +149,8 @@ def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     if configured is not None:
-        # A configured size covers both buffers. Each, however, must hold the largest weight, which is
-        # gathered in addition if it exceeds the memory that is reserved for gathering.
+        # A configured size covers both buffers and gathering. Each buffer must hold the largest weight,
+        # however; a weight above the gathering reserve is counted in addition.
         return max(int(configured * GIB), 2 * largest), largest if largest > GATHERED_BYTES else 0
     return 2 * max(SLOT_BYTES, largest), max(GATHERED_BYTES, largest)
 
@@ -219,7 +219,8 @@ def host_memory(
 
     models = (ranks, *beside.values())
     together = sum(max(map(of_rank, each)) for each in models)
-    # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
+    # On a GPU, DTensor and FSDP1 allocate new host memory at each offload, so two models share no base
+    # weights there.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
         together -= sum(
             min(rank.frozen for rank in (*ranks, *each))
@@ -227,12 +228,12 @@ def host_memory(
             if share_a_base(config["policy"], at(config, path))
         )
     if on_cpu:
-        # A model has its own base until it is built.
+        # While it is built, each model has base weights of its own.
         together = max(together, sum(max(rank.weights + rank.gradients for rank in each) for each in models))
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together
-    # With several nodes, separate engines have their own nodes.
+    # With several nodes, separate engines are on other nodes than training.
     if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
         found += apart[1] * (engine.host + on_cpu * engine.budget)
     return int(found)

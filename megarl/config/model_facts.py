@@ -22,6 +22,7 @@ from megarl.config.tables import KNOWN_MODELS
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"
+# Keys of config.json that must be at least 1, because estimates divide by them.
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -165,7 +166,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         KeyError: a size is missing.
         ValueError: a size is not a number of at least 1, or a kind of layer is unknown.
     """
-    # Multimodal models store the sizes of their language model in a section.
+    # Multimodal models keep the sizes of their language model in the section text_config.
     text = content.get("text_config") or content
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
@@ -175,7 +176,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     model_type = (
         whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     )
-    # Count an unknown family like most others, because the torch backends may support it.
+    # Read an unknown family like the usual ones, because DTensor and FSDP1 may support it.
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
@@ -184,15 +185,15 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         family.read_latent_attention(config, problems),
     )
     gated_delta = family.read_gated_delta(config, num_layers, problems)
-    # Raise only these problems: the others concern Megatron-Core, which another backend does not use. Layers
-    # of unknown kinds would be counted as if they had attention.
+    # Raise only these problems. The others concern Megatron-Core, which other backends do not use. Layers of
+    # unknown kinds would be counted as attention layers.
     sizes = [
         problem for problem in problems if problem.endswith(SIZE_NEEDED) or problem.startswith("layer_types")
     ]
     if sizes:
         raise ValueError("; ".join(sizes))
     windows = _windows(config, family, num_layers)
-    # A model without dense layers need not state their width.
+    # The config of a model without dense layers may lack their width.
     width = "intermediate_size" if "intermediate_size" in text or mixture is None else "moe_intermediate_size"
     return ModelFacts(
         family=model_type,
@@ -200,7 +201,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        # transformers stores this value in the configs of these models.
+        # For latent attention, transformers writes qk_rope_head_dim as head_dim into the config.
         head_dim=latent.qk_rope_head_dim
         if latent
         else int(text.get("head_dim") or int(text["hidden_size"]) // heads),

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection, Role
 
 POLICY: Final = "policy"
-# Match the section within a dotted key, but not the word in a sentence.
+# Match policy only as the first part of a dotted key, not as a word of a sentence.
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-# Keys that depend on what a model is used for.
+# Keys that depend on a model's role.
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft", "merged_adapter")
 
 
@@ -61,7 +61,7 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
         of_policy["reward_model_cfg"] = {"enabled": True}
     else:
         of_policy |= {key: policy[key] for key in ("generation", "generation_batch_size") if key in policy}
-    # Copy, because a default that is completed for one model must not appear in another.
+    # Copy, because filling in one model's defaults must not change another model's section.
     return merge(copy.deepcopy(of_policy), copy.deepcopy(dict(own)))
 
 

@@ -39,7 +39,8 @@ SECTIONS = {
 trainer's, even if ``FOREIGN_KEYS`` does not list it."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
-# Keys of the Megatron backend, and the same keys on the torch backends.
+# Key of the Megatron backend -> key of DTensor or FSDP1 with the same meaning. ``FOREIGN_KEYS`` names only
+# the former.
 _ON_TORCH = {
     f"{_OPTIMIZER}.lr": "policy.optimizer.kwargs.lr",
     f"{_OPTIMIZER}.weight_decay": "policy.optimizer.kwargs.weight_decay",
@@ -49,8 +50,9 @@ _ON_TORCH = {
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
-# Sections that contain keys of other trainers, and are therefore searched.
+# Dotted paths of sections that contain keys of other trainers, so their keys are checked one by one.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
+# Matches an entry of ``FOREIGN_KEYS`` that is a key, not a sentence of advice.
 _IS_KEY = re.compile(r"[\w.{}]+")
 
 
@@ -79,7 +81,7 @@ def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return kept_of(config), found
 
 
-# NeMo-RL's names of the sections for adapters, by backend.
+# Backend section -> name of NeMo-RL's adapter section inside it.
 _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
@@ -95,7 +97,7 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(section, Mapping) or not isinstance(section.get(name), Mapping):
             continue
         if section.get("enabled") is True:
-            # If both sections exist, leave the second one, which is then an unknown key and thus an error.
+            # If policy.peft exists too, keep NeMo-RL's section, which is then reported as an unknown key.
             if "peft" in policy:
                 continue
             moved["peft"] = _as_peft(section[name])
@@ -122,7 +124,7 @@ def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violat
         config: the run's configuration as far as it is known; some replacements depend on its algorithm and
             backend.
     """
-    # The section of a critic or a teacher has the keys of policy, and therefore the same foreign keys.
+    # The section of a critic or teacher has the keys of policy, so the same foreign keys are replaced there.
     entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
     if entry is not None:
         trainer, text = entry
@@ -175,13 +177,13 @@ def override_faults(overrides: Sequence[str]) -> list[Violation]:
     Raises:
         OverridesError: an override cannot be parsed.
     """
-    # Skip removed keys: they belong to the configuration, which is not known here.
+    # Skip overrides that remove keys, because the configuration that has them is unknown here.
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
     return [
         *found,
-        # Ignore absent keys, because the configuration may have them.
+        # Ignore missing keys, because the configuration may have them.
         *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
     ]
 

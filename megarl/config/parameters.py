@@ -19,7 +19,7 @@ from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import LayerKind
 from megarl.config.arithmetic import padded_vocabulary
 
-# This tensor is a buffer, which receives no gradient.
+# The router's expert bias is a buffer: it has no gradient and no optimizer state.
 _NO_PARAMETER = ".router.expert_bias"
 _NUMBER = re.compile(r"\.layers\.\d+\.")
 
@@ -59,7 +59,8 @@ def stage_parameters(facts: ModelFacts, tensor: int, stage: int, layers: Sequenc
         for rule in model_rules(facts)
         if (first if rule.megatron_name.startswith("embedding.") else last)
     ]
-    # A tied output layer has no own tensor: on the first stage it is the embedding, and elsewhere a copy.
+    # A tied output layer has no tensor of its own. On the first stage it is the embedding itself, on another
+    # stage a copy, which counts.
     outside = sum(_on_a_rank(rule, tensor) for rule in rules if rule.emits or not first)
     return outside + sum(layer_parameters(facts, layer, tensor) for layer in layers[stage])
 
@@ -81,7 +82,7 @@ def expert_layer_parameters(facts: ModelFacts, expert: int, expert_tensor: int) 
     """
     if facts.mixture is None:
         return 0
-    # The experts of all sparse layers have the same size, so that the first layer represents all of them.
+    # All sparse layers have experts of the same size, so count those of the first one.
     rules = _layer_rules(facts, facts.mixture.sparse_layers.index(True))
     return (
         facts.num_experts
@@ -175,7 +176,7 @@ def _layer_rules(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return _rules_of_kind(facts, first_layer(facts, facts.kind_of(layer)))
 
 
-# Cache by kind, because a model has many layers but few kinds of them.
+# Cache by kind: a model has many layers, but only a few kinds.
 @lru_cache(maxsize=16)
 def _rules_of_kind(facts: ModelFacts, layer: int) -> tuple[Rule, ...]:
     return tuple(

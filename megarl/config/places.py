@@ -23,8 +23,7 @@ PATIENCE_S = 30.0
 """Time limit in seconds for a path to respond. A server that is merely busy is faster."""
 
 _LOOK_S = 1.0
-# If the process used more CPU time than this between two checks, it is reading something. The checks
-# themselves use less.
+# CPU seconds between two checks above which the read makes progress. The checks themselves use less.
 _BUSY_S = 0.001
 
 _FIX = "check df and dmesg, remount it (umount -l first), or give another path"
@@ -48,7 +47,7 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
         ConfigError: some paths do not respond; it has one violation for each.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    # Start all checks before waiting for the first, so that several dead mounts take the patience only once.
+    # Start all checks before waiting for any, so that several dead mounts cost the time limit only once.
     looks = {path: _Look(path) for path in set(places.values())}
     end = time.monotonic() + patience_s
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
@@ -93,6 +92,7 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
 
 def _busy_s() -> float:
     """Return the CPU seconds that all other threads of this process have used."""
+    # Subtract this thread, which does nothing but these checks.
     return time.process_time() - time.thread_time()
 
 
@@ -109,8 +109,7 @@ class _Reading:
     def _run(self) -> None:
         try:
             self._value = self._read()
-        # Catch every error: without ``done``, a thread that ended would look like a mount that does not
-        # respond.
+        # Catch every error: if the thread ended without setting ``done``, the read would seem to hang.
         except BaseException as error:
             self._error = error
         self.done.set()
@@ -131,13 +130,13 @@ class _Look:
         threading.Thread(target=self._look, args=(path,), name=f"look at {path}", daemon=True).start()
 
     def _look(self, path: str) -> None:
-        # A path that does not exist is reported by the code that needs it.
+        # A missing path has responded, too; the code that needs it reports it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             _stat(Path(path).expanduser())
         self.done.set()
 
 
-# Use a name in this module, which a test can replace without changing os for all other code.
+# A name in this module, which tests replace without patching os for all other code.
 _stat: Callable[[Path], object] = os.stat
 
 

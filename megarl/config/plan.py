@@ -71,7 +71,7 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
-        # Remove the generation section, because only the policy generates: the other models have no KV cache.
+        # Only the policy generates, so the other models have no KV cache.
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         layout = layout_of(View(seen))
         found[path] = (
@@ -148,7 +148,7 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
     """Return the number of NCCL communicators of a training rank: one for each of its process groups with
     more than one rank."""
     megatron = policy["megatron_cfg"]
-    # A section that is not enabled is not completed with defaults.
+    # A disabled megatron_cfg has no defaults filled in.
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
     # A group of one rank needs no communicator.
@@ -161,7 +161,8 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
         layout.pipeline * layout.tensor,
         *experts,
     )
-    # Data and context ranks reduce gradients in a common group. Without context ranks, it is the data group.
+    # Gradients are reduced over data- and context-parallel ranks together. Without context parallelism, that
+    # group is the data group.
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
 
 
@@ -175,7 +176,7 @@ def size_text(size: int) -> str:
     return f"{amount:.2f} TiB"
 
 
-# Whether the run fits into memory.
+# Check of the plan against the devices' memory.
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
@@ -280,7 +281,7 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
     state_only: list[Mapping[str, object]] = []
     for kind in itertools.chain(steps, pairs):
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
-        # Skip a pair if one of its changes is enough by itself.
+        # Skip a pair of changes if one of them suffices alone.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
             fitting.append(first)
             yield first
@@ -332,7 +333,7 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
         found[recompute] = [True]
     generation = generation_of(policy) if generates(config) else None
     if generation is not None and generation["backend"] in OF_THE_POLICY:
-        # Halve the size of the KV cache that the policy, or an engine of its own backend, allocates.
+        # The KV cache of the policy, or of an engine on its backend, is proportional to this.
         found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:

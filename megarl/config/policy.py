@@ -131,6 +131,7 @@ class SequencePackingConfig(TypedDict):
     by samples."""
 
     enabled: Annotated[bool, Key("pack several sequences into one row, without padding between them.")]
+    # ``auto`` needs no type here: ``token_budget`` replaces it by a number before types are checked.
     train_mb_tokens: NotRequired[
         Annotated[
             int,
@@ -171,6 +172,7 @@ class DynamicBatchingConfig(TypedDict):
     enabled: Annotated[
         bool, Key("form micro-batches of sequences of similar length, so that less is padded.")
     ]
+    # ``auto`` needs no type here: ``token_budget`` replaces it by a number before types are checked.
     train_mb_tokens: NotRequired[
         Annotated[
             int,
@@ -246,8 +248,8 @@ class MegatronOptimizerConfig(TypedDict):
             ),
         ]
     ]
-    # Accept the other dtypes too, because NeMo-RL's configurations have them and a rule refuses them with its
-    # reason.
+    # The schema allows the other dtypes because NeMo-RL's configurations have them; a rule refuses them with
+    # the reason.
     params_dtype: NotRequired[
         Annotated[
             Precision,

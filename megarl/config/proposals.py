@@ -13,9 +13,9 @@ from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
 Changes = Mapping[str, object]
-# Limit the validations, each of which takes some milliseconds.
+# Maximum number of validations, each of which takes a few milliseconds.
 _MOST_TRIALS = 400
-# Maximum number of candidates of different rules that are combined.
+# Maximum number of candidates, of different rules, in one fix.
 _MOST_STEPS = 3
 
 
@@ -49,7 +49,7 @@ def valid(
         while pending:
             key, value = pending.popitem()
             raw = put(raw, key, value)
-            # A key that is written as a reference to a changed key changes with it.
+            # Keys written as references to this key change with it.
             pending |= {other: value for other in follow.get(key, ()) if other not in changes}
         return examine(raw)[1]
 
@@ -74,7 +74,7 @@ def with_proposals(
         before = {violation.key for violation in search.after(search.chosen)}
         group = search.settle(key) if key in before else None
         if group is not None:
-            # One change may correct several keys, which then share the fix.
+            # One change may fix several keys, which then have the same fix text.
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [
@@ -104,7 +104,7 @@ class _Search:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after
-        # Known results, by the changes as JSON. The result without changes is known from the start.
+        # Cache of violations by the changes as JSON; those without changes are known.
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
@@ -117,6 +117,7 @@ class _Search:
     def settle(self, key: str) -> Changes | None:
         """Fix one key with as few changes as possible, and add them to ``chosen``. Return the changes, or
         None if there are none that work."""
+        # Iterative deepening finds the fix with the fewest changes.
         for steps in range(1, _MOST_STEPS + 1):
             found = self._mended(key, self.chosen, steps)
             if found is not None:
@@ -131,7 +132,7 @@ class _Search:
         valid key and not ``key`` itself breaks a rule; None if none are found."""
         if len(self._known) > _MOST_TRIALS:
             return None
-        # Tolerate faults of other keys, which are corrected later.
+        # Ignore violations of keys that are still to be fixed.
         tolerated = self._open - {key, *changes}
         faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
         if not faults:

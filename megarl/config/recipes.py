@@ -82,7 +82,7 @@ def find(text: str) -> Path:
     path = Path(text)
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
-        # The documents write the name as a path within a clone.
+        # The documentation writes recipes as configs/NAME.yaml, which exists only in a clone.
         name = "/".join((*path.parts[:-1], path.stem)).removeprefix("configs/")
         if path.parts[0] == "configs" and not path.exists() and _shipped(name) is not None:
             raise ConfigError(f"{text}: there is no such file here. Fix: write {name}, which is shipped")
@@ -91,9 +91,10 @@ def find(text: str) -> Path:
     if shipped is not None:
         return shipped
     if path.exists() or len(path.parts) > 1 or is_yaml:
-        # The code that reads the file reports that it does not exist.
+        # ``load_config`` reports a file that does not exist.
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
+    # A beginning of a name is a better hint than mere similarity.
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(
         text, names, n=3, cutoff=0.3
     )
@@ -152,7 +153,7 @@ def misnamed_directory(text: str, run_dir: str) -> str | None:
         run_dir: run directory of this launch.
     """
     old = Path("runs") / Path(text).stem
-    # Use os.path, which treats a name that no file can have as absent; the run itself refuses such a name.
+    # os.path, unlike pathlib, returns False for names that no file can have; the run itself refuses them.
     is_misnamed = old != Path(run_dir) and not os.path.exists(run_dir) and os.path.isfile(old / "config.yaml")
     return str(old) if is_misnamed else None
 

@@ -225,7 +225,7 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 def _absent_values(path: str) -> Iterator[Any]:
     """Yield the value that an absent key gets, in each of two example configurations that differ in all
     sizes."""
-    # A default that is equal in both examples is a constant, whereas one that follows another key differs.
+    # A default that is the same in both examples is a constant; one that is derived from another key differs.
     for size in (8, 24):
         example = _example(size)
         *parents, key = path.split(".")
@@ -254,7 +254,7 @@ def _example(size: int) -> dict[str, Any]:
         "train_micro_batch_size": size // 8,
         "max_total_sequence_length": size,
     }
-    # Enable both, because only then are their sections completed; no rule checks these examples.
+    # Enable both backends, because only enabled sections get their defaults. No rule checks these examples.
     backends = {
         "precision": "bfloat16" if size == 8 else "float32",
         "megatron_cfg": megatron,

@@ -40,8 +40,9 @@ from megarl.config.validation_sets import set_plans, validation_sources
 from megarl.redaction import redacted
 
 WIDTH = 100
+# More ranks than this are abbreviated, because large runs have thousands.
 RANKS_SHOWN = 32
-# Names of the terms of a rank's memory, as they are shown.
+# Attribute of ``RankMemory`` -> its label in the table.
 _TERMS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -56,7 +57,8 @@ _TERMS = {
 
 class _Output(Console):
     def on_broken_pipe(self) -> NoReturn:
-        # By default rich exits with 1. The command line gives all commands one exit code.
+        # By default rich exits with code 1. Raise instead, so that ``quiet_without_reader`` gives all
+        # commands the same exit code.
         raise BrokenPipeError
 
 
@@ -76,7 +78,7 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
     """
     layout = layout_of(View(config))
     console.rule("configuration")
-    # Redact before the console breaks lines, because half a secret would not be recognised.
+    # Redact before the console wraps lines, because half of a secret would not be recognised.
     shown = redacted(config)
     console.print(yaml.safe_dump(shown, sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
@@ -210,8 +212,7 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
         rows: memory of one rank of each stage.
         model: dotted path of the model's section, for the title; None for the policy.
     """
-    # The first stage has the embedding and the last one the output layer. The stages between them are much
-    # alike.
+    # The first stage has the embedding, the last one the output layer. The stages in between differ little.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")

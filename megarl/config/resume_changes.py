@@ -12,7 +12,8 @@ from megarl.config.nested import at
 from megarl.config.policy import STATE_KEYS
 from megarl.errors import ConfigError, Violation
 
-# A checkpoint's optimizer state contains these values, so that other ones would be ignored.
+# A checkpoint's optimizer state contains the values of these sections, and loading it would overwrite
+# changes.
 _KEPT_BY_STATE = ("policy.optimizer", "policy.megatron_cfg.optimizer")
 # Keys that define a schedule. Changes take effect, because the schedule continues from the checkpoint's step.
 _SCHEDULE = (
@@ -24,10 +25,10 @@ _SCHEDULE = (
     "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.scheduler",
 )
-# The state of this optimizer has another format, which the other optimizer cannot read.
+# With and without the distributed optimizer, the saved state has different formats.
 _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
-# Keys for how a step is computed, and not for its result: every setting reads the state of every other one.
-# The distributed optimizer has a separate rule.
+# Keys that affect how a step is computed, not its result: a state saved with one value loads with any other.
+# ``_other_form`` checks ``_DISTRIBUTED``.
 _FREE = (
     _DISTRIBUTED,
     *(
@@ -38,8 +39,8 @@ _FREE = (
     *(f"policy.optimizer.{key}" for key in STATE_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
-# Keys that must stay the same during a run. The location of the data may change, because a fingerprint
-# compares its content.
+# Keys that must not change during a run unless accept_changes is true. The location of the data may change,
+# because the data sources' fingerprint is compared.
 _PROMISED = (
     "algorithm",
     "recipe",
@@ -64,10 +65,11 @@ _PLACES_OF_DATA = (
     "data.cache_dir",
     "data.cache_gib",
 )
+# If data.train is a list, the dotted keys of its sources have an index.
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
-# Sections with keys that megarl does not know.
+# Sections whose keys users choose freely.
 _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
@@ -126,7 +128,7 @@ def check_changes(
     trained = [path for path, section in models if section.is_trained]
     others = [path for path, section in models if not section.is_trained]
     violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
-    # Leave out models that are not trained, because they have no state.
+    # Models that are not trained have no optimizer state that could conflict.
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
     violations += [
         *_other_form(of_state, trained, checkpoint),

@@ -67,6 +67,7 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Parameter name by which a function for verl, TRL or verifiers is recognised -> further arguments that this
 library passes by keyword, and ``**kwargs`` may therefore expect."""
 
+# Parameter names by which a function is recognised as a rubric of verifiers.
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
 _NAMED = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -116,11 +117,10 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
     here, see ``unknown_parameters``."""
     parameters = _parameters_of(function)
     if parameters is None:
-        # Some functions in C have no signature, and therefore no names of parameters.
+        # Functions in C may have no signature; call them with response and reference answer.
         return Arguments((RESPONSE, ANSWER), ())
     names = [each.name for each in parameters if each.kind in _NAMED]
-    # A parameter with a known name gets its value even if it has a default; one with an unknown name keeps
-    # its default.
+    # Parameters with known names get values even if they have a default; others with a default keep it.
     given = [
         each
         for each in parameters
@@ -191,16 +191,17 @@ def values_for(
         taken = {*arguments.positional, *named}
         rest = {name: _listed(each, arguments) for name, each in columns.items() if name.isidentifier()}
         further = [name for each in taken for name in GIVEN_BY_CALLERS.get(each, ())]
-        # In this order: a column called `prompts` is not what TRL gives under that name.
+        # Assign these after the record's fields: a field called `prompts` is not what TRL passes under that
+        # name.
         rest |= {name: _value(name, arguments, values, columns) for name in further}
         named |= {name: each for name, each in rest.items() if name not in taken}
     return positional, named
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-    # Prefer a field of the data with this name, because the function was written for it: verl's extra_info,
-    # TRL's ground_truth. But prompt and response are never taken from the data, whatever columns they have.
-    # The list that verl calls extra_infos is of its field extra_info.
+    # Prefer a record field of this name (verl's extra_info, TRL's ground_truth), because the function was
+    # written for it. Never take prompt or response from the record. For verl's list extra_infos, use the
+    # field extra_info.
     column = name.removesuffix("s") if name in SEVERAL and name not in columns else name
     if column in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
         found = columns[column]

@@ -35,7 +35,7 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
 
-# Be strict: a text never becomes a number, and a number never becomes a flag.
+# Strict: pydantic must not convert texts to numbers, or numbers to booleans.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 EXPECTED = {
@@ -86,8 +86,8 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
     pending = [section]
     while pending:
         current = pending.pop()
-        # pydantic reads this attribute from each TypedDict separately: a section without it would accept
-        # unknown keys and convert texts to numbers.
+        # pydantic reads this attribute of each TypedDict separately. A section without it would accept
+        # unknown keys, and convert texts to numbers.
         current.__pydantic_config__ = STRICT
         for annotation in keys_of(current).values():
             pending += [*section_types(annotation), *named_section_types(annotation)]
@@ -100,8 +100,7 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
         named = named_environments(env)
-        # Check named environments as separate sections: the user chooses their names, so that no TypedDict
-        # can have them as keys.
+        # Check named environments separately, because no TypedDict can contain names that users choose.
         config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
     violations = check_section(config, run_type(name))
     for environment, section in named.items():
@@ -110,7 +109,8 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     for path, model in model_sections(config).items():
         violations += _violations_of_model(config, path, model, known)
     if isinstance(name, str) and is_import_path(name) and not sections_of(name):
-        # Only the algorithm knows which sections such a run has, and it cannot be loaded.
+        # The custom algorithm cannot be loaded, so its sections are unknown and must not be reported as
+        # unknown keys.
         return [violation for violation in violations if violation.key in ORDER or "." in violation.key]
     return violations
 
@@ -157,14 +157,14 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
         faults = error.errors(include_url=False)
     else:
         return []
-    # For a union, pydantic reports the faults of all members. If the user wrote a section, the faults of the
-    # list would hide the relevant one.
+    # For a union such as "section or list of sections", pydantic reports the errors of all members. Keep
+    # those of the member that the user meant.
     located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
     violations = list[Violation]()
     for steps, fault in located:
         location = tuple(part for part, real in steps if real)
         violations.append(_violation(fault, location, section, prefix))
-    # Return only the first violation of each key, in the order in which they were found.
+    # Keep the first violation of each key, in the original order.
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
 
@@ -201,7 +201,7 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
                 faults_by_member.values(),
                 key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)),
             )
-            # Compare by identity, because a fault is a dictionary, which a set cannot hold.
+            # Compare by identity, because errors are dictionaries, which are not hashable.
             dropped = set[int]()
             for faults in faults_by_member.values():
                 dropped.update(map(id, faults if faults is not best else ()))

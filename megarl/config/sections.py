@@ -270,6 +270,7 @@ class SamplesConfig(TypedDict):
             Key(
                 "maximum number of sample files of training steps, and of sample files of validations; when "
                 "there are more, the first file and the newest ones are kept. null keeps all.",
+                # The first and the newest file are always kept.
                 Range(low=2),
                 default=200,
             ),
@@ -592,7 +593,7 @@ class ProfilerConfig(TypedDict):
 class AlgorithmConfig(TypedDict):
     """Keys that the run loop reads from the algorithm's own section, if the section has them."""
 
-    # These keys have no descriptions here, because each algorithm's own section has them.
+    # No ``Key`` here, because each algorithm's section describes these keys.
     max_num_steps: int
     max_num_epochs: NotRequired[int | None]
     val_period: NotRequired[int]

@@ -24,7 +24,8 @@ SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
 """Share of a device's memory that the plan may fill with a chosen budget. The rest is for fragmentation and
 other memory outside the plan. Assumed, not measured."""
-# The largest budget breaks no rule, because rules only require a minimum.
+# Rules only require a minimum, so the largest budget satisfies them while the others are checked.
+# _STEPS budgets are tried at most; all are the minimum plus a multiple of _MULTIPLE tokens.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
 
@@ -43,7 +44,7 @@ def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -
             continue
         checked = validate(put(given, key, _LARGEST))
         section = key.rpartition(".")[0]
-        # Nothing is read from a section that is not enabled.
+        # Nothing reads a disabled section, so any valid number will do.
         tokens = (
             _chosen(checked, key)
             if at(checked, f"{section}.enabled")

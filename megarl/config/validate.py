@@ -41,14 +41,14 @@ def validate_config(
     Raises:
         ConfigError: there are violations; it has all of them, with proposals that satisfy all rules at once.
     """
-    # Drop null sections: with null, a file or a command line removes an inherited section.
+    # A null section means that an inherited one is removed.
     given, foreign = without_foreign_keys(
         {key: value for key, value in config.items() if value is not None or key not in ORDER}
     )
-    # This calls the present function again, with a number in place of auto.
+    # Recursive: calls ``validate_config`` with a number in place of auto.
     given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
-    # Do this first: every later check may access a path, and on a dead mount it would wait without end.
+    # Do this before all other checks, which may access these paths and would hang on a dead mount.
     require_answers(dict(places_of(completed)))
 
     def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
@@ -106,7 +106,7 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
         )
 
     if world_size is not None:
-        # Assign all ranks to the policy, even if its section has engines on separate ranks.
+        # world_size counts only the policy's ranks, even if the section reserves ranks for engines.
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
     completed: PolicyConfig = valid(given, examine, dict)[POLICY]
     return completed
@@ -131,7 +131,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
         model_violations += [violation for violation in more if violation.value not in known]
     broken = [*found, *model_violations]
     broken += check(completed, facts, faulty, facts_of_models, is_refused=bool(broken))
-    # A memory plan requires a configuration that breaks no rule.
+    # The memory plan is defined only for a configuration without violations.
     return broken or list(state_fits(cast(RunConfig, completed)))
 
 
@@ -151,7 +151,7 @@ def facts_or_violations(
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
-            # Load the file before the model is read, because the model may belong to this family.
+            # Load the family before reading the model, which may belong to it.
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [

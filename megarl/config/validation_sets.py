@@ -96,8 +96,9 @@ def set_name(source: DataSource) -> str:
         return str(given)
     name = source.get("name")
     end = str(name).rstrip("/").rpartition("/")[2] if name is not None else Path(str(source.get("path"))).stem
-    # Make a name that `fault_of_name` accepts from users.
+    # The name must satisfy `fault_of_name`, like names that users choose.
     plain = re.sub(r"[^A-Za-z0-9_-]+", "_", end)
+    # Names of metrics begin with a letter.
     return plain if re.match(r"[A-Za-z]", plain) else f"set_{plain}"
 
 
@@ -137,6 +138,6 @@ def _members(sources: Sequence[ValidationSource]) -> dict[str, _Members]:
     for place, source in enumerate(sources):
         members = sets.setdefault(set_name(source), _Members())
         members.places.append(place)
-        # All sources of one set have the same values here, which a rule has checked.
+        # A rule has checked that all sources of a set have the same values.
         members.said |= {key: source[key] for key in SAMPLING_KEYS if key in source}
     return sets

@@ -102,10 +102,10 @@ def check(
     of_run = View(config, faulty, facts)
     of_run.failures = failures
     found = _broken((NOT_YET_RULES, RULES), of_run)
-    # Violations that a section inherits from the policy are reported only for the policy.
+    # Do not report a violation again for a section that inherits the value from the policy.
     known = [(violation.key, violation.value, violation.bound) for violation in found]
     for path, section in model_sections(config).items():
-        # The section's wrong shape is reported already.
+        # The schema check reports a section that is not a mapping.
         if not isinstance(at(config, path), Mapping):
             continue
         of_model = (facts_of_models or {}).get(path)
@@ -120,7 +120,7 @@ def check(
             if (violation.key, violation.value, violation.bound) not in known:
                 found.append(renamed(violation, path))
     if failures and not (found or faulty or is_refused):
-        # The configuration is not to blame.
+        # Without any violation the rule itself is at fault.
         raise failures[0]
     return found
 

@@ -68,16 +68,17 @@ def patterns_match_the_model(view: View) -> Iterator[Violation]:
     _require_adapters(view)
     view.require(has_own_rules(view.facts))
     for key in ("target_modules", "exclude_modules"):
-        # Stacks of experts have names of their own.
+        # With target_parameters, exclude_modules may name expert stacks, which ``unmatched`` does not know.
         if key == "exclude_modules" and view[f"{PEFT}.target_parameters"]:
             continue
         patterns = view[f"{PEFT}.{key}"]
         for pattern in unmatched(patterns, view.facts):
-            # A tied output layer and a score layer are no weights of the model's files. Workers say what is
-            # wrong with them as targets, and excluding them is no mistake.
+            # A tied output layer and a score head are not in the model's files, so ``unmatched`` reports
+            # them. Excluding them is harmless, and workers refuse them as targets.
             if any(is_named(name, (pattern,)) for name in ("lm_head", "score")):
                 continue
-            # Globs that exclude, such as "*.experts.*", are written for many models.
+            # Exclusion globs such as "*.experts.*" are written for several models, and need not match in
+            # each.
             if key == "exclude_modules" and "*" in pattern:
                 continue
             fix = "write names such as q_proj"
@@ -99,7 +100,7 @@ def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
     """Refuse adapters for a model that is not trained, whose weights can only have an adapter merged into
     them."""
     _require_adapters(view)
-    # ``model_view`` removes the algorithm from the view of a model that is not trained.
+    # ``model_view`` removes the algorithm for models that are not trained.
     if view.get("algorithm") is None:
         bound, fix = (
             "this model is not trained",

@@ -15,7 +15,7 @@ HAND_WRITTEN_PLANS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 def backend_of(view: View) -> str:
     """Return the policy's backend: ``megatron`` or ``dtensor`` if enabled, else ``fsdp1``."""
-    # This raises if there is no policy, so that no rule on its backend applies.
+    # Raise NotApplicableError without a policy, so that no rule on its backend applies.
     view["policy"]
     if view.get(f"{MEGATRON}.enabled", False):
         return "megatron"
@@ -36,7 +36,7 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
     key, family = f"{MEGATRON}.converter_type", view.facts.family
     named = view[key].lower().removesuffix("forcausallm").replace("_", "")
     known = FAMILIES.get(family)
-    # Kimi-K2 has its own model type, but DeepSeek-V3's class.
+    # Accept the architecture class as well: Kimi-K2 has its own model type, but DeepSeek-V3's class.
     of_class = known is not None and view[key] == known.architecture_class
     if named != family.replace("_", "") and not of_class:
         yield Violation(

@@ -109,7 +109,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
         for key in (*FIELD_KEYS, *PAIR_KEYS):
             value = source.get(key)
             names = fields_of_key(value) if isinstance(value, str | list) else ()
-            # SFT learns a text by itself if there is no prompt.
+            # In SFT, prompt_key = [] means training on a text without a prompt.
             is_empty = value == [] and (key != "prompt_key" or pairs or view.algorithm.GENERATES)
             if is_empty or any(isinstance(name, str) and key_steps(name) is None for name in names):
                 yield Violation(
@@ -153,7 +153,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
         if not sources:
             yield Violation(f"data.{key}", sources, "a list of sources has at least one", "add a source")
         for section, source in _of_set(view, key):
-            # Check each source of a list here, because the general rule does not look into lists.
+            # ``values_in_range`` does not look into lists.
             yield from faults_of_ranges(source, ValidationSource, section)
     sources = dict(_of_set(view, "train"))
     weighted = [section for section, source in sources.items() if source.get("weight") is not None]
@@ -217,7 +217,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
                 )
                 continue
             for key in SAMPLING_KEYS:
-                # Distinguish absent from null, because an absent key follows that of the run.
+                # Distinguish absent from null: an absent key takes the run's value.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
                     bound = f"{first} belongs to the same set, {name}, and has {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"

@@ -131,7 +131,7 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
     """Require the loss that ``distillation.mode`` needs, with settings that do not make all gradients 0."""
-    # This raises for algorithms without teachers, to which the rule does not apply.
+    # Called for its NotApplicableError: the rule does not apply to algorithms without teachers.
     teachers_of(view)
     view.require(not view.has_faults(SECTION))
     mode = view[f"{SECTION}.mode"]

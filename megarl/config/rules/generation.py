@@ -52,7 +52,7 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
     backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
     given = view.get(key, {})
     try:
-        # `engine_is_known` reports the error that this raises.
+        # `engine_is_known` reports this error.
         kind = kind_of(view[GENERATION])
     except ConfigError:
         return
@@ -70,8 +70,8 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
         faults_of_ranges(given, kind.section, key)
     )
     yield from faults
-    # Skip the engine's rules if there are faults, because a rule that reads a key of the wrong type would
-    # fail.
+    # Skip the engine's rules if there are faults: the view does not know which of these keys have wrong
+    # types.
     if not faults:
         yield from apply_rules(kind.rules, view)
 
@@ -125,7 +125,7 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
     longest, prompt, answer = view[LONGEST], view[PROMPT], view[NEW_TOKENS]
     if prompt + answer > longest:
         bound = f"it must hold {PROMPT} = {prompt} and {NEW_TOKENS} = {answer}"
-        # Propose halves for the case in which the prompt or the response fills a sequence by itself.
+        # Halves also help if the prompt or the response alone fills the sequence.
         halves = {PROMPT: longest // 2, NEW_TOKENS: longest - longest // 2}
         shorter = ({NEW_TOKENS: longest - prompt}, {PROMPT: longest - answer}, halves)
         candidates = ({LONGEST: prompt + answer}, *(each for each in shorter if min(each.values()) >= 1))

@@ -12,6 +12,7 @@ from megarl.config.rules.view import Rule, View, apply_rules
 from megarl.errors import Violation
 from megarl.key import keys_of
 
+# Settings at their defaults: where nothing reads them, any other value is refused.
 _CLAMP = defaults(SECTION, ClippedPGLossConfig, "log_ratio_clamp_value")
 _DIVERGENCE = defaults(
     SECTION,
@@ -21,8 +22,8 @@ _DIVERGENCE = defaults(
     "kl_input_clamp_value",
     "kl_output_clamp_value",
 )
-# Conditions list None next to False, because a loss that is constructed in a program may lack the key, which
-# is then off.
+# Conditions list None next to False: a loss constructed in a program may lack the key, which then counts as
+# off.
 _ROWS = (
     Row(
         "ratios",
@@ -307,7 +308,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
     unbounded weight.
     """
     section = f"{view.algorithm.section()}.{ASYNC}"
-    # A divergence from a teacher has no ratio.
+    # The top-k distillation loss has no probability ratio.
     view.require(view.get("distillation.mode") != "topk")
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.max_trajectory_age_steps"] > 0)
     old = (
@@ -319,8 +320,8 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
         yield Violation(
             key, True, f"{old}, and this treats them as sampled by the current policy", "write false"
         )
-    # After that pass, the clipped ratio refers to the newest weights, so that only the importance weight
-    # accounts for the age.
+    # With recomputed log-probabilities the clipped ratio is relative to the newest weights, so only the
+    # importance weight corrects for the age.
     if view[f"{section}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
@@ -334,7 +335,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
             yield Violation(key, None, bound, "write tis, with truncated_importance_sampling_ratio: 2.0")
         return
     key = "loss_fn.ratio_clip_c"
-    # CISPO bounds its weights for every advantage.
+    # CISPO clips its weights for advantages of either sign.
     if view[key] is None and not view["loss_fn.use_cispo"]:
         bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
         yield Violation(key, None, bound, f"write 3.0, or {section}.recompute_logprobs: true")

@@ -23,7 +23,7 @@ from megarl.errors import Violation
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Key that a view has next to its sections: whether its model should have a scoring head.
+# Extra top-level key of a model's view: true if its section wants a score head.
 _WANTED = "wanted_head"
 
 
@@ -34,7 +34,7 @@ def with_model_as_policy(
     cluster reduced to the training ranks."""
     cluster = config.get("cluster")
     try:
-        # If this does not apply, the policy's own rules report the reason.
+        # If this raises, the policy's own rules report the reason.
         nodes, ranks = training_shape(View(config, faulty))
         cluster = {**config["cluster"], "gpus_per_node": ranks, "num_nodes": nodes, "for_training": True}
     except NotApplicableError:
@@ -61,7 +61,7 @@ def model_view(
     """
     seen = {**with_model_as_policy(config, path, faulty), _WANTED: section.scores}
     if not section.is_trained:
-        # Remove the algorithm, so that rules which require one do not apply.
+        # Rules on training read the algorithm, and do not apply without it.
         seen.pop("algorithm", None)
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)
@@ -123,7 +123,7 @@ def backbone_is_that_of_the_policy(
 def length_is_at_least_the_policy_s(view: View, path: str) -> Iterator[Violation]:
     """Require that the model at ``path`` accepts the policy's longest sequences, because it reads them."""
     key, longest = LONGEST.replace(POLICY, path, 1), view[LONGEST]
-    # A conversation of several turns has several responses.
+    # With several turns a conversation has several responses, so only the maximum sequence length bounds it.
     if view.has(NEW_TOKENS) and view.get(f"{view.algorithm.section()}.max_rollout_turns", 1) == 1:
         longest = min(longest, view[PROMPT] + view[NEW_TOKENS])
     if view[key] < longest:

@@ -80,8 +80,8 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         )
     distributed = f"{MEGATRON}.optimizer.use_distributed_optimizer"
     if backend == "megatron" and view["policy.precision"] != "float32" and not view.get(distributed, True):
-        # The decay parameters stay in float32, but Megatron-Core's other optimizer writes the state of only
-        # one dtype to a checkpoint.
+        # Gated delta nets keep decay parameters in float32. Without the distributed optimizer,
+        # Megatron-Core's checkpoints contain the state of one dtype only.
         bound = (
             "checkpoints without the distributed optimizer, for gated delta nets in "
             f"{view['policy.precision']} are {NOT_YET}"

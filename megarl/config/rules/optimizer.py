@@ -88,8 +88,7 @@ def learning_rates(view: View) -> Iterator[Violation]:
     """Require that ``min_lr`` and ``lr_warmup_init`` are at most ``lr``."""
     _megatron(view)
     largest = view[f"{OPTIMIZER}.lr"]
-    # Megatron-Core's scheduler asserts that neither exceeds lr, but only in the workers, where a failure
-    # would end the run.
+    # Megatron-Core's scheduler asserts the same, but only in the workers, after everything has started.
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:
@@ -162,7 +161,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         bound = f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}"
         candidates = ({key: start}, {f"{SCHEDULER}.start_weight_decay": own, key: own})
         yield Violation(key, end, bound, "write the same in both", candidates)
-    # At every call, the scheduler replaces the optimizer's value by its own.
+    # The scheduler overwrites the optimizer's weight decay at each step.
     elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
         own = view[f"{OPTIMIZER}.weight_decay"]
         bound = (
@@ -190,7 +189,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
 def clipping_agrees(view: View) -> Iterator[Violation]:
     """Require that ``clip_grad`` of Megatron's optimizer agrees with ``policy.max_grad_norm``."""
     _megatron(view)
-    # Megatron-Core reads 0 as no clipping.
+    # Megatron-Core turns clipping off by 0, the other backends by null.
     clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
     if clip != (norm or 0.0):
         bound = f"it must be policy.max_grad_norm = {'null, that is 0' if norm is None else norm}"

@@ -48,7 +48,7 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
         sizes = (1, view[f"{DTENSOR}.context_parallel_size"], view[f"{DTENSOR}.tensor_parallel_size"])
     else:
         sizes = (1, 1, 1)
-    # Stop at sizes below 1, which are reported as out of range, because the rules divide by them.
+    # Rules divide by these sizes. Values below 1 are reported by ``values_in_range``.
     view.require(min(sizes) >= 1)
     return sizes
 
@@ -113,7 +113,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     bound = (
         f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     )
-    # This is the smallest number of nodes that together hold whole copies of the model.
+    # Smallest number of nodes that together hold a whole number of model copies.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f"; at least {whole_copy} nodes of {ranks} ranks are needed"
@@ -143,6 +143,7 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
             key,
             (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0),
         )
+    # Ranks reserved for engines on each node stay reserved.
     given = per_node - ranks
     yield from each_of(
         "cluster.gpus_per_node",
@@ -156,7 +157,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
-    # Ranks that are not divisible are reported by the rule above.
+    # ``ranks_divide`` reports ranks that do not divide.
     view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
@@ -261,8 +262,8 @@ def widths_divide(view: View) -> Iterator[Violation]:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
         widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
-    # Use the greatest common divisor, because a size that divides only one width breaks the rule for the
-    # next.
+    # Propose divisors of all widths, because a size that divides only one of them would violate the rule
+    # again.
     candidates = each_of(key, divisors_near(math.gcd(*widths.values()), tensor))
     for name, width in widths.items():
         if width % tensor:
@@ -313,7 +314,7 @@ PERMUTATION = f"{MEGATRON}.moe_permute_fusion"
 BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
 COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
 BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
-# Keys that only concern experts and their routers, with the values that have no effect.
+# Keys that only mixture-of-experts models read -> the values that mean "off", which dense models may have.
 WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
     EXPERT: (1,),
     EXPERT_TENSOR: (1,),
@@ -342,7 +343,7 @@ def experts_divide(view: View) -> Iterator[Violation]:
         candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
         bound = f"it must divide the model's {view.facts.num_experts} experts"
         yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
-    # Otherwise Megatron-Core's MoELayer refuses to train.
+    # Megatron-Core's MoELayer refuses to train without sequence parallelism.
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")

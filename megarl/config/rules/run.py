@@ -86,7 +86,8 @@ def _faulty(view: View, path: str) -> bool:
 
 def megatron_trains(view: View) -> Iterator[Violation]:
     """Require ``megatron_cfg.optimizer`` if the policy is trained on Megatron."""
-    # This is never None: the property raises if there is no algorithm, and then the rule does not apply.
+    # ``view.algorithm`` is never None. It raises without an algorithm, so the rule does not apply to models
+    # that are not trained.
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
@@ -149,8 +150,7 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
-    # NeMo-RL's names have a colon, as in `val:accuracy`. The proposal combines the part after it with
-    # megarl's prefix.
+    # NeMo-RL writes `val:accuracy`. Propose the part after the colon with megarl's prefixes.
     if not name.startswith(("train/", "validation/", "val_")):
         bare = re.split(r"[/:]", name)[-1]
         prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
@@ -219,9 +219,9 @@ def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
     if not callable(found):
         return f"it is {found!r:.60}, but must be a class"
     try:
-        # Pass a copy, because the user's class may change it.
+        # Pass a copy, because the custom class may change it.
         made = found(copy.deepcopy(dict(section)))
-    # A user's code may raise any exception, including SystemExit.
+    # Custom code may raise any exception, including SystemExit.
     except (Exception, SystemExit) as error:
         return f"it cannot be constructed from the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
@@ -242,7 +242,7 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
-    # A function that is not written in Python may have no signature.
+    # Functions written in C may have no signature.
     except ValueError:
         return True
     return True
@@ -293,7 +293,7 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
     """Require at least 2 responses per prompt for estimators that compare them, and clip bounds that leave
     some advantages nonzero."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
-    # A custom estimator may work without a group.
+    # Custom estimators need not compare the responses to a prompt.
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
     key = "grpo.num_generations_per_prompt"
     if view.get(key) == 1 and not whitens_alone:
@@ -368,7 +368,7 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         )
 
 
-# Products of decimal fractions are integers only up to rounding.
+# The product of an integer and a decimal fraction such as 1.1 is an integer only up to rounding.
 _ROUNDING = 1e-9
 
 
@@ -431,7 +431,8 @@ def reward_is_known(view: View) -> Iterator[Violation]:
     for key, section in environments.items():
         if section.get("environment", SINGLE_TURN) not in REWARDED:
             continue
-        # Among several environments, a source without a name has records that name theirs.
+        # With several environments, the records of a source without env_name name their environments
+        # themselves.
         names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
         columns = [set(_extra_keys(source)) for source in sources if at(source, "env_name") in names]
         columns = columns or [{extra for source in sources for extra in _extra_keys(source)}]
@@ -521,6 +522,7 @@ def environments_have_names(view: View) -> Iterator[Violation]:
         )
 
 
+# Metrics service -> required key of its section.
 _NAMED_BY = {"wandb": "project", "mlflow": "experiment_name", "trackio": "project"}
 
 
@@ -569,8 +571,8 @@ def _fault_of_sink(kind: Any) -> str | None:
     abstract = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing or abstract:
         return f"it lacks {', '.join([*missing, *abstract])}"
-    # Check the methods on the class, with a placeholder for `self`, because no sink can be made before a run
-    # exists.
+    # Check the methods of the class with a placeholder for `self`, because a sink may only be constructed in
+    # a run.
     calls = {"write": ("self", "row"), "truncate_after": ("self", "step"), "close": ("self",)}
     for name, arguments in {kind.__name__: ("log_dir", "run_config"), **calls}.items():
         try:
@@ -683,7 +685,7 @@ def _samples_of_step(view: View) -> tuple[int, int, int]:
     size = view[GLOBAL]
     prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
     generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
-    # Stop at other values, which are reported elsewhere as out of range, because the rules divide by them.
+    # Other rules divide by these values. Values below 1 are reported by ``values_in_range``.
     view.require(min(prompts, generations, size) >= 1)
     return prompts, generations, size
 
@@ -733,7 +735,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
             global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key))
         )
         return
-    # With a token budget, the lengths of the rows decide how many a micro-batch has.
+    # With a token budget, the number of rows of a micro-batch depends on their lengths.
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
         bound = (
@@ -755,12 +757,12 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     well."""
     size = view[global_key]
     try:
-        # Another rule reports ranks that are not divisible; here any size is then accepted.
+        # ``ranks_divide`` reports such ranks; accept any batch size here.
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
-    # Put the multiple that also fits the micro-batch size first, so that the first proposal satisfies both
-    # rules.
+    # Try multiples of ranks x micro-batch size first, so that the first proposal also satisfies the rule on
+    # micro-batches.
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
     if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:
@@ -773,7 +775,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[dict[s
     )
     batches = max(samples // size, 1)
     for unit in units:
-        # The responses to this number of prompts, or to a multiple of it, are whole units.
+        # The smallest number of prompts whose responses are a multiple of the unit.
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
             yield {
@@ -808,7 +810,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
         for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
-                # A value of the wrong type also reads as None, but is reported already.
+                # ``view.get`` gives None for a value of the wrong type too, which the schema check reports.
                 if not view.written(key):
                     yield Violation(
                         key,

@@ -52,7 +52,7 @@ class Row:
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
-            # An absent key has no value that could be incorrect.
+            # An absent key counts as having its allowed value.
             value = view.get(key, first)
             if value not in _several(values):
                 words = {
@@ -77,12 +77,12 @@ def _single_turn(view: View) -> bool:
 
 
 def _has_teachers(view: View) -> bool:
-    # This raises for an algorithm without teachers, to which the condition does not apply.
+    # Called for its NotApplicableError: the row does not apply to algorithms without teachers.
     teachers_of(view)
     return not view.has_faults(DISTILLATION)
 
 
-# Names, other than keys, that conditions and texts may use.
+# Names that conditions and texts may use in addition to dotted keys.
 _FACTS: Mapping[str, Callable[[View], object]] = {
     "backend": backend_of,
     "family": lambda view: view.facts.family,
@@ -490,7 +490,7 @@ ROWS_OF_RUNS = (
         "are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
     ),
-    # A critic or a teacher has not been tested with groups in the order of their completion.
+    # ready_first has not been tested with a critic or a teacher.
     Row(
         "schedule_of_sampling",
         {"ppo.async_grpo.schedule": "in_order"},
@@ -594,7 +594,7 @@ ROWS_OF_RUNS = (
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
-    # The rows of one rule have to be adjacent, because groupby only joins neighbours.
+    # Rows of one rule must be adjacent in the table, because groupby only groups neighbours.
     for name, rows in groupby(table, lambda row: row.rule):
         yield _rule(name, [row.violations for row in rows])
 
@@ -603,7 +603,7 @@ def _rule(name: str, rows: list[Rule]) -> Rule:
     def rule(view: View) -> Iterator[Violation]:
         return apply_rules(rows, view)
 
-    # Set the name, by which tests find a rule.
+    # Tests find a rule by its name.
     rule.__name__ = name
     return rule
 

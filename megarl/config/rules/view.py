@@ -52,6 +52,7 @@ class View:
             if not isinstance(current, Mapping) or part not in current or ".".join(walked) in self._faulty:
                 raise NotApplicableError(path)
             current = current[part]
+        # A rule that iterates over a list would meet the faulty item.
         if isinstance(current, list) and any(other.startswith(f"{path}.") for other in self._faulty):
             raise NotApplicableError(path)
         return current
@@ -132,13 +133,13 @@ def apply_rules(rules: Iterable[Rule], view: View) -> Iterator[Violation]:
     """Yield the violations of the rules that apply to a view."""
     for rule in rules:
         try:
-            # Build a list first, so that a rule that turns out not to apply reports nothing.
+            # Collect the violations first: a rule that raises NotApplicableError midway must report nothing.
             yield from list(rule(view))
         except NotApplicableError:
             continue
         except Exception as error:
-            # A rule may read a value that another rule refuses, such as a size of 0, or a section with a
-            # wrong value in it.
+            # The cause may be a value that another rule refuses, such as a size of 0, so ``check`` decides
+            # later.
             if view.failures is None:
                 raise
             view.failures.append(error)
