@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
-# One of these names is in the traceback if a process could not be started. The system's error alone does not
-# tell, because a held lock is refused with the same one.
+# Functions in whose traceback a failed start of a process appears. The system's error alone is ambiguous:
+# EAGAIN is also raised for a held lock.
 _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
 
 
@@ -366,8 +366,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl "
             "recipes lists its recipes"
         )
-    # Do not use `parse_args`: overrides, which may come at any position, and unknown options have to be
-    # returned as the rest.
+    # `parse_args` would reject overrides, which may occur anywhere, and unknown options, which get a better
+    # message later.
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
     takes_configuration = arguments.command in {"train", "eval"} or (
@@ -381,13 +381,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
         strangers = arguments.strangers
-        # Parse again without the unknown options, because the value of one may have been taken for CONFIG.
+        # Parse again without the unknown options, because argparse may have taken the value of one for
+        # CONFIG.
         arguments, rest = parser.parse_known_args(words)
         arguments.strangers = strangers
     positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
     arguments.overrides = positional
     if takes_configuration:
-        # argparse takes the first word for CONFIG, but this word may be an override.
+        # argparse takes the first word for CONFIG, but it may be an override.
         arguments.config = next((word for word in positional if not _is_override(word)), None)
         if arguments.config is not None:
             positional.remove(arguments.config)
@@ -422,7 +423,7 @@ def _is_algorithm(word: str) -> bool:
 
 
 def _is_override(word: str) -> bool:
-    # A path may have = in its name, so a word that names an existing file is not an override.
+    # A path may contain =, so the name of an existing file is not an override.
     return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
 
 
@@ -441,7 +442,7 @@ def _without_options(
     taken: list[tuple[str, object]] = []
     kept: list[str] = []
     values: list[str] | None = None
-    # The added last word closes an option whose values come at the end.
+    # The additional word "-" ends the values of an option at the end of the command line.
     for word in [*words, "-"]:
         if values is not None and (
             (word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)
@@ -499,7 +500,7 @@ def load_and_check(
             file = find(path)
             files = list(map(find, layers))
             config = load_config(file, own, files, allow_env=allow_env)
-            # A configuration that a run has stored names the recipe that the run was started from.
+            # The config.yaml of a run names the recipe from which that run was started; keep that.
             config.setdefault("recipe", name_of(file))
             checked = validate_config(
                 with_environment(config), config["recipe"], lambda: followers_of(file, own, files)
@@ -605,7 +606,7 @@ def train(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             console = stack.enter_context(progress_shown(ProgressConsole()))
             if arguments.config is not None and not arguments.strangers:
-                # Print the first line before the imports, which take a second.
+                # Print a line before the imports, which take a second.
                 console.say(redacted_text(f"megarl {__version__}: {arguments.config}"))
         return _train(arguments)
 
@@ -640,7 +641,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if doubt is not None:
         print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
-    # Import this module after the lines above are printed, because it imports everything that trains.
+    # Import this module only now, because it imports everything that training needs.
     from megarl.run.run import run
 
     return int(run(config, stop_at=arguments.stop_at) or 0)
@@ -650,13 +651,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Execute ``megarl eval``: evaluate a model on the validation sets of a configuration."""
     from megarl.config.validation_sets import instead_in_evaluation
 
-    # Quote these texts, because YAML may read a path as another kind of value.
+    # Quote the paths as JSON, because YAML might read one as a number or a boolean.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     if not any("cluster.memory_check=" in word for word in arguments.overrides):
-        # The check counts gradients and optimizer states, which an evaluation does not have.
+        # The memory check counts gradients and optimizer state, which an evaluation does not have.
         chosen.append("++cluster.memory_check=warn")
     if arguments.adapter is not None:
-        # Ignore what the configuration would train: the sum of base weights and adapter is all that is
+        # Drop the configuration's own adapters: only the base weights with this adapter merged in are
         # evaluated.
         chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]
     for word in arguments.overrides:
@@ -707,8 +708,8 @@ def show(config: RunConfig, data: bool) -> None:
         require_files_of_models(lacking)
         from megarl.run.inputs import describe_inputs
 
-        # Reading the data completes the configuration, but the report shows the configuration as it was
-        # given.
+        # Pass a copy, because reading the data fills in keys, and the report shows the configuration without
+        # them.
         found = describe_inputs(copy.deepcopy(config))
     console = output_console(highlight=True)
     model_name = config["policy"]["model_name"]
@@ -794,7 +795,7 @@ def report(error: MegarlError | ConversionError) -> int:
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
     text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
-    # The exit code still counts if the reader of standard error is gone.
+    # Return the exit code even if standard error is closed.
     with contextlib.suppress(OSError):
         sys.stderr.write(
             redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
@@ -825,8 +826,8 @@ def process_limit(error: BaseException) -> MachineError | None:
 def hide_secrets() -> None:
     """Set up logging and ``sys.excepthook`` so that neither log lines nor tracebacks show secrets of the
     environment or a configuration."""
-    # Show INFO messages of these packages alone: nobody here needs the progress reports of libraries, such as
-    # Megatron-Core's at its import.
+    # Show INFO messages of our own packages only. Libraries log progress at this level, such as Megatron-Core
+    # on import.
     redact_log(env.snapshot())
     for ours in ("megarl", "converters"):
         logging.getLogger(ours).setLevel(logging.INFO)
@@ -834,7 +835,7 @@ def hide_secrets() -> None:
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # The exit code still counts if nobody reads standard error any more.
+    # Exit as usual even if standard error is closed.
     with contextlib.suppress(OSError):
         sys.stderr.write(redacted_text("".join(traceback.format_exception(kind, error, trace))))
 
@@ -848,7 +849,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # If the locale cannot encode a letter, show a question mark instead of ending the command.
+        # Print a question mark for characters that the locale cannot encode, instead of failing.
         sys.stdout.reconfigure(errors="replace")
     hide_secrets()
     for name in env.forget_unsafe():
@@ -883,7 +884,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except (MegarlError, ConversionError) as error:
         return report(error)
     except KeyboardInterrupt as error:
-        # A conversion attaches a note about the files that it left behind.
+        # A conversion attaches notes on the files that it has left behind.
         sys.stderr.write(f"megarl: {'; '.join(['interrupted', *getattr(error, '__notes__', ())])}\n")
         return INTERRUPTED
     except (OSError, RuntimeError) as error:

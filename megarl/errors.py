@@ -47,6 +47,7 @@ class Violation:
     def __str__(self) -> str:
         rest = f"{self.bound}. Fix: {self.fix}"
         if is_secret(self.key):
+            # Rules quote values in their texts.
             rest = rest.replace(str(self.value), HIDDEN)
         return f"{self.key} = {shown(self.key, self.value)}: {rest}"
 

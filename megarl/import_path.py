@@ -21,8 +21,8 @@ from megarl.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 
-# After these seconds the log says that a module is still running, because a module that never ends would look
-# like a hanging program.
+# Seconds of an import after which a warning is logged, because an endless one would look like a hanging
+# program.
 _SLOW_S = 10.0
 
 
@@ -46,8 +46,8 @@ def load_object(path: str, key: str) -> Any:
     Raises:
         ConfigError: there is no such file, module or name, or importing the module fails.
     """
-    # Do not keep this object below, because another call in the same process may give another object by the
-    # same name.
+    # Do not cache it in ``_loaded``: a later call in this process may register another object under this
+    # name.
     if path in _given:
         return _given[path][0]
     if (path, key) not in _loaded:
@@ -83,7 +83,7 @@ def unpickle_object(path: str, pickled: bytes) -> None:
 
     try:
         value = cloudpickle.loads(pickled)
-    # Unpickling runs code of the user's object, which may fail in any way.
+    # Unpickling executes custom code, which may raise anything.
     except (Exception, SystemExit) as error:
         bound = f"it cannot be recreated in another process: {type(error).__name__}: {error}"
         raise _refused(path, path, bound, "let it use only modules that can be imported by name") from error
@@ -122,7 +122,7 @@ def _load(path: str, key: str) -> Any:
             module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
         raise _refused(key, path, f"{source} {error}", f"correct {source}") from error
-    # A user's code may fail in any way, and may end the process.
+    # Importing executes custom code, which may raise anything, including SystemExit.
     except (Exception, SystemExit) as error:
         raise _refused(
             key, path, f"{source} fails: {type(error).__name__}: {error}", f"correct {source}"

@@ -22,8 +22,8 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     originals: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            # Save only what the owner itself holds: an inherited attribute, or a method of an object, has to
-            # be inherited again afterwards.
+            # Save only attributes in the owner's own __dict__. An inherited one must be inherited again
+            # afterwards, so it is deleted then.
             original = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
             originals.append((owner, name, original))

@@ -14,13 +14,13 @@ from typing import Any
 
 HIDDEN = "***"
 
-# A name that contains one of these words is always the name of a secret.
+# A name that contains one of these words anywhere marks a secret.
 _ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential")
 
-# A name that ends with one of these words is the name of a secret.
+# A name whose last word is one of these marks a secret.
 _LAST = frozenset({"token", "pat", "pass", "pwd", "auth", "cookie", "apikey", "accesskey"})
-# One of these words before ``keys`` makes a name that of a secret; without one, several keys are a list of
-# names.
+# A name that ends in ``keys`` marks secrets only after one of these words; otherwise, keys are usually names
+# of fields.
 _OF_KEYS = frozenset(
     {
         "api",
@@ -38,11 +38,11 @@ _OF_KEYS = frozenset(
     }
 )
 
-# A shell sets this variable in the environment of every program that it starts. The directory is part of many
-# paths, which would be hidden in all messages.
+# Not a secret, although pwd is in ``_LAST``: shells set this variable to the working directory. Hiding it
+# would hide parts of most paths.
 _WORKING_DIRECTORY = "PWD"
 
-# After one of these words, ``token`` means a token of a vocabulary.
+# After one of these words, ``token`` is a token of the vocabulary, not a secret.
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 
 FIELDS = frozenset(
@@ -52,9 +52,9 @@ FIELDS = frozenset(
 them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# The possessive quantifiers match a word of any length at once: a word that is tried again from each of its
-# letters would take time that grows with the square of its length. A path made from an address has one slash
-# instead of two. A password may contain an @, so the last @ ends it.
+# Possessive quantifiers (++) avoid backtracking, whose time would grow with the square of a word's length.
+# ``:/`` with one slash occurs where a URL was turned into a path. A password may contain an @, so the last @
+# ends it.
 _CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
     r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+",
@@ -65,8 +65,8 @@ _NAMED = re.compile(
 )
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
 _NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
-# These words begin a sentence after a colon, also in the system's errors. The list is closed, because a
-# password may be any other word.
+# Words that begin a sentence after a colon, also in the system's error messages. Any other word may be a
+# password.
 _BEGINNINGS = frozenset(
     {
         *[
@@ -98,8 +98,7 @@ _BEGINNINGS = frozenset(
     }
 )
 _ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
-# A learned value of at least this many characters is hidden wherever it appears. Shorter values are ordinary
-# words elsewhere.
+# Minimum length of a value collected by ``learn``. Shorter ones would be hidden inside ordinary words.
 _SHORTEST = 8
 
 _learned: set[str] = set()
@@ -218,7 +217,7 @@ def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
     if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
         return False
     before = text[named.start("name") - 1 : named.start("name")]
-    # The end of a path, or of a quoted text that began earlier, is not a key.
+    # A name at the end of a path, or of a longer quoted text, is not a key.
     ends_text = before == "/" or bool(named["quote"] and before != named["quote"])
     return ends_text or word.lower() in _BEGINNINGS
 
@@ -278,7 +277,8 @@ class LineRedactor:
         """Return the redacted incomplete last line, without a line end, and clear it."""
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
-            # Show only half of the text, because what is at the cut could be the beginning of a secret.
+            # Show only half of the text, because a secret that was truncated at its end would not be
+            # recognised.
             text = (
                 f"{text[: len(text) // 2]} [... the rest of a line of "
                 f"{len(self._begun) + self._left_out} bytes]"
@@ -298,8 +298,8 @@ def redact_log(environment: Mapping[str, str]) -> None:
     with the environment's secrets hidden."""
     learn(environment)
     if not sys.warnoptions:
-        # Megatron and torch announce changes to their own developers at every start; python -W shows these
-        # warnings.
+        # FutureWarnings of Megatron and torch are addressed to developers, and appear at every start; python
+        # -W shows them.
         warnings.filterwarnings("ignore", category=FutureWarning)
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

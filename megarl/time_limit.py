@@ -23,6 +23,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     An alarm signal interrupts the block between two bytecode instructions. Only the main thread receives
     signals, so in other threads there is no limit.
     """
+    # Python delivers signals to the main thread only, and refuses to set a handler in another one.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -45,6 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 @contextmanager
 def unlimited() -> Iterator[None]:
     """Pause the surrounding ``time_limit``, if any, while the ``with`` block runs."""
+    # setitimer returns the time that was left on the clock.
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0) if is_limited() else (0.0, 0.0)
     try:
         yield

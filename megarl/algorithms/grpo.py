@@ -82,10 +82,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             int,
             Key(
-                "number of parts into which a step's prompts are divided when log-probabilities are "
-                "computed. With engines on ranks of their own, the policy processes a part as soon as its "
-                "responses are complete, while engines still sample the others; 1 waits for the last "
-                "response. The number changes log-probabilities by rounding only.",
+                "number of parts into which a step's prompts are divided for the log-probability pass. With "
+                "engines on ranks of their own, the policy processes a part as soon as all of its responses "
+                "are complete, while engines still sample those of other parts; 1 waits for all responses. "
+                "The number changes log-probabilities by rounding only.",
                 AT_LEAST_1,
                 default=1,
             ),

@@ -85,7 +85,7 @@ def layer_activation_bytes(
         tokens: tokens of the micro-batch on the rank.
         tensor: tensor-parallel size.
         sequence_parallel: activations between the tensor-parallel parts are sharded too.
-        kept: sizes that the backend's operations store.
+        kept: activation sizes of the backend's operations.
         recomputed: parts of the layer that are recomputed instead (``core_attn``, ``mlp``).
         mixer: kind of the layer's token mixer.
     """

@@ -65,8 +65,8 @@ def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern matches a module's name: the full name, the end of it from a dot on, or a
-    glob with ``*``."""
+    """Return whether one of the patterns matches a module's name. A pattern is a full name, the end of a
+    name after a dot, or a glob with ``*``."""
     return any(
         fnmatch.fnmatchcase(name, pattern)
         if "*" in pattern

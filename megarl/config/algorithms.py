@@ -235,7 +235,11 @@ def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, Mo
         # Keep the description of loss_fn and env, unless the algorithm declares them with a TypedDict of its
         # own.
         if name not in keys or section not in section_types(keys[name]):
-            keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
+            keys[name] = NotRequired[
+                Annotated[
+                    section, Key(f"settings of the algorithm `{name}`; other algorithms refuse this section.")
+                ]
+            ]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
     # Create the TypedDict dynamically, because its sections depend on the algorithm.
     make: Any = TypedDict

@@ -276,7 +276,7 @@ def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:
     """Return a section with its absent keys set to their defaults, or to the value of the key that they
-    follow."""
+    follow. ``kind`` is the section's TypedDict."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
         # Do this after the defaults, because the followed key may be absent itself.
@@ -286,7 +286,8 @@ def _filled(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _complete(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section with its defaults, and its direct subsections with theirs."""
+    """Return a section with its defaults filled in, and its direct subsections with theirs. ``kind`` is the
+    section's TypedDict."""
     filled = _filled(config, kind)
     for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):

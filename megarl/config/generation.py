@@ -218,9 +218,9 @@ class GenerationConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "what generates the responses: `megatron` or `hf` (DTensor and FSDP1), also when absent: "
-                "the policy itself; `vllm`; or the import path of a custom engine, `path/to/file.py:KIND`, "
-                "see `megarl.models.generation.engines`."
+                "generator of the responses: `megatron` (for Megatron) or `hf` (for DTensor and FSDP1) is "
+                "the policy itself, also when absent; `vllm`; or the import path of a custom engine, "
+                "`path/to/file.py:KIND`, see `megarl.models.generation.engines`."
             ),
         ]
     ]

@@ -248,7 +248,7 @@ class _Layers:
         tensor: tensor-parallel size.
         sequence_parallel: activations between the tensor-parallel parts of a layer are sharded too.
         expert_tensor: tensor-parallel size of an expert.
-        kept: sizes that the backend's operations store.
+        kept: activation sizes of the backend's operations.
     """
 
     kinds: Mapping[LayerKind, int]

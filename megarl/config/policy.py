@@ -137,7 +137,7 @@ class SequencePackingConfig(TypedDict):
             int,
             Key(
                 "maximum number of tokens of a micro-batch in training; ``auto`` takes as many as the "
-                "memory plan allows on ``cluster.device_memory_gib``.",
+                "memory plan allows on a GPU of ``cluster.device_memory_gib``.",
                 AT_LEAST_1,
             ),
         ]
@@ -178,7 +178,7 @@ class DynamicBatchingConfig(TypedDict):
             int,
             Key(
                 "maximum number of tokens, padding included, of a micro-batch in training; ``auto`` takes "
-                "as many as the memory plan allows on ``cluster.device_memory_gib``.",
+                "as many as the memory plan allows on a GPU of ``cluster.device_memory_gib``.",
                 AT_LEAST_1,
             ),
         ]
@@ -353,7 +353,7 @@ class MegatronSchedulerConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "weight decay after ``lr_decay_iters``, at least ``start_weight_decay``; "
+                "weight decay after ``lr_decay_iters`` steps, at least ``start_weight_decay``; "
                 "``optimizer.weight_decay`` when absent.",
                 AT_LEAST_0,
             ),
@@ -381,8 +381,9 @@ class MegatronSchedulerConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "number of ``train`` calls (see this section) until the learning rate reaches ``min_lr``, "
-                "warm-up included; null is allowed only with a constant learning rate and weight decay.",
+                "number of training steps (PPO: epochs, `ppo_epochs` per step), however many optimizer "
+                "steps each takes, until the learning rate reaches `optimizer.min_lr`, warm-up included; "
+                "null is allowed only with a constant learning rate and weight decay.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -392,8 +393,8 @@ class MegatronSchedulerConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "number of ``train`` calls (see this section) in which the learning rate rises linearly to "
-                "``optimizer.lr``; 0 for no warm-up.",
+                "number of training steps (PPO: epochs, `ppo_epochs` per step) in which the learning rate "
+                "rises linearly to ``optimizer.lr``; 0 for no warm-up.",
                 AT_LEAST_0,
                 default=0,
             ),

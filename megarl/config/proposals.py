@@ -128,8 +128,8 @@ class _Search:
         return None
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
-        """Return ``changes`` with at most ``steps`` further ones, so that no changed key, no previously
-        valid key and not ``key`` itself breaks a rule; None if none are found."""
+        """Return ``changes`` with at most ``steps`` more changes, after which neither ``key``, nor a changed
+        key, nor a key that was valid before breaks a rule; None if there are no such changes."""
         if len(self._known) > _MOST_TRIALS:
             return None
         # Ignore violations of keys that are still to be fixed.

@@ -50,8 +50,8 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "number of best checkpoints to keep, in addition to the newest one; the others are deleted. "
-                "null keeps all.",
+                "number of best checkpoints (by `metric_name`) to keep, in addition to the newest one; the "
+                "others are deleted. null keeps all.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -382,7 +382,7 @@ class ClusterConfig(TypedDict):
             int | None,
             Key(
                 "maximum number of restarts of workers in one launch. When a worker or its node is lost or "
-                "hangs, new workers continue from the newest complete checkpoint; after the last restart, "
+                "hangs, new workers continue from the newest complete checkpoint; when no restart is left, "
                 "the launch ends with exit code 4. null for 3 in a Slurm job, else 0.",
                 AT_LEAST_0,
                 default=None,
@@ -537,7 +537,7 @@ class DeadlinesConfig(TypedDict):
 
 
 class DebugConfig(TypedDict):
-    """Debugging aids."""
+    """Checks for debugging, which slow a run down."""
 
     collectives: NotRequired[
         Annotated[
@@ -554,7 +554,7 @@ class DebugConfig(TypedDict):
 
 
 class ProfilerConfig(TypedDict):
-    """Profiling of selected steps."""
+    """Profiling of selected steps with NVIDIA Nsight Systems or torch's profiler."""
 
     steps: NotRequired[
         Annotated[

@@ -1,4 +1,4 @@
-"""Rules on low-rank adapters, ``policy.peft``."""
+"""Rules on low-rank adapters (``policy.peft``, ``policy.merged_adapter``)."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def validation_has_data(view: View) -> Iterator[Violation]:
 
 
 def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
-    """Require that ``checkpointing.metric_name`` begins like a training or validation metric."""
+    """Require that ``checkpointing.metric_name`` begins with ``train/``, ``validation/`` or ``val_``, as the
+    names of metrics do."""
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))

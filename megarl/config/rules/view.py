@@ -82,7 +82,7 @@ class View:
         return True
 
     def has_faults(self, path: str) -> bool:
-        """Return whether the value at a dotted path, or a value below it, has the wrong type."""
+        """Return whether the value at a dotted path, or a value below it, is known to have the wrong type."""
         return any(faulty == path or faulty.startswith(f"{path}.") for faulty in self._faulty)
 
     @property
