@@ -190,6 +190,7 @@ def sparse_layer_activation_bytes(
     # A recomputed mixture stores nothing, like a dense layer without an MLP.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
+    # Without a shared expert this size is 0, and the MLP adds nothing.
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = (

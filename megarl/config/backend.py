@@ -18,6 +18,7 @@ HAS_HYBRID_MODEL = Version("0.19.2")
 def enabled_backend(policy: PolicyConfig) -> BackendName:
     """Return the backend of a ``policy`` section: ``megatron`` or ``dtensor`` if its section is enabled,
     otherwise ``fsdp1``."""
+    # Use get, because a policy section that a program constructs may lack either.
     megatron, dtensor = policy.get("megatron_cfg"), policy.get("dtensor_cfg")
     if megatron and megatron["enabled"]:
         return "megatron"

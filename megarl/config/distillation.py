@@ -35,5 +35,7 @@ def teachers_of_sources(config: RunConfig) -> list[str]:
         return [TEACHER] * len(train_sources(config["data"]))
     chosen = at(config, OF_SOURCE)
     return [
-        names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config["data"])
+        # A rule requires the mapping if there are several teachers.
+        names[0] if chosen is None else chosen[source_key(source)]
+        for source in train_sources(config["data"])
     ]

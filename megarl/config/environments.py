@@ -685,6 +685,7 @@ def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
     several = section.get("rewards")
     if several is None:
         return {key: cast(RewardConfig, section)}
+    # Keys of the reward itself override these; its name is the default of ``reward``.
     shared: Any = {name: section[name] for name in ("strip", "timeout_s") if name in section}
     return {
         f"{key}.rewards.{name}": cast(RewardConfig, {"reward": name, **shared, **inner})

@@ -75,6 +75,7 @@ def layers_per_stage(
     fixed = [count for count in (first, last) if count is not None]
     if any(count < 1 for count in fixed):
         raise ValueError("a pipeline stage needs at least one layer")
+    # The stages without a given number must have equal shares.
     rest, others = num_layers - sum(fixed), stages - len(fixed)
     if others == 0:
         if rest != 0:

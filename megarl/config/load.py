@@ -73,6 +73,7 @@ def load_config(
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
+        # OmegaConf recurses into nested values, so very deep nesting exceeds Python's recursion limit.
         return _resolved(path, overrides, layers, allow_env)
     except RecursionError as error:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
@@ -97,6 +98,7 @@ def _merged(path: str | Path, overrides: Sequence[str], layers: Sequence[str | P
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
         stacked = _laid_over(stacked, _load(Path(file), None, ()))
+    # Overrides come after all files, so they take precedence.
     return parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
 
 
@@ -231,6 +233,7 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
 
 
 def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[Any, Any]:
+    # Resolve links, so that a circle of inheritance through one is found too.
     path = path.expanduser().resolve()
     if path in chain:
         circle = " -> ".join(map(str, (*chain, path)))

@@ -146,6 +146,7 @@ def moments_apart(
 
 def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
     """Return (bytes of a refit's two buffers, bytes of the weights being gathered for them)."""
+    # Assume that the embedding is the largest weight.
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     if configured is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POLICY: Final = "policy"
 # Match policy only as the first part of a dotted key, not as a word of a sentence.
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-# Keys that depend on a model's role.
+# Keys that depend on a model's role: a critic does not share the policy's adapter, for example.
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft", "merged_adapter")
 
 

@@ -143,6 +143,7 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
     text = text.replace("{algorithm}", section)
     if _IS_KEY.fullmatch(text):
         text = f"write {text}={{value}}"
+    # The optimizers of this configuration refer to policy.learning_rate, so that is the key to change.
     if at(config, "policy.learning_rate") is not None:
         text = text.replace(f"write {_OPTIMIZER}.lr=", "write policy.learning_rate=")
     if at(config, "policy.megatron_cfg.enabled") is False or at(config, "policy.optimizer") is not None:

@@ -187,6 +187,7 @@ def fullest_moment(config: RunConfig) -> Moment | None:
         return None
     layout, ranks = memory_of_run(config)
     moments = ledger(config, facts, ranks)
+    # Without an engine there is no ledger; the peaks of the models decide.
     if not moments:
         rest = process_rest(communicators(layout, config["policy"]))
         beside = memory_of_models(config)

@@ -180,5 +180,6 @@ class EngineKind:
 
     def missing_package(self) -> str | None:
         """Return the first of ``distributions`` if none of them is installed, else None."""
+        # One is enough: the same package may have distributions for CPUs and for GPUs.
         is_there = not self.distributions or any(map(installed_version, self.distributions))
         return None if is_there else self.distributions[0]

@@ -42,6 +42,7 @@ def valid(
     completed, violations = examine(given)
     if not violations:
         return completed
+    # Only candidates need the references, for which the files are read again.
     follow = followers() if any(violation.candidates for violation in violations) else {}
 
     def violations_after(changes: Mapping[str, object]) -> list[Violation]:

@@ -80,6 +80,7 @@ def find(text: str) -> Path:
         ConfigError: the word is not a path, and there is no such recipe.
     """
     path = Path(text)
+    # An existing file takes precedence over a recipe of the same name.
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
         # The documentation writes recipes as configs/NAME.yaml, which exists only in a clone.

@@ -89,6 +89,7 @@ def recipe_table(configs: Path) -> Iterator[str]:
         megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
         packing = policy["sequence_packing"]
         tokens = batch_plan(config, layout).tokens_per_micro_batch
+        # Only sections of enabled backends have their defaults, hence ``get``.
         recompute = (
             megatron.get("activation_checkpointing")
             or dtensor.get("activation_checkpointing")

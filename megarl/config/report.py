@@ -226,6 +226,7 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     table.add_section()
     table.add_row("peak", *(size_text(row.peak) for row in shown))
     if model is None:
+        # Models other than the policy have no reference.
         table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
     if any(row.host_optimizer for row in shown):
         table.add_row("optimizer, host memory", *(size_text(row.host_optimizer) for row in shown))

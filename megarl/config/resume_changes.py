@@ -83,6 +83,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     for key in [key for key in before if key in now]:
         old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
+            # No other version of megarl adds keys here, so a missing key was removed by the user.
             if key in _BY_A_PERSON:
                 absent = dict.fromkeys([*old, *new])
                 old, new = {**absent, **old}, {**absent, **new}

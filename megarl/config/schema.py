@@ -231,6 +231,7 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     wanted = known_paths(section)
     inner = [name for name in ("path", "name") if f"{path}.{name}" in wanted]
     if kind == "dict_type" and isinstance(value, str) and inner:
+        # A plain word is more likely the name of a data set than a path.
         is_name = "name" in inner and not any(mark in value for mark in "/.")
         return Violation(
             key, value, _expected(fault), f"write {key}.{'name' if is_name else inner[0]}={value}"

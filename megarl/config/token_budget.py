@@ -64,6 +64,7 @@ def _chosen(config: RunConfig, key: str) -> int:
         least_tokens(View(config), key.rpartition(".")[0]),
     )
     most = max(least, _tokens_of_step(config, layout_of(View(config))))
+    # The first budget that fits is the largest one.
     for tokens in _descending(least, most):
         moment = fullest_moment(put(config, key, tokens))
         if moment is not None and moment.total <= available:

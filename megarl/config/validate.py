@@ -127,6 +127,7 @@ def _violations(completed: Config, found: list[Violation], after: list[Violation
     facts_of_models: dict[str, ModelFacts | None] = {}
     for path in model_sections(completed):
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
+        # Models that inherit the policy's model_name would repeat its violation.
         known = [violation.value for violation in model_violations]
         model_violations += [violation for violation in more if violation.value not in known]
     broken = [*found, *model_violations]

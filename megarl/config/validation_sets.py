@@ -124,6 +124,7 @@ def set_plans(config: RunConfig) -> list[SetPlan]:
                 name,
                 tuple(members.places),
                 chosen[GENERATIONS],
+                # YAML may give 0 and 1 as integers.
                 float(chosen[TEMPERATURE]),
                 float(chosen[TOP_P]),
                 chosen[TOP_K],

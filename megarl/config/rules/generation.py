@@ -146,6 +146,7 @@ def example_fits(view: View) -> Iterator[Violation]:
 
 def model_reaches_length(view: View) -> Iterator[Violation]:
     """Require that ``max_total_sequence_length`` is at most the maximum number of positions of the model."""
+    # None if the model's config.json has no limit.
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
         bound = f"the model supports at most {reach} positions"

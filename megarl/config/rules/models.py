@@ -63,6 +63,7 @@ def model_view(
     if not section.is_trained:
         # Rules on training read the algorithm, and do not apply without it.
         seen.pop("algorithm", None)
+    # Faults of this section count for ``policy`` here, those of the real policy do not.
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)
 
