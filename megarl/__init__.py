@@ -1,7 +1,7 @@
 """megarl: reinforcement learning of language models on Megatron-Core, at any scale, provable on a CPU.
 
-``megarl.train``, ``megarl.eval``, ``megarl.convert`` and ``megarl.Run`` are the library. Importing this
-package imports neither torch nor ray; each subpackage imports what it needs.
+The library is ``megarl.train``, ``megarl.eval``, ``megarl.convert`` and ``megarl.Run``. Importing this
+package imports neither torch nor Ray; each subpackage imports what it needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _LIBRARY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function of the library on first access, so that the command starts without the library."""
+    """Import a library function on first access, so that the command line starts without importing the
+    library."""
     if name not in _LIBRARY:
         raise AttributeError(f"module 'megarl' has no attribute {name!r}")
     module, attribute = _LIBRARY[name]

@@ -1,4 +1,4 @@
-"""``python -m megarl``: runs the command if its script is not on the path."""
+"""Entry point of ``python -m megarl``, for environments in which the script ``megarl`` is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The ``megarl`` command: its subcommands and its exit codes."""
+"""Command line of megarl: subcommands and exit codes."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
 USER_FAULT = 2
 _NO_THREAD = "can't start new thread"
-# One of these names is in the traceback if a process could not be started. The system's error alone does not
-# tell, because a held lock is refused with the same one.
+# Functions in whose traceback a failed start of a process appears. The system's error alone is ambiguous:
+# EAGAIN is also raised for a held lock.
 _FORKING = ("_execute_child", "popen_fork", "spawnv_passfds")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that hides secrets when it rejects a command line. Sub-commands use the class of their
-    parser."""
+    """Argument parser whose error messages hide secrets. argparse uses the same class for subcommands."""
 
     def error(self, message: str) -> NoReturn:
         super().error(redacted_text(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of ``megarl`` with all subcommands."""
     parser: argparse.ArgumentParser = _Parser(
         prog="megarl", description="Reinforcement learning of language models on Megatron-Core."
     )
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``eval``."""
+    """Add the subcommand ``eval``."""
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a model or a checkpoint on the validation sets of a configuration",
@@ -159,7 +159,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-commands that inspect runs and machines: ``status``, ``plot``, ``samples`` and
+    """Add the subcommands that inspect runs and machines: ``status``, ``plot``, ``samples`` and
     ``doctor``."""
     status = commands.add_parser(
         "status",
@@ -221,7 +221,7 @@ def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``samples``."""
+    """Add the subcommand ``samples``."""
     samples = commands.add_parser(
         "samples",
         help="show prompts and responses of a run",
@@ -266,7 +266,7 @@ def add_samples(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
-    """Add the options that control how a configuration is read."""
+    """Add the options ``--with`` and ``--allow-env``, which affect how a configuration is loaded."""
     parser.add_argument(
         "--with",
         dest="layers",
@@ -285,7 +285,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``convert``, which works without the rest of megarl."""
+    """Add the subcommand ``convert``, whose package does not depend on megarl."""
     from converters.command import build_parser as add_arguments
 
     add_arguments(
@@ -296,7 +296,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command ``parity``."""
+    """Add the subcommand ``parity``."""
     from megarl.parity.faults import MUTATIONS
 
     parity = commands.add_parser(
@@ -353,11 +353,11 @@ def add_parity(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. Overrides of a configuration may be anywhere among the options.
+    """Parse a command line. Configuration overrides may occur anywhere among the options.
 
     Returns:
-        The arguments, with ``overrides`` and, for a command that takes a configuration, ``strangers``:
-        unknown options with their values.
+        The arguments, with ``overrides`` and ``strangers`` added: unknown options with their values, which
+            only commands with a configuration accept.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -366,8 +366,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"{words[0]} is an algorithm, not a command: megarl train RECIPE key=value ...; megarl "
             "recipes lists its recipes"
         )
-    # Do not use `parse_args`: overrides, which may come at any position, and unknown options have to be
-    # returned as the rest.
+    # `parse_args` would reject overrides, which may occur anywhere, and unknown options, which get a better
+    # message later.
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
     takes_configuration = arguments.command in {"train", "eval"} or (
@@ -381,13 +381,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.strangers, words = _without_options(words, unknown)
     if unknown:
         strangers = arguments.strangers
-        # Parse again without the unknown options, because the value of one may have been taken for CONFIG.
+        # Parse again without the unknown options, because argparse may have taken the value of one for
+        # CONFIG.
         arguments, rest = parser.parse_known_args(words)
         arguments.strangers = strangers
     positional = [*([] if getattr(arguments, "config", None) is None else [arguments.config]), *rest]
     arguments.overrides = positional
     if takes_configuration:
-        # argparse takes the first word for CONFIG, but this word may be an override.
+        # argparse takes the first word for CONFIG, but it may be an override.
         arguments.config = next((word for word in positional if not _is_override(word)), None)
         if arguments.config is not None:
             positional.remove(arguments.config)
@@ -396,7 +397,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refuse_combinations(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message if arguments cannot be combined."""
+    """Exit with a usage error if two arguments cannot be combined."""
     if arguments.command == "train" and arguments.data and not arguments.dry_run:
         parser.error("--data goes with --dry-run; a run reads its data anyway")
     if (
@@ -422,24 +423,26 @@ def _is_algorithm(word: str) -> bool:
 
 
 def _is_override(word: str) -> bool:
-    # A path may have = in its name, so a word that names an existing file is not an override.
+    # A path may contain =, so the name of an existing file is not an override.
     return (word.startswith("~") and "/" not in word) or ("=" in word and not Path(word).is_file())
 
 
 def _without_options(
     words: Sequence[str], unknown: Collection[str]
 ) -> tuple[list[tuple[str, object]], list[str]]:
-    """Remove unknown options, each with the words that are its values, from a command line. Return them and
-    the remaining words.
+    """Remove unknown options and their values from a command line.
 
-    A word that names a recipe or a YAML file is CONFIG rather than a value.
+    A word that names a recipe or a YAML file is CONFIG, not the value of an unknown option.
+
+    Returns:
+        (removed options with their values, remaining words).
     """
     from megarl.config.recipes import is_recipe
 
     taken: list[tuple[str, object]] = []
     kept: list[str] = []
     values: list[str] | None = None
-    # The added last word closes an option whose values come at the end.
+    # The additional word "-" ends the values of an option at the end of the command line.
     for word in [*words, "-"]:
         if values is not None and (
             (word.startswith("-") and not word[1:2].isdigit()) or "=" in word or is_recipe(word)
@@ -465,18 +468,18 @@ def load_and_check(
     strangers: Sequence[tuple[str, object]] = (),
     own_options: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the configuration of a run: read, overridden, checked and filled in.
+    """Return the configuration of a run: loaded, overridden, checked and completed with defaults.
 
     Args:
         path: file or recipe; None if the command line names none.
         overrides: ``key=value`` words.
         layers: files that are merged over the configuration.
-        allow_env: whether the configuration may use values of environment variables.
-        strangers: options that the command does not have, with their values.
+        allow_env: allow the configuration to use environment variables.
+        strangers: (option, value) pairs of options that the command does not have.
         own_options: options that the command has.
 
     Raises:
-        ConfigError: the error carries everything that is wrong with the configuration and the command line.
+        ConfigError: something is wrong; it has all faults of the configuration and of the command line.
     """
     from megarl.config.load import followers_of, load_config, with_environment
     from megarl.config.other_trainers import option_faults, override_faults, split_overrides
@@ -497,7 +500,7 @@ def load_and_check(
             file = find(path)
             files = list(map(find, layers))
             config = load_config(file, own, files, allow_env=allow_env)
-            # A configuration that a run has stored names the recipe that the run was started from.
+            # The config.yaml of a run names the recipe from which that run was started; keep that.
             config.setdefault("recipe", name_of(file))
             checked = validate_config(
                 with_environment(config), config["recipe"], lambda: followers_of(file, own, files)
@@ -514,8 +517,16 @@ def load_and_check(
 
 
 def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a command line. If its options are wrong, exit after printing the command's
-    usage and the errors."""
+    """Return the configuration of a command line. For unknown options, or without CONFIG, print usage and
+    errors, and exit.
+
+    Args:
+        arguments: the parsed command line.
+        more: further overrides, applied last.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
     options = re.findall(r"--[a-z][\w-]*", arguments.parser.format_help())
     try:
         return load_and_check(
@@ -534,7 +545,7 @@ def load_arguments(arguments: argparse.Namespace, more: Sequence[str] = ()) -> R
 
 
 def list_recipes(as_json: bool) -> int:
-    """Print the configurations that ship with megarl, and return 0."""
+    """Print the shipped configurations with their summaries, and return exit code 0."""
     from megarl.config.recipes import PARTS, recipes
 
     shipped = {part: list(recipes(part)) for part in PARTS}
@@ -564,7 +575,7 @@ def list_recipes(as_json: bool) -> int:
 
 
 def list_keys(words: Sequence[str]) -> int:
-    """Print the configuration keys that match all of the words. Return 0, or 1 if there are none."""
+    """Print the configuration keys that match all words. Return exit code 0, or 1 if there are none."""
     from megarl.config.reference import search_keys
 
     found = False
@@ -578,7 +589,7 @@ def list_keys(words: Sequence[str]) -> int:
 
 
 def _time(text: str) -> float:
-    """Return an option's time as Unix seconds."""
+    """Return the value of ``--stop-at`` as Unix seconds."""
     from megarl.run.time_left import read_time
 
     try:
@@ -588,15 +599,14 @@ def _time(text: str) -> float:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run a configuration, or show what it would do; with ``--data``, also show the data that it
-    would read."""
+    """Execute ``megarl train``: run a configuration, or show the dry-run report."""
     from megarl.observe.progress import ProgressConsole, progress_shown
 
     with contextlib.ExitStack() as stack:
         if not arguments.dry_run:
             console = stack.enter_context(progress_shown(ProgressConsole()))
             if arguments.config is not None and not arguments.strangers:
-                # Print the first line before the imports, which take a second.
+                # Print a line before the imports, which take a second.
                 console.say(redacted_text(f"megarl {__version__}: {arguments.config}"))
         return _train(arguments)
 
@@ -631,23 +641,23 @@ def _train(arguments: argparse.Namespace) -> int:
     if doubt is not None:
         print(f"megarl: warning: {doubt}", file=sys.stderr)
     note(f"run directory {config['run_dir']}")
-    # Import this module after the lines above are printed, because it imports everything that trains.
+    # Import this module only now, because it imports everything that training needs.
     from megarl.run.run import run
 
     return int(run(config, stop_at=arguments.stop_at) or 0)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluate a model on the validation sets of a configuration."""
+    """Execute ``megarl eval``: evaluate a model on the validation sets of a configuration."""
     from megarl.config.validation_sets import instead_in_evaluation
 
-    # Quote these texts, because YAML may read a path as another kind of value.
+    # Quote the paths as JSON, because YAML might read one as a number or a boolean.
     chosen = [] if arguments.model is None else [f"policy.model_name={json.dumps(arguments.model)}"]
     if not any("cluster.memory_check=" in word for word in arguments.overrides):
-        # The check counts gradients and optimizer states, which an evaluation does not have.
+        # The memory check counts gradients and optimizer state, which an evaluation does not have.
         chosen.append("++cluster.memory_check=warn")
     if arguments.adapter is not None:
-        # Ignore what the configuration would train: the sum of base weights and adapter is all that is
+        # Drop the configuration's own adapters: only the base weights with this adapter merged in are
         # evaluated.
         chosen += ["policy.peft=null", f"policy.merged_adapter={json.dumps(arguments.adapter)}"]
     for word in arguments.overrides:
@@ -666,8 +676,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
-    """Warn that ``--model`` does not change the tokenizer that the configuration names, as that of a run
-    does."""
+    """Warn if ``--model`` is not the model whose tokenizer the configuration names, because the tokenizer
+    then stays that of the configuration."""
     name = config["policy"]["tokenizer"]["name"]
     if model is not None and name != model:
         print(
@@ -679,7 +689,12 @@ def _warn_of_another_tokenizer(config: RunConfig, model: str | None) -> None:
 
 
 def show(config: RunConfig, data: bool) -> None:
-    """Check and print what a run would do and, with ``data``, what it would read; all checks come first."""
+    """Print the dry-run report of a checked configuration. All checks run before anything is printed.
+
+    Args:
+        config: the configuration.
+        data: also read the data, and describe them.
+    """
 
     from megarl.config.model_facts import facts_of_policy, published_config
     from megarl.config.report import output_console, print_report
@@ -693,8 +708,8 @@ def show(config: RunConfig, data: bool) -> None:
         require_files_of_models(lacking)
         from megarl.run.inputs import describe_inputs
 
-        # Reading the data completes the configuration, but the report shows the configuration as it was
-        # given.
+        # Pass a copy, because reading the data fills in keys, and the report shows the configuration without
+        # them.
         found = describe_inputs(copy.deepcopy(config))
     console = output_console(highlight=True)
     model_name = config["policy"]["model_name"]
@@ -710,7 +725,7 @@ def show(config: RunConfig, data: bool) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine, or a cluster with ``--nodes``."""
+    """Execute ``megarl doctor``: check this machine, or with ``--nodes`` a Ray cluster."""
     if not arguments.nodes:
         from megarl.doctor.command import run
 
@@ -723,7 +738,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def require_runs(arguments: argparse.Namespace) -> None:
-    """Raise an error if the file system of a run's directory does not respond."""
+    """Check that the file systems of the run directories on the command line respond.
+
+    Raises:
+        ConfigError: one does not respond in time.
+    """
     from megarl.config.places import require_answers
 
     runs = getattr(arguments, "runs", None) or filter(None, [getattr(arguments, "run", None)])
@@ -731,7 +750,7 @@ def require_runs(arguments: argparse.Namespace) -> None:
 
 
 def samples(arguments: argparse.Namespace) -> int:
-    """Show samples of a run."""
+    """Execute ``megarl samples``: print prompts and responses of a run."""
     from megarl.observe.sample_files import TRAIN, VALIDATION
     from megarl.watch.samples import Selection, run
 
@@ -743,7 +762,7 @@ def samples(arguments: argparse.Namespace) -> int:
 
 
 def parity(arguments: argparse.Namespace) -> int:
-    """Compare backends and layouts with plain transformers."""
+    """Execute ``megarl parity``: compare backends and layouts with plain transformers."""
     from megarl.parity.command import Options, run
 
     options = Options(
@@ -762,20 +781,21 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def _megatron_logprobs(family_files: Sequence[Path]) -> AbstractContextManager[Any]:
-    """Provide ``convert selftest`` with log-probabilities of Megatron-Core; see ``megatron_logprobs``."""
+    """Return the context manager through which ``convert selftest`` computes log-probabilities with
+    Megatron-Core."""
     from megarl.parity.converted import megatron_logprobs
 
     return megatron_logprobs(family_files)
 
 
 def report(error: MegarlError | ConversionError) -> int:
-    """Print the error, and return the exit code. An error that the user can fix is printed without
-    tracebacks, even if a worker found it."""
+    """Print an error to standard error, and return the exit code. Errors that the user can fix are printed
+    without the traceback of a worker."""
     limit = process_limit(error)
     found_by_worker = isinstance(error.__cause__, ConversionError)
     code = USER_FAULT if found_by_worker or limit is not None else error.exit_code
     text = str(error) if limit is None else f"{str(error).partition(WORKER_TRACE)[0]}\n{limit}"
-    # The exit code still counts if the reader of standard error is gone.
+    # Return the exit code even if standard error is closed.
     with contextlib.suppress(OSError):
         sys.stderr.write(
             redacted_text(f"megarl: {text.partition(WORKER_TRACE)[0] if code == USER_FAULT else text}\n")
@@ -784,10 +804,10 @@ def report(error: MegarlError | ConversionError) -> int:
 
 
 def process_limit(error: BaseException) -> MachineError | None:
-    """Return an error about the limit on processes or threads if this limit caused ``error``, even in a
-    worker; otherwise None.
+    """Return an error that explains the limit on processes or threads, if this limit caused ``error`` here
+    or in a worker; otherwise None.
 
-    Another start would meet the same limit, so the user has to raise it.
+    A restart would hit the same limit, so only the user can fix it.
     """
     text = "".join(traceback.format_exception(error))
     no_process = os.strerror(errno.EAGAIN) in text and any(name in text for name in _FORKING)
@@ -804,10 +824,10 @@ def process_limit(error: BaseException) -> MachineError | None:
 
 
 def hide_secrets() -> None:
-    """Set up the log, so that neither the log nor the traceback of an unexpected error shows secrets of the
+    """Set up logging and ``sys.excepthook`` so that neither log lines nor tracebacks show secrets of the
     environment or a configuration."""
-    # Show INFO messages of these packages alone: nobody here needs the progress reports of libraries, such as
-    # Megatron-Core's at its import.
+    # Show INFO messages of our own packages only. Libraries log progress at this level, such as Megatron-Core
+    # on import.
     redact_log(env.snapshot())
     for ours in ("megarl", "converters"):
         logging.getLogger(ours).setLevel(logging.INFO)
@@ -815,13 +835,13 @@ def hide_secrets() -> None:
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # The exit code still counts if nobody reads standard error any more.
+    # Exit as usual even if standard error is closed.
     with contextlib.suppress(OSError):
         sys.stderr.write(redacted_text("".join(traceback.format_exception(kind, error, trace))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; unexpected errors end with their traceback."""
+    """Execute a command line, and return its exit code. Unexpected errors end with their traceback."""
     from converters.command import quiet_without_reader
 
     return quiet_without_reader(lambda: _run(parse(argv)))
@@ -829,7 +849,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # If the locale cannot encode a letter, show a question mark instead of ending the command.
+        # Print a question mark for characters that the locale cannot encode, instead of failing.
         sys.stdout.reconfigure(errors="replace")
     hide_secrets()
     for name in env.forget_unsafe():
@@ -864,7 +884,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except (MegarlError, ConversionError) as error:
         return report(error)
     except KeyboardInterrupt as error:
-        # A conversion attaches a note about the files that it left behind.
+        # A conversion attaches notes on the files that it has left behind.
         sys.stderr.write(f"megarl: {'; '.join(['interrupted', *getattr(error, '__notes__', ())])}\n")
         return INTERRUPTED
     except (OSError, RuntimeError) as error:

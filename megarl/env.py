@@ -1,4 +1,4 @@
-"""The environment of the process: its variables, which only this module of megarl reads, and installed
+"""Environment of the process: variables, which no other module of megarl reads directly, and installed
 packages."""
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ import os
 from collections.abc import Iterator, Mapping
 
 DISTRIBUTION = "megarl-trainer"
-"""Name by which package indexes and pip know megarl."""
+"""Distribution name of megarl, by which pip knows it."""
 
 
 def snapshot() -> dict[str, str]:
-    """Return a copy of the whole environment, to pass on to child processes."""
+    """Return a copy of all environment variables."""
     return dict(os.environ)
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """Return the value of ``name``, or ``default`` if the variable is unset or blank."""
+    """Return the value of an environment variable without surrounding white space, or ``default`` if it is
+    unset or blank."""
     value = os.environ.get(name, "").strip()
     return value or default
 
 
 def integer(name: str, default: int) -> int:
-    """Return the value of ``name`` as an integer, or ``default`` if the variable is unset.
+    """Return the value of an environment variable as an integer, or ``default`` if it is unset or blank.
 
     Raises:
         ValueError: the value is not an integer.
@@ -41,8 +42,12 @@ def integer(name: str, default: int) -> int:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """Return True for ``1``, ``true``, ``yes``, ``on`` (any case), False for ``0``, ``false``, ``no``,
-    ``off``, and ``default`` if the variable is unset. Raise ValueError for any other value."""
+    """Return the value of an environment variable as a boolean, or ``default`` if it is unset or blank: True
+    for ``1``, ``true``, ``yes`` and ``on``, False for ``0``, ``false``, ``no`` and ``off``, in any case.
+
+    Raises:
+        ValueError: the value is none of these.
+    """
     value = text(name)
     if value is None:
         return default
@@ -54,14 +59,13 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set variables for this process and its children (thread counts, rendezvous address)."""
+    """Set environment variables of this process, and of child processes that it starts from now on."""
     os.environ.update(values)
 
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for this process, and for children started within the block; restore their earlier values
-    afterwards."""
+    """Set environment variables inside the ``with`` block, and restore their earlier values afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -75,18 +79,18 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 UNSAFE = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",)
-"""Variables that could let a file run code when it is read: torch would then unpickle files without
-restrictions wherever the caller does not set ``weights_only``."""
+"""Environment variables that would let a file execute code when it is loaded: with this one, torch unpickles
+without restrictions unless the caller sets ``weights_only``."""
 
 
 def forget_unsafe() -> list[str]:
-    """Remove the variables of ``UNSAFE`` from the environment of this process and of later children. Return
-    those that were set."""
+    """Remove the variables of ``UNSAFE`` from the environment, and return the names of those that were
+    set."""
     return [name for name in UNSAFE if os.environ.pop(name, None) is not None]
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None if it is not installed."""
+    """Return the version of an installed Python distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""All errors that megarl raises on purpose.
+"""Errors that megarl raises deliberately.
 
-A message names the thing, its value, the bound that it broke, and the fix. Errors that the NeMo-RL policy API
-promises as ``AssertionError`` or ``ValueError`` also inherit from those, so that code that catches them keeps
-working.
+A message names what is wrong, its value, the bound that it violates, and the fix. Errors that NeMo-RL's
+policy API documents as ``AssertionError`` or ``ValueError`` inherit from these too, so existing handlers
+catch them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import Any
 from megarl.redaction import HIDDEN, is_secret, shown
 
 WORKER_TRACE = "\n--- traceback of the worker ---"
-"""Line of a message that precedes a worker's traceback."""
+"""Line that separates an error message from the traceback of the worker in which it was raised."""
 
 
 class MegarlError(Exception):
-    """Base class of all deliberate errors. ``exit_code`` is the exit code of the command line."""
+    """Base class of all errors that megarl raises deliberately. ``exit_code`` is the exit code of the
+    command line."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule of a configuration.
+    """One violated rule of a configuration.
 
     Attributes:
-        key: dotted path of the key, for example ``policy.megatron_cfg.tensor_model_parallel_size``.
-        value: the configured value.
-        bound: what would have been accepted.
-        fix: what to write instead.
-        candidates: sets of values by dotted key, best first, each of which may fix the violation.
-            ``megarl.config.proposals`` tries them on the whole configuration; ``fix`` is used if none of them
-            satisfies all rules.
+        key: dotted key, for example ``policy.megatron_cfg.tensor_model_parallel_size``.
+        value: its configured value.
+        bound: the condition that the value does not satisfy.
+        fix: advice on what to write instead.
+        candidates: possible fixes, best first, each a mapping of dotted keys to new values.
+            ``megarl.config.proposals`` tests them on the whole configuration, and replaces ``fix`` by the
+            first that satisfies all rules.
     """
 
     key: str
@@ -46,12 +47,13 @@ class Violation:
     def __str__(self) -> str:
         rest = f"{self.bound}. Fix: {self.fix}"
         if is_secret(self.key):
+            # Rules quote values in their texts.
             rest = rest.replace(str(self.value), HIDDEN)
         return f"{self.key} = {shown(self.key, self.value)}: {rest}"
 
 
 class ConfigError(MegarlError, ValueError):
-    """A configuration cannot be used. The error carries all violations, not only the first."""
+    """A configuration cannot be used. ``violations`` has all violations that were found."""
 
     exit_code = 2
     heading = "configuration error"
@@ -67,99 +69,96 @@ class ConfigError(MegarlError, ValueError):
 
 
 def numbered(violations: Sequence[Violation]) -> str:
-    """Return a numbered list of violations as text, one per line."""
+    """Return the violations as a numbered list, one per line."""
     return "\n".join(f"  {number}. {violation}" for number, violation in enumerate(violations, 1))
 
 
 class MachineError(ConfigError):
-    """This machine lacks what a configuration needs; nothing was created or started."""
+    """This machine lacks something that the configuration needs. Nothing was created or started."""
 
     heading = "error on this machine, where nothing was started"
 
 
 class DataError(MegarlError, ValueError):
-    """A data file or a record in it cannot be used (missing, empty, broken JSON line, missing field)."""
+    """A data file or one of its records cannot be used: missing, empty, invalid JSON, or without a required
+    field."""
 
     exit_code = 2
 
 
 class RecordError(DataError):
-    """One record of a data source cannot be used; ``data.on_bad_record`` decides whether it may be
-    skipped."""
+    """One record of a data source cannot be used. With ``data.on_bad_record: skip`` it is left out."""
 
 
 class ModelError(MegarlError, ValueError):
-    """A model directory, its config and its weights do not fit together."""
+    """A model's directory, its ``config.json`` and its weights contradict each other."""
 
     exit_code = 2
 
 
 class BatchError(MegarlError, ValueError, AssertionError):
-    """A batch has wrong keys, shapes, dtypes or values. The error is raised on the driver, before any worker
-    is called."""
+    """A batch has wrong keys, shapes, dtypes or values. Raised on the driver, before any worker is called."""
 
 
 class PackingError(MegarlError, ValueError):
-    """Sequences cannot be packed into the requested bins."""
+    """Sequences cannot be packed into rows of the requested size."""
 
 
 class CheckpointError(MegarlError, RuntimeError):
-    """A checkpoint is missing, damaged, or does not fit the run that wants to load it."""
+    """A checkpoint is missing or damaged, or does not match the run that loads it."""
 
 
 class StorageError(CheckpointError):
-    """The storage did not return a file's content in several attempts. The file itself may be undamaged."""
+    """A checkpoint file could not be read in several attempts. The file itself may be intact."""
 
 
 class UnusableCheckpointError(CheckpointError):
-    """A checkpoint that no run can resume from: it is damaged, it belongs to another run, or loading it could
-    run code."""
+    """No run can resume from a checkpoint: it is damaged, belongs to another run, or could execute code when
+    loaded."""
 
     exit_code = 2
 
 
 class StateError(MegarlError, RuntimeError):
-    """A method was called in a state that does not allow it, for example training while the optimizer is
-    offloaded."""
+    """A method was called in a state that does not allow it, such as training with an offloaded optimizer."""
 
 
 class MicroBatchMemoryError(MegarlError, MemoryError):
-    """A micro-batch does not fit in memory with the model. No weight was changed."""
+    """Memory ran out in the forward or backward pass of a micro-batch. No weights were changed."""
 
 
 class GenerationError(MegarlError, RuntimeError):
-    """A model returned logits that no token can be sampled from."""
+    """A model returned logits from which no token can be sampled, such as NaN."""
 
 
 class RefitError(MegarlError, RuntimeError):
-    """Weights could not be handed to the generation engine, or the received weights differ from the announced
-    ones. The engine serves none of them."""
+    """A refit failed: weights could not be sent to an engine, or arrived changed. The engine does not use
+    them."""
 
 
 class RewardError(MegarlError, RuntimeError):
-    """A reward function raised, did not return a finite number, or killed its process. The message names the
+    """A reward function raised an error, returned no finite number, or crashed. The message names the
     record."""
 
 
 class RewardOutageError(RewardError):
-    """A response could not be scored for a reason that no response can cause, such as an unresponsive scorer
-    or a full machine.
+    """A response could not be scored for a reason that no response can cause, such as an unresponsive
+    scoring service or a full disk.
 
-    A user's reward function may raise it too. The response is then left out of training, unless
+    Custom reward functions may raise it too. The response is then left out of training, unless
     ``env.on_error`` is ``raise``.
     """
 
 
 class MismatchError(MegarlError, RuntimeError):
-    """The probabilities of the same tokens differ between generation and training by more than the run
-    allows."""
+    """Engine and policy give the same tokens log-probabilities that differ by more than the run allows."""
 
 
 class NonFiniteError(MegarlError, RuntimeError):
-    """A loss, a gradient or a weight is NaN or infinite. No weight was changed by it.
+    """A loss, gradient or weight is NaN or infinite. No weights were changed by it.
 
     Attributes:
-        skipped: the affected global batches, as plain values; empty if the error is about weights.
+        skipped: the affected global batches as plain values; empty if the error is about weights.
     """
 
     skipped: list[dict[str, Any]]
@@ -170,13 +169,13 @@ class NonFiniteError(MegarlError, RuntimeError):
 
 
 class WorkerError(MegarlError, RuntimeError):
-    """A worker failed. The message starts with the worker's coordinates, for example ``[pp1 dp0 cp0 tp1
-    host]``."""
+    """A worker failed. The message begins with the worker's rank coordinates and host, for example ``[pp1
+    dp0 cp0 tp1 host]``."""
 
 
 class WorkerLostError(WorkerError):
-    """The process of a worker, or its whole node, is gone. The state of the other workers is lost; a restart
-    resumes from a checkpoint."""
+    """The process of a worker, or its node, is gone. The state of all workers is lost, so a restart resumes
+    from a checkpoint."""
 
     exit_code = 4
 
@@ -186,13 +185,13 @@ class ClusterError(MegarlError, RuntimeError):
 
 
 class MissingNodesError(ClusterError):
-    """Nodes that a launcher started have not joined the Ray cluster."""
+    """Nodes that the launcher started have not joined the Ray cluster."""
 
     exit_code = 3
 
 
 class DeadlineError(MegarlError, TimeoutError):
-    """A phase did not finish within its deadline. The state of the workers is lost; a restart resumes from a
+    """A phase exceeded its time limit. The state of all workers is lost, so a restart resumes from a
     checkpoint."""
 
     exit_code = 4

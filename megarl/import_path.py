@@ -1,9 +1,9 @@
-"""Objects that a configuration names: by import path, ``path/to/file.py:name`` or ``package.module:name``, or
-``given:name``.
+"""Custom objects that a configuration names by import path: ``path/to/file.py:name``,
+``package.module:name`` or ``given:name``.
 
-``given:name`` is an object of the program that called ``megarl.train``. It exists only in the processes that
-the object was sent to, and in no file. Anyone who uses the configuration later gets an error that asks for
-the object again.
+``given:name`` is an object that a program passed to ``megarl.train``. It exists only in the processes to
+which it was sent, and in no file. A later run with the same configuration gets an error that asks for the
+object.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from megarl.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 
-# After these seconds the log says that a module is still running, because a module that never ends would look
-# like a hanging program.
+# Seconds of an import after which a warning is logged, because an endless one would look like a hanging
+# program.
 _SLOW_S = 10.0
 
 
 def is_import_path(text: str) -> bool:
-    """Return whether a value names an object rather than a built-in name; no built-in name has a colon."""
+    """Return whether a value is an import path. It is one if it contains a colon, which no built-in name
+    does."""
     return ":" in text
 
 
 def load_object(path: str, key: str) -> Any:
-    """Return the object at an import path. This runs the object's module, so only names in a configuration
-    are loaded.
+    """Return the object at an import path. This executes its module, so only names in a configuration are
+    loaded.
 
-    An object is loaded once per run (``forget_objects``), so changing or removing its file does not affect
-    the run.
+    Objects are cached until ``forget_objects``, so a change of the file does not affect a run in progress.
 
     Args:
-        path: ``path/to/file.py:name``, relative to the working directory, or ``package.module:name``.
-        key: dotted key of the configuration, for the error.
+        path: ``path/to/file.py:name``, relative to the working directory, ``package.module:name``, or
+            ``given:name``.
+        key: dotted key that has the path, for the error.
 
     Raises:
-        ConfigError: there is no such file or module, importing it fails, or it does not have the name.
+        ConfigError: there is no such file, module or name, or importing the module fails.
     """
-    # Do not keep this object below, because another call in the same process may give another object by the
-    # same name.
+    # Do not cache it in ``_loaded``: a later call in this process may register another object under this
+    # name.
     if path in _given:
         return _given[path][0]
     if (path, key) not in _loaded:
@@ -61,28 +62,28 @@ _given: dict[str, tuple[Any, bytes]] = {}
 
 
 def give_object(name: str, value: Any, pickled: bytes) -> None:
-    """Let ``given:NAME`` stand for an object in this process.
+    """Register an object in this process under ``given:NAME``.
 
     Args:
-        name: an identifier.
+        name: NAME, an identifier.
         value: the object.
-        pickled: the object pickled by cloudpickle, to send to processes that need it too.
+        pickled: the object pickled by cloudpickle, to send to other processes.
     """
     _given[f"{GIVEN}{name}"] = value, pickled
 
 
 def unpickle_object(path: str, pickled: bytes) -> None:
-    """Unpickle an object, and let ``given:NAME`` stand for it. The pickle comes from the parent process
-    through a pipe, never from a file.
+    """Unpickle an object, and register it under its path ``given:NAME``. The pickle comes from the parent
+    process through a pipe, never from a file.
 
     Raises:
-        ConfigError: the object cannot be created here, for example because a module is missing.
+        ConfigError: unpickling fails here, for example because a module is missing.
     """
     import cloudpickle
 
     try:
         value = cloudpickle.loads(pickled)
-    # Unpickling runs code of the user's object, which may fail in any way.
+    # Unpickling executes custom code, which may raise anything.
     except (Exception, SystemExit) as error:
         bound = f"it cannot be recreated in another process: {type(error).__name__}: {error}"
         raise _refused(path, path, bound, "let it use only modules that can be imported by name") from error
@@ -90,12 +91,13 @@ def unpickle_object(path: str, pickled: bytes) -> None:
 
 
 def pickled_object(path: str) -> bytes | None:
-    """Return the pickle of a given object; None if the path is not one of a given object."""
+    """Return the pickle of an object registered by ``give_object``, or None for any other path."""
     return _given[path][1] if path in _given else None
 
 
 def forget_objects() -> None:
-    """Clear the loaded objects at the start of a run, so that they are loaded again."""
+    """Clear the cache of ``load_object`` at the start of a run. Objects registered by ``give_object``
+    stay."""
     _loaded.clear()
 
 
@@ -120,7 +122,7 @@ def _load(path: str, key: str) -> Any:
             module = module_of_file(file) if source.endswith(".py") else importlib.import_module(source)
     except PythonFileError as error:
         raise _refused(key, path, f"{source} {error}", f"correct {source}") from error
-    # A user's code may fail in any way, and may end the process.
+    # Importing executes custom code, which may raise anything, including SystemExit.
     except (Exception, SystemExit) as error:
         raise _refused(
             key, path, f"{source} fails: {type(error).__name__}: {error}", f"correct {source}"
@@ -133,7 +135,7 @@ def _load(path: str, key: str) -> Any:
 
 @contextlib.contextmanager
 def _told_when_slow(source: str, key: str) -> Iterator[None]:
-    """Log once that a module is still being imported, if it takes long."""
+    """Log a warning if the import of a module inside the ``with`` block takes longer than ``_SLOW_S``."""
     text = (
         "%s: %s is still being imported after %g s; megarl waits for it. Fix: move slow code out "
         "of the module's top level"

@@ -1,12 +1,11 @@
-"""Keys of a configuration. The meaning, bounds and default of a key are written at its field.
+"""Description of configuration keys: each field of a section's TypedDict carries a ``Key`` with its meaning,
+bounds and default::
 
-A section is a TypedDict whose fields are annotated::
+    prompts: Annotated[int, Key("number of prompts per step.", AT_LEAST_1)]
+    scale: NotRequired[Annotated[float, Key("factor of the rewards.", ABOVE_0, default=1.0)]]
 
-    prompts: Annotated[int, Key("prompts a step", AT_LEAST_1)]
-    scale: NotRequired[Annotated[float, Key("of the rewards", ABOVE_0, default=1.0)]]
-
-``megarl.config`` uses the annotations to check types and bounds, to fill in defaults, and to create the table
-of keys.
+``megarl.config`` reads these annotations to check types and bounds, to fill in defaults, and to write
+``configs/KEYS.md``.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing_extensions import is_typeddict
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of numbers.
+    """Interval of numbers, open or closed at either end.
 
     Attributes:
         low: smallest value, None for no bound.
         high: largest value, None for no bound.
-        low_open: whether ``low`` itself is outside.
-        high_open: whether ``high`` itself is outside.
+        low_open: ``low`` itself is outside.
+        high_open: ``high`` itself is outside.
     """
 
     low: float | None = None
@@ -57,24 +56,25 @@ DECAY = Range(low=0, high=1, high_open=True)
 
 
 class _NoDefault:
-    """Marker of a key without a default: the key is required, or its value follows from other keys."""
+    """Type of ``NO_DEFAULT``, which marks a key that is required or whose value is derived from other
+    keys."""
 
     def __repr__(self) -> str:
         return "NO_DEFAULT"
 
 
+# None is a valid default, so the absence of one needs a marker of its own.
 NO_DEFAULT = _NoDefault()
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Meaning, bounds and default of a configuration key, written at its field.
+    """Meaning, bounds and default of a configuration key.
 
     Attributes:
-        meaning: description of the key, without a full stop.
-        bounds: bounds of a number; whether null is allowed depends on the type.
-        default: value of an absent key; ``NO_DEFAULT`` for a required key, and for one that follows from
-            other keys.
+        meaning: text for the table of keys; it ends with a full stop.
+        bounds: bounds of a number. The type decides whether null is allowed.
+        default: value of an absent key; ``NO_DEFAULT`` if the key is required or derived from other keys.
         advice: what to write instead of a number out of bounds, if that is not obvious.
         follows: key of the same section whose value is used if this key is absent.
     """
@@ -86,6 +86,7 @@ class Key:
     follows: str | None = None
 
 
+# Cached, because get_type_hints evaluates the text of every annotation again.
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
     """Return the ``Key`` of each field of a section that has one."""
@@ -98,7 +99,7 @@ def fields_of(section: Any) -> Mapping[str, Key]:
 
 
 def defaults_of(section: Any) -> dict[str, Any]:
-    """Return a copy of the defaults of a section's keys."""
+    """Return the defaults of a section's keys, by key. Values are copies, so the caller may change them."""
     # Copy the defaults, because a default may be a list or a section, which callers fill in.
     return {
         name: copy.deepcopy(key.default)
@@ -108,28 +109,31 @@ def defaults_of(section: Any) -> dict[str, Any]:
 
 
 def _key_in(annotation: Any) -> Key | None:
-    """Return the ``Key`` inside an annotation, looking through NotRequired; None if there is none."""
+    """Return the ``Key`` of a field's annotation, also inside ``NotRequired``; None if it has none."""
     if get_origin(annotation) is Annotated:
         return next((part for part in get_args(annotation)[1:] if isinstance(part, Key)), None)
     return next(filter(None, map(_key_in, get_args(annotation))), None)
 
 
 def section_types(annotation: Any) -> Iterator[Any]:
-    """Yield the TypedDicts inside an annotation, looking through NotRequired, unions and lists. TypedDicts
-    under user-defined names are left out."""
+    """Yield the TypedDicts inside an annotation, also inside ``NotRequired``, unions and lists, but not the
+    values of a ``dict``, whose names users choose."""
     if is_typeddict(annotation):
         yield annotation
+    # Values of a dict have user-chosen names, for which there are no dotted keys.
     for part in get_args(annotation) if get_origin(annotation) is not dict else ():
         yield from section_types(part)
 
 
 def named_section_types(annotation: Any) -> Iterator[Any]:
-    """Yield the TypedDicts that an annotation has under user-defined names, ``dict[str, ...]``."""
+    """Yield the TypedDicts that are the values of a ``dict`` inside an annotation: sections whose names
+    users choose."""
     for part in get_args(annotation):
         yield from section_types(part) if get_origin(annotation) is dict else named_section_types(part)
 
 
 @cache
 def keys_of(section: Any) -> dict[str, Any]:
-    """Return the keys of a TypedDict with their annotations."""
+    """Return the keys of a TypedDict with their complete annotations (``NotRequired`` and ``Annotated``
+    included)."""
     return get_type_hints(section, include_extras=True)

@@ -13,17 +13,17 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes inside the block, and restore each owner afterwards.
+    """Replace attributes inside the ``with`` block, and restore them afterwards.
 
     Args:
-        replacements: (owner, name, value) triples, applied in order and undone in reverse, so that an
-            attribute may appear twice.
+        replacements: (owner, attribute name, value) triples. They are applied in order and undone in reverse,
+            so an attribute may occur twice.
     """
     originals: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in replacements:
-            # Save only what the owner itself holds: an inherited attribute, or a method of an object, has to
-            # be inherited again afterwards.
+            # Save only attributes in the owner's own __dict__. An inherited one must be inherited again
+            # afterwards, so it is deleted then.
             original = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
             originals.append((owner, name, original))

@@ -1,5 +1,5 @@
-"""Redaction of secrets in files, logs and messages: values whose names mark them as secrets, credentials in
-addresses, and values from the environment."""
+"""Removal of secrets from files, logs and messages: values whose name marks them as secret, credentials in
+URLs, and values taken from environment variables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 HIDDEN = "***"
 
-# A name that contains one of these words is always the name of a secret.
+# A name that contains one of these words anywhere marks a secret.
 _ANYWHERE = ("secret", "password", "passwd", "passphrase", "credential")
 
+# A name whose last word is one of these marks a secret.
 _LAST = frozenset({"token", "pat", "pass", "pwd", "auth", "cookie", "apikey", "accesskey"})
-# One of these words before ``keys`` makes a name that of a secret; without one, several keys are a list of
-# names.
+# A name that ends in ``keys`` marks secrets only after one of these words; otherwise, keys are usually names
+# of fields.
 _OF_KEYS = frozenset(
     {
         "api",
@@ -37,22 +38,23 @@ _OF_KEYS = frozenset(
     }
 )
 
-# A shell sets this variable in the environment of every program that it starts. The directory is part of many
-# paths, which would be hidden in all messages.
+# Not a secret, although pwd is in ``_LAST``: shells set this variable to the working directory. Hiding it
+# would hide parts of most paths.
 _WORKING_DIRECTORY = "PWD"
 
-# After one of these words, ``token`` means a token of a vocabulary.
+# After one of these words, ``token`` is a token of the vocabulary, not a secret.
 _OF_TOKENS = frozenset({"pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop"})
 
 FIELDS = frozenset(
     {"prompt_key", "answer_key", "messages_key", "tools_key", "system_key", "chosen_key", "rejected_key"}
 )
-"""Configuration keys that name a field of a record. A test compares them with the schema."""
+"""Configuration keys that end in ``key`` but hold the name of a record field, not a secret. A test compares
+them with the schema."""
 
 _WORDS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# The possessive quantifiers match a word of any length at once: a word that is tried again from each of its
-# letters would take time that grows with the square of its length. A path made from an address has one slash
-# instead of two. A password may contain an @, so the last @ ends it.
+# Possessive quantifiers (++) avoid backtracking, whose time would grow with the square of a word's length.
+# ``:/`` with one slash occurs where a URL was turned into a path. A password may contain an @, so the last @
+# ends it.
 _CREDENTIALS = re.compile(r"(?<![A-Za-z0-9+.\-])([A-Za-z0-9+.\-]++:/(?:/|(?=[^\s/?#@'\":]+:)))[^\s/?#'\"]+@")
 _ARGUMENT = re.compile(
     r"([?&](?=[\w.\-]*+=)[\w.\-]*(?:token|key|secret|password|signature|sig|credential)[\w.\-]*=)[^&#\s'\"]+",
@@ -63,8 +65,8 @@ _NAMED = re.compile(
 )
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,;'\"})\]]+")
 _NOTHING = frozenset({"", "None", "null", "true", "false", "True", "False"})
-# These words begin a sentence after a colon, also in the system's errors. The list is closed, because a
-# password may be any other word.
+# Words that begin a sentence after a colon, also in the system's error messages. Any other word may be a
+# password.
 _BEGINNINGS = frozenset(
     {
         *[
@@ -96,18 +98,17 @@ _BEGINNINGS = frozenset(
     }
 )
 _ENDED = re.compile(rb"[^\r\n]*[\r\n]|[^\r\n]+")
-# A learned value of at least this many characters is hidden wherever it appears. Shorter values are ordinary
-# words elsewhere.
+# Minimum length of a value collected by ``learn``. Shorter ones would be hidden inside ordinary words.
 _SHORTEST = 8
 
 _learned: set[str] = set()
 
 
 class FromEnvironment(str):
-    """A configuration text that holds the value of an environment variable.
+    """Text of a configuration whose value came from an environment variable.
 
     Attributes:
-        written: the text in the configuration file, which is the only form that may be written elsewhere.
+        written: the unresolved text (``${oc.env:NAME}``), which is what files and messages show.
     """
 
     written: str
@@ -119,8 +120,12 @@ class FromEnvironment(str):
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a name marks its value as a secret. The name is that of an environment variable
-    (``*_TOKEN``, ``*_KEY``, ...), or a dotted key, any part of which may mark it."""
+    """Return whether a name marks its value as secret.
+
+    Args:
+        name: name of an environment variable (``*_TOKEN``, ``*_KEY``), or a dotted configuration key, of
+            which any part may mark the value.
+    """
     return any(map(_names_secret, name.split(".")))
 
 
@@ -137,10 +142,10 @@ def _names_secret(part: str) -> bool:
 
 
 def redacted(value: Any) -> Any:
-    """Return a deep copy of plain containers without secrets.
+    """Return a copy of nested dictionaries and lists in which secrets are replaced by ``HIDDEN``.
 
-    Every value below the name of a secret is hidden, whatever its type, except null, true and false. In other
-    texts, the secrets that ``redacted_text`` finds are hidden.
+    Below a secret name every value is replaced, except null, booleans and empty texts. In all other texts,
+    ``redacted_text`` is applied.
     """
     if isinstance(value, Mapping):
         return {
@@ -154,7 +159,7 @@ def redacted(value: Any) -> Any:
 
 
 def shown(key: str, value: Any) -> str:
-    """Return the ``repr`` of a key's value without secrets, for a message."""
+    """Return the ``repr`` of a configuration value for a message, with secrets hidden."""
     if is_secret(key):
         return repr(_hidden(value))
     if isinstance(value, FromEnvironment):
@@ -179,16 +184,17 @@ def _addresses(text: str) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """Return a message without secrets: credentials in addresses, values after ``NAME=`` and ``name:``, and
-    the values that ``learn`` has collected."""
+    """Return a text with secrets hidden: credentials in URLs, values after secret names (``NAME=value``,
+    ``name: value``), and all values collected by ``learn``."""
+    # Longest first, because one secret may contain another.
     for value in sorted(_learned, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _without_assigned(_addresses(text))
 
 
 def _without_assigned(text: str) -> str:
-    """Return a text with values hidden that are assigned to the name of a secret. A value that is assigned to
-    another name may contain further assignments."""
+    """Return a text in which values assigned to secret names are hidden. The value of any other name is
+    searched as well, because it may contain further assignments."""
     parts, begin, place = list[str](), 0, 0
     while named := _NAMED.search(text, place):
         place = named.end()
@@ -205,29 +211,30 @@ def _without_assigned(text: str) -> str:
 
 
 def _is_sentence(text: str, named: re.Match[str], value: str) -> bool:
-    """Return whether the word after a colon continues a sentence instead of being a value: ``'/etc/passwd':
-    an error``, ``bad password: try again``."""
+    """Return whether the word after a colon continues a sentence and is not a value, as in ``'/etc/passwd':
+    an error`` and ``bad password: try again``."""
     word = value.rstrip(".:!?")
     if named["sign"] == "=" or not word.isalpha() or not (word.islower() or word.istitle()):
         return False
     before = text[named.start("name") - 1 : named.start("name")]
-    # The end of a path, or of a quoted text that began earlier, is not a key.
+    # A name at the end of a path, or of a longer quoted text, is not a key.
     ends_text = before == "/" or bool(named["quote"] and before != named["quote"])
     return ends_text or word.lower() in _BEGINNINGS
 
 
 def _is_secret_in_text(name: str) -> bool:
-    """Return whether a name in a text marks its value as a secret: ``token: 5`` may be part of any sentence,
-    but ``hf_token: 5`` is an assignment."""
+    """Return whether a name inside a text marks the following value as secret. A plain word such as ``token:
+    5`` may be part of a sentence and does not; ``hf_token: 5`` does."""
     is_plain = name.isalpha() and name.islower() and not any(part in name for part in _ANYWHERE)
     return not is_plain and is_secret(name)
 
 
 def learn(values: Mapping[str, Any]) -> None:
-    """Collect the values of all secrets in ``values``, at any depth, to hide them in every text from now on.
+    """Collect the values of all secrets in ``values``, at any depth, so that ``redacted_text`` hides them
+    from now on.
 
-    If a secret has several lines, such as a private key, each line is hidden too, because process output is
-    redacted line by line.
+    Each line of a secret with several lines, such as a private key, is hidden separately too, because process
+    output is redacted line by line.
     """
     for value in _secrets(values, within=False):
         for text in (value, *map(str.strip, value.splitlines())):
@@ -247,11 +254,10 @@ def _secrets(value: Any, within: bool) -> Iterator[str]:
 
 
 class LineRedactor:
-    """Removes secrets from the output of a process, which arrives in pieces of any size, and returns whole
-    lines.
+    """Redactor of a process's output, which arrives in chunks of any size and is returned in complete lines.
 
-    A line ends with a line feed or with a carriage return, as those of progress bars do. A line of more than
-    ``longest`` bytes is shown without its end.
+    A line ends with a line feed, or with a carriage return as in progress bars. Lines over ``longest`` bytes
+    are truncated.
     """
 
     def __init__(self, longest: int = 1 << 20) -> None:
@@ -259,7 +265,7 @@ class LineRedactor:
         self._begun = bytearray()
 
     def take(self, data: bytes) -> str:
-        """Return the lines that are complete after ``data``, with their line ends."""
+        """Return the redacted lines that ``data`` completes, with their line ends."""
         said = []
         for piece in _ENDED.findall(data):
             self._keep(piece.rstrip(b"\r\n"))
@@ -268,10 +274,11 @@ class LineRedactor:
         return "".join(said)
 
     def end(self) -> str:
-        """Return the text after the last line end."""
+        """Return the redacted incomplete last line, without a line end, and clear it."""
         text = redacted_text(self._begun.decode(errors="backslashreplace"))
         if self._left_out:
-            # Show only half of the text, because what is at the cut could be the beginning of a secret.
+            # Show only half of the text, because a secret that was truncated at its end would not be
+            # recognised.
             text = (
                 f"{text[: len(text) // 2]} [... the rest of a line of "
                 f"{len(self._begun) + self._left_out} bytes]"
@@ -287,12 +294,12 @@ class LineRedactor:
 
 
 def redact_log(environment: Mapping[str, str]) -> None:
-    """Set up the log of this process unless it has one: on standard error, from level WARNING, without
-    secrets of the environment."""
+    """Set up logging in this process, unless it is set up already: to standard error, from level WARNING,
+    with the environment's secrets hidden."""
     learn(environment)
     if not sys.warnoptions:
-        # Megatron and torch announce changes to their own developers at every start; python -W shows these
-        # warnings.
+        # FutureWarnings of Megatron and torch are addressed to developers, and appear at every start; python
+        # -W shows them.
         warnings.filterwarnings("ignore", category=FutureWarning)
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -300,8 +307,8 @@ def redact_log(environment: Mapping[str, str]) -> None:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A formatter of log lines, including tracebacks, without secrets."""
+    """Log formatter that hides secrets, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one record as text without secrets."""
+        """Return the formatted record with secrets hidden."""
         return redacted_text(super().format(record))

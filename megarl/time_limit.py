@@ -1,4 +1,4 @@
-"""A time limit on a block of code that may never return by itself."""
+"""Time limit for a block of code that may not return by itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 
 class OutOfTimeError(BaseException):
-    """Raised in a block that exceeds its time limit. It is not an ``Exception``, because libraries catch
-    those and continue."""
+    """A block exceeded its ``time_limit``. This is not an ``Exception``, because libraries catch those and
+    continue."""
 
 
 _depth = 0
@@ -18,11 +18,12 @@ _depth = 0
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTimeError inside a block that takes longer.
+    """Raise ``OutOfTimeError`` inside the ``with`` block if it takes longer than ``seconds``.
 
-    An alarm signal raises it, between two steps of the interpreter. Only the main thread receives signals, so
-    there is no limit in other threads.
+    An alarm signal interrupts the block between two bytecode instructions. Only the main thread receives
+    signals, so in other threads there is no limit.
     """
+    # Python delivers signals to the main thread only, and refuses to set a handler in another one.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,7 +45,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Pause the clock of the surrounding ``time_limit``, if there is one, while the block runs."""
+    """Pause the surrounding ``time_limit``, if any, while the ``with`` block runs."""
+    # setitimer returns the time that was left on the clock.
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0) if is_limited() else (0.0, 0.0)
     try:
         yield
@@ -54,5 +56,5 @@ def unlimited() -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Return whether the current code runs inside a ``time_limit``."""
+    """Return whether the caller runs inside a ``time_limit``."""
     return _depth > 0

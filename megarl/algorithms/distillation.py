@@ -34,9 +34,9 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
         Annotated[
             Literal["topk", "reverse_kl_advantage"],
             Key(
-                "``topk``: the loss is the divergence from the teacher over its ``topk_logits_k`` most "
-                "likely tokens; ``reverse_kl_advantage``: a policy gradient in which a token's advantage "
-                "is the teacher's log-probability minus the policy's.",
+                "``topk``: the loss is the KL between teacher and policy over the teacher's "
+                "``topk_logits_k`` most likely tokens at each position; ``reverse_kl_advantage``: a policy "
+                "gradient in which a token's advantage is the teacher's log-probability minus the policy's.",
                 default="topk",
             ),
         ]
@@ -45,7 +45,8 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
         Annotated[
             int,
             Key(
-                "number of the teacher's most likely tokens that the divergence covers (``topk``).",
+                "``topk``: number of tokens, the teacher's most likely ones at each position, over which "
+                "the KL is computed.",
                 AT_LEAST_1,
                 default=64,
             ),
@@ -54,28 +55,41 @@ class DistillationConfig(SampledConfig, DistillationLossConfig):
     advantage_clip_low: NotRequired[
         Annotated[
             float | None,
-            Key("lower clip of advantages (`reverse_kl_advantage`), or null.", Range(high=0), default=None),
+            Key(
+                "`reverse_kl_advantage`: lower bound to which a token's advantage is clipped; null for no "
+                "bound.",
+                Range(high=0),
+                default=None,
+            ),
         ]
     ]
     advantage_clip_high: NotRequired[
         Annotated[
             float | None,
-            Key("upper clip of advantages (`reverse_kl_advantage`), or null.", AT_LEAST_0, default=None),
+            Key(
+                "`reverse_kl_advantage`: upper bound to which a token's advantage is clipped; null for no "
+                "bound.",
+                AT_LEAST_0,
+                default=None,
+            ),
         ]
     ]
     teacher_of_source: NotRequired[
         Annotated[
             dict[str, str] | None,
             Key(
-                "with ``teachers``: name of the teacher of each source of ``data.train``. A source is "
-                "named by its ``env_name`` if it has one, else by the end of its ``name``, or the file "
-                "name of its ``path`` without its ending. null for a single teacher.",
+                "with several ``teachers``: mapping of each source in ``data.train`` to the name of its "
+                "teacher. A source is identified by its ``env_name``; without one, by the last part of its "
+                "``name`` (after the last `/`), or by the file name of its ``path`` without the extension. "
+                "null if there is only one teacher.",
                 default=None,
             ),
         ]
     ]
     num_generations_per_prompt: NotRequired[
-        Annotated[int, Key("responses sampled per prompt.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("number of responses sampled per prompt in a training step.", AT_LEAST_1, default=1)
+        ]
     ]
 
 

@@ -28,9 +28,9 @@ class DPOConfig(DPOLossConfig, SupervisedConfig):
         Annotated[
             bool,
             Key(
-                "compute the reference policy's log-probabilities of all pairs before the first step, and "
-                "keep them in ``data.cache_dir`` for the next start; false computes those of each batch in "
-                "its step.",
+                "true computes the reference policy's log-probabilities of all pairs before the first step, "
+                "and stores them in ``data.cache_dir``, where the next start finds them; false computes "
+                "those of a batch in the batch's own step.",
                 default=True,
             ),
         ]

@@ -33,23 +33,21 @@ class AdvEstimatorConfig(TypedDict):
     name: Annotated[
         str,
         Key(
-            "``grpo``: a response against the others of its prompt, as ``normalize_rewards``, ``std`` and "
-            "``use_leave_one_out_baseline`` say; ``rloo``: minus the mean of the others; ``gdpo``: each of "
-            "several rewards as with ``grpo``, and their sum whitened over the batch; "
-            "``reinforce_plus_plus``: rewards whitened over all tokens of the batch; or the import path of "
-            "your own function, ``path/to/file.py:name``, from ``AdvantageInputs`` to a tensor "
+            "how a response's reward becomes its advantage. ``grpo``: reward minus the mean of the "
+            "prompt's responses, see ``normalize_rewards``, ``std`` and ``use_leave_one_out_baseline``; "
+            "``rloo``: reward minus the mean of the prompt's other responses; ``gdpo``: each of several "
+            "rewards as in ``grpo``, then their sum whitened over the batch; ``reinforce_plus_plus``: "
+            "rewards whitened over all tokens of the batch; or the import path of a custom function, "
+            "``path/to/file.py:name``, from ``AdvantageInputs`` to a tensor "
             "(``megarl.algorithms.advantages``).",
         ),
     ]
-    options: NotRequired[
-        Annotated[dict[str, Any], Key("settings that are passed to an estimator of your own.", default={})]
-    ]
+    options: NotRequired[Annotated[dict[str, Any], Key("settings passed to a custom estimator.", default={})]]
     minus_baseline: NotRequired[
         Annotated[
             bool,
             Key(
-                "subtract the mean reward of the prompt's responses before the whitening "
-                "(`reinforce_plus_plus`).",
+                "`reinforce_plus_plus`: subtract the mean reward of the prompt's responses before whitening.",
                 default=False,
             ),
         ]
@@ -61,15 +59,21 @@ class RewardedConfig(SampledConfig):
 
     reward_model_weight: NotRequired[
         Annotated[
-            float, Key("with ``reward_model``: weight of its score in the reward of a response.", default=1.0)
+            float,
+            Key(
+                "weight of the score of ``reward_model`` in the total reward of a response; without that "
+                "section it must stay 1.",
+                default=1.0,
+            ),
         ]
     ]
     env_reward_weight: NotRequired[
         Annotated[
             float,
             Key(
-                "with ``reward_model``: weight of ``env``'s reward in the sum with the reward model's "
-                "score; 0 takes the score alone. ``env``'s reward is reported as the accuracy in any case.",
+                "weight of the reward from ``env`` in the total reward, if there is a ``reward_model``; 0 "
+                "trains on the reward model's score alone. The reward from ``env`` is logged as the "
+                "accuracy in any case.",
                 default=1.0,
             ),
         ]
@@ -78,10 +82,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             int,
             Key(
-                "number of parts into which a step's prompts are divided for log-probabilities. With "
-                "engines on ranks of their own, the policy scores a part whose responses are complete "
-                "while others are still sampled; 1 waits for the last response. Another number changes "
-                "log-probabilities by rounding.",
+                "number of parts into which a step's prompts are divided for the log-probability pass. With "
+                "engines on ranks of their own, the policy processes a part as soon as all of its responses "
+                "are complete, while engines still sample those of other parts; 1 waits for all responses. "
+                "The number changes log-probabilities by rounding only.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -91,9 +95,9 @@ class RewardedConfig(SampledConfig):
         Annotated[
             bool,
             Key(
-                "leave truncated responses out of training; with GRPO they still count in the groups that "
-                "others are compared with. A global batch with no other response changes no weight "
-                "(``empty_global_batches``).",
+                "leave truncated responses out of training. With GRPO they still count in the mean and "
+                "deviation of their group. A global batch in which no other response is left updates no "
+                "weights (``empty_global_batches``).",
                 default=False,
             ),
         ]
@@ -102,10 +106,10 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "leave a response out of training if its mean over tokens of exp(|log-probability where it "
-                "was generated - log-probability of the policy|) is larger; ``max_token_mult_prob_error`` "
-                "is then compared with the others, and a step with no response left ends the run. 1 is no "
-                "difference, null leaves none out.",
+                "leave a response out of training if its mean over tokens of exp(abs(log-probability in the "
+                "engine - log-probability in the policy)) exceeds this; 1 means equal log-probabilities, "
+                "null leaves out none. ``max_token_mult_prob_error`` is then checked on the remaining "
+                "responses; if none remains, the run ends.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -115,9 +119,9 @@ class RewardedConfig(SampledConfig):
         Annotated[
             float | None,
             Key(
-                "stop the run before it trains on responses whose ``token_mult_prob_error``, the mean over "
-                "tokens of exp(|log-probability where it was generated - log-probability of the policy|), "
-                "is larger; 1 is no difference, null never stops.",
+                "end the run, before it trains on the step, if ``token_mult_prob_error``, the mean over all "
+                "tokens of exp(abs(log-probability in the engine - log-probability in the policy)), exceeds "
+                "this; 1 means equal log-probabilities, null never ends the run.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -131,9 +135,8 @@ class GRPOConfig(RewardedConfig):
     num_generations_per_prompt: Annotated[
         int,
         Key(
-            "responses sampled per prompt; at least 2, except for your own estimators and "
-            "`reinforce_plus_plus` without "
-            "``minus_baseline``.",
+            "number of responses sampled per prompt in a training step; at least 2, except with custom "
+            "estimators and with `reinforce_plus_plus` without ``minus_baseline``.",
             AT_LEAST_1,
         ),
     ]
@@ -141,30 +144,42 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             AdvEstimatorConfig,
             Key(
-                "how advantages are computed from rewards.",
+                "computation of advantages from rewards.",
                 default={"name": "grpo", "options": {}, "minus_baseline": False},
             ),
         ]
     ]
     advantage_clip_low: NotRequired[
         Annotated[
-            float | None, Key("lower clip of an advantage; null for none.", Range(high=0), default=None)
+            float | None,
+            Key(
+                "lower bound to which advantages are clipped; null for no bound.", Range(high=0), default=None
+            ),
         ]
     ]
     advantage_clip_high: NotRequired[
-        Annotated[float | None, Key("upper clip of an advantage; null for none.", AT_LEAST_0, default=None)]
+        Annotated[
+            float | None,
+            Key("upper bound to which advantages are clipped; null for no bound.", AT_LEAST_0, default=None),
+        ]
     ]
     normalize_rewards: NotRequired[
-        Annotated[bool, Key("divide advantages by the standard deviation of the group.", default=True)]
+        Annotated[
+            bool,
+            Key(
+                "divide a response's advantage by the standard deviation of the rewards of its group (the "
+                "responses to its prompt).",
+                default=True,
+            ),
+        ]
     ]
     std: NotRequired[
         Annotated[
             Literal["population", "sample"],
             Key(
-                "standard deviation of a group: `population` divides the sum of squares by the number n of "
-                "responses, `sample` by "
-                "n - 1. Advantages of the first are sqrt(n / (n - 1)) times those of the second, TRL's: "
-                "1.155 times for 4 responses.",
+                "standard deviation of the rewards of a group of n responses: `population` divides the sum "
+                "of squares by n, `sample` by n - 1, as TRL does. Advantages with `population` are larger "
+                "by the factor sqrt(n / (n - 1)), which is 1.155 for n = 4.",
                 default="population",
             ),
         ]
@@ -173,7 +188,9 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "the baseline of a response is the mean reward of the group's other responses.", default=True
+                "subtract the mean reward of the prompt's other responses from a response's reward; false "
+                "subtracts the mean of all of them.",
+                default=True,
             ),
         ]
     ]
@@ -181,9 +198,9 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "leave out prompts whose responses are all equally correct, and sample further prompts "
-                "instead until a step has ``num_prompts_per_step`` (DAPO). Correctness is the accuracy, "
-                "not the shaped reward.",
+                "leave out prompts whose responses all have the same accuracy, because their advantages are "
+                "0, and sample further prompts until the step has ``num_prompts_per_step`` others (DAPO). "
+                "The accuracy counts, not the shaped reward.",
                 default=False,
             ),
         ]
@@ -192,8 +209,8 @@ class GRPOConfig(RewardedConfig):
         Annotated[
             float,
             Key(
-                "with ``use_dynamic_sampling``: each generation round samples this times "
-                "``num_prompts_per_step`` prompts. It changes how long a step takes, not what it trains "
+                "with ``use_dynamic_sampling``: prompts sampled per generation round, as a multiple of "
+                "``num_prompts_per_step``. It changes the time of a step, not the prompts that are trained "
                 "on.",
                 AT_LEAST_1,
                 default=1.0,

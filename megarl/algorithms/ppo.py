@@ -31,21 +31,30 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "responses sampled per prompt; 1 is enough, because they are not compared with one another.",
+                "number of responses sampled per prompt in a training step; 1 is enough, because the "
+                "critic's values replace the comparison within a group.",
                 AT_LEAST_1,
                 default=1,
             ),
         ]
     ]
     gae_gamma: NotRequired[
-        Annotated[float, Key("discount, per token, of later rewards and values.", SHARE, default=1.0)]
+        Annotated[
+            float,
+            Key(
+                "discount factor per token for later rewards and values (gamma of generalised advantage "
+                "estimation).",
+                SHARE,
+                default=1.0,
+            ),
+        ]
     ]
     gae_lambda: NotRequired[
         Annotated[
             float,
             Key(
-                "0 estimates an advantage by the critic's value of the next state, 1 by the rewards that "
-                "followed; values between mix both.",
+                "lambda of generalised advantage estimation: 0 takes the critic's value of the next token "
+                "for all that follows, 1 the actual rewards that followed; values between mix both.",
                 SHARE,
                 default=0.95,
             ),
@@ -54,15 +63,19 @@ class PPOConfig(RewardedConfig):
     normalize_advantages: NotRequired[
         Annotated[
             bool,
-            Key("whiten advantages over all tokens of the step; returns stay as they are.", default=True),
+            Key(
+                "whiten advantages over all tokens of the step; the returns on which the critic is trained "
+                "are not changed.",
+                default=True,
+            ),
         ]
     ]
     bootstrap_truncated: NotRequired[
         Annotated[
             bool,
             Key(
-                "bootstrap from the critic's value of the state after a truncated response; false takes 0 "
-                "there, as after a complete response.",
+                "add the critic's value of the state after a truncated response, as if the response went "
+                "on; false takes 0 there, as after a complete response.",
                 default=False,
             ),
         ]
@@ -71,9 +84,9 @@ class PPOConfig(RewardedConfig):
         Annotated[
             bool,
             Key(
-                "with ``max_rollout_turns``: put the reward of each turn on the last token of its "
-                "response, so that it credits only what precedes it; false puts all rewards on the last "
-                "token of the conversation.",
+                "with ``max_rollout_turns`` above 1: put the reward of each turn on the last token of that "
+                "turn's response, so that it credits only the tokens before it; false puts the sum of all "
+                "rewards on the last token of the conversation.",
                 default=False,
             ),
         ]
@@ -82,8 +95,8 @@ class PPOConfig(RewardedConfig):
         Annotated[
             float | None,
             Key(
-                "maximum change of a value since the responses were sampled; beyond it, a value has no "
-                "gradient that moves it further. null for no maximum.",
+                "maximum change of the critic's value of a token since the responses were sampled; beyond "
+                "it the value gets no gradient that would move it further away. null for no maximum.",
                 ABOVE_0,
                 default=0.2,
             ),
@@ -93,7 +106,7 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "number of passes of the actor over all global batches of a step.",
+                "number of passes of the actor over the batch of a step.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -103,8 +116,7 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "number of passes of the critic over all global batches of a step; ``ppo_epochs`` when "
-                "absent.",
+                "number of passes of the critic over the batch of a step; ``ppo_epochs`` when absent.",
                 AT_LEAST_1,
                 follows="ppo_epochs",
             ),
@@ -114,7 +126,10 @@ class PPOConfig(RewardedConfig):
         Annotated[
             int,
             Key(
-                "number of steps at the beginning in which only the critic is trained.", AT_LEAST_0, default=0
+                "number of steps at the beginning of the run in which only the critic is trained; 0 trains "
+                "both from the first step.",
+                AT_LEAST_0,
+                default=0,
             ),
         ]
     ]

@@ -40,14 +40,23 @@ if TYPE_CHECKING:
 class SampledConfig(TypedDict):
     """Keys of all algorithms that train on sampled responses: steps, sampling and validation."""
 
-    num_prompts_per_step: Annotated[int, Key("number of prompts per step.", AT_LEAST_1)]
-    max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
+    num_prompts_per_step: Annotated[
+        int,
+        Key(
+            "number of prompts taken from the training data in a step; each gets "
+            "``num_generations_per_prompt`` responses.",
+            AT_LEAST_1,
+        ),
+    ]
+    max_num_steps: Annotated[
+        int, Key("maximum number of training steps, after which the run ends.", AT_LEAST_1)
+    ]
     max_rollout_turns: NotRequired[
         Annotated[
             int,
             Key(
-                "maximum number of responses in a conversation, with an environment that replies; after "
-                "the last one the conversation ends as it is.",
+                "maximum number of responses of the policy in one conversation, with an environment that "
+                "replies; after the last one the conversation ends, whatever its state.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -57,9 +66,9 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "maximum number of tokens of a conversation after its prompt, observations included; "
-                "``policy.generation.max_new_tokens`` bounds each response. null for the room that "
-                "``policy.max_total_sequence_length`` leaves.",
+                "maximum number of tokens of a conversation after its prompt, observations included; null "
+                "for as many as ``policy.max_total_sequence_length`` leaves after the prompt. "
+                "``policy.generation.max_new_tokens`` limits each single response.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -69,7 +78,7 @@ class SampledConfig(TypedDict):
         Annotated[
             AsyncConfig,
             Key(
-                "sample the batches of later steps while a step trains.",
+                "asynchronous training: engines sample the batches of later steps while a step trains.",
                 default={
                     "enabled": False,
                     "schedule": "in_order",
@@ -87,8 +96,8 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "maximum number of passes over the training data; the run ends at this or at its maximum "
-                "number of steps, whichever comes first. null for no limit.",
+                "maximum number of passes over the training data; the run ends at this or at "
+                "``max_num_steps``, whichever comes first. null for no limit.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -98,20 +107,20 @@ class SampledConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "steps between validations; 0 for none.",
+                "number of steps between validations; 0 for no validation during training.",
                 AT_LEAST_0,
                 default=0,
                 advice="write 0 for no validation",
             ),
         ]
     ]
-    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
-    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+    val_at_start: NotRequired[Annotated[bool, Key("run a validation before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("run a validation after the last step.", default=False)]]
     max_val_samples: NotRequired[
         Annotated[
             int | None,
             Key(
-                "number of prompts of a validation set to use, the first ones; null for all.",
+                "maximum number of prompts of a validation set that are used, the first ones; null for all.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -121,9 +130,9 @@ class SampledConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "prompts of a validation set whose responses are generated in one call; null for the whole "
-                "set. Without a rollout engine, the policy still samples ``policy.generation_batch_size`` "
-                "responses at a time.",
+                "number of prompts of a validation set whose responses are generated in one call; null for "
+                "the whole set. Without a rollout engine, the policy samples "
+                "``policy.generation_batch_size`` responses at a time within the call.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -133,10 +142,9 @@ class SampledConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "responses sampled per validation prompt, k. More than one gives mean@k, pass@k and "
-                "majority@k, and needs "
-                "``policy.generation.val_temperature``. A source of ``data.validation`` may have a number "
-                "of its own.",
+                "number k of responses sampled per validation prompt. More than one gives the metrics "
+                "mean@k, pass@k and majority@k, and needs ``policy.generation.val_temperature`` above 0. A "
+                "source of ``data.validation`` may override it.",
                 AT_LEAST_1,
                 default=1,
             ),

@@ -22,32 +22,50 @@ class SupervisedConfig(TypedDict):
     """Keys of all algorithms that train on given answers: steps and validation. A sample is a row or, for
     preferences, a pair."""
 
-    max_num_steps: Annotated[int, Key("maximum number of training steps.", AT_LEAST_1)]
+    max_num_steps: Annotated[
+        int,
+        Key(
+            "maximum number of training steps, after which the run ends; a step trains on one global batch.",
+            AT_LEAST_1,
+        ),
+    ]
     max_num_epochs: NotRequired[
         Annotated[
             int | None,
             Key(
-                "maximum number of passes over the training data; the run ends at this or at its maximum "
-                "number of steps, whichever comes first. null for no limit.",
+                "maximum number of passes over the training data; the run ends at this or at "
+                "``max_num_steps``, whichever comes first. null for no limit.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
     val_period: NotRequired[
-        Annotated[int, Key("steps between validations; 0 for none.", AT_LEAST_0, default=0)]
+        Annotated[
+            int,
+            Key(
+                "number of steps between validations; 0 for no validation during training.",
+                AT_LEAST_0,
+                default=0,
+            ),
+        ]
     ]
     val_batches: NotRequired[
         Annotated[
             int | None,
-            Key("number of global batches per validation; null for all.", AT_LEAST_1, default=None),
+            Key(
+                "number of global batches per validation, the first ones; null for the whole validation "
+                "data.",
+                AT_LEAST_1,
+                default=None,
+            ),
         ]
     ]
     val_global_batch_size: NotRequired[
         Annotated[
             int,
             Key(
-                "validation samples (DPO and reward models: pairs) per global batch; "
+                "number of validation samples (DPO and reward models: pairs) per global batch; "
                 "``policy.train_global_batch_size`` when absent.",
                 AT_LEAST_1,
             ),
@@ -57,14 +75,14 @@ class SupervisedConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "validation samples (DPO and reward models: pairs) per forward pass on one data-parallel "
-                "rank; ``policy.train_micro_batch_size`` when absent.",
+                "number of validation samples (DPO and reward models: pairs) per forward pass on one "
+                "data-parallel rank; ``policy.train_micro_batch_size`` when absent.",
                 AT_LEAST_1,
             ),
         ]
     ]
-    val_at_start: NotRequired[Annotated[bool, Key("validate before the first step.", default=False)]]
-    val_at_end: NotRequired[Annotated[bool, Key("validate after the last step.", default=False)]]
+    val_at_start: NotRequired[Annotated[bool, Key("run a validation before the first step.", default=False)]]
+    val_at_end: NotRequired[Annotated[bool, Key("run a validation after the last step.", default=False)]]
 
 
 class Supervised(Algorithm):

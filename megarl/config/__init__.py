@@ -1,7 +1,8 @@
-"""Configurations: their schema, the loader, and the rules between keys. Needs neither torch nor ray.
+"""Configurations: schema, loader, and rules between keys. Importing this package imports neither torch nor
+Ray.
 
-The names below are imported on first use, so that a module that only lists recipes or looks up keys does not
-wait for the YAML reader.
+The names below are imported on first use, so a module that only lists recipes or looks up keys does not
+import the YAML reader.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Bytes that a forward pass keeps for the backward pass, from the shapes of the tensors that autograd saves.
+"""Estimates of the activation bytes that a forward pass stores for the backward pass, from tensor shapes.
 
-Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list such
-tensors. The counts here are for grouped-query attention and a gated MLP, without dropout, as the operations
-of each backend save them. A test compares the sums with the bytes that hooks on saved tensors count on a CPU.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, list the
+stored tensors. The counts here are for grouped-query attention and a gated MLP without dropout, as each
+backend's operations store them. A test compares the sums with the bytes that saved-tensor hooks count on a
+CPU.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from dataclasses import dataclass, replace
 from converters.model_config.architecture import ModelFacts
 from converters.model_config.layer_kind import Mixer
 
-# Bytes of a norm's float32 factor for a token, and of attention's float32 normaliser for a token and head.
+# Bytes per token of a norm's float32 inverse deviation, and per token and head of attention's float32
+# log-sum-exp.
 _SCALE = 4
-# Bytes of an index: torch's indices are int64.
+# Bytes of an index tensor's element: torch uses int64.
 _INDEX = 8
-# A norm that is not fused keeps two float32 tensors, so 8 bytes for each number.
+# An unfused norm stores two float32 tensors: 8 bytes per element.
 _UNFUSED_NORM = 8
 GATED_DELTA_CHUNK = 64
-"""Number of tokens in a chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
+"""Tokens per chunk of a gated delta net (``megarl.models.engine.gated_delta``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Sizes of the activations that a backend's operations keep.
+    """Sizes of the activations that a backend's operations store for the backward pass.
 
     Attributes:
-        element: bytes of a number in the layers' dtype.
-        norm: bytes that a norm keeps for each number that it normalises.
-        gated: numbers that an MLP keeps per intermediate channel.
-        weighed: numbers that an expert keeps per intermediate channel; its product is multiplied by the
-            router's weight.
-        joined: true if queries, keys and values are views of one tensor, which exists as long as the values
-            do.
+        element: bytes per element in the layers' dtype.
+        norm: bytes stored by a norm per element of its input.
+        gated: elements stored by a gated MLP per intermediate channel.
+        weighed: elements stored by an expert per intermediate channel; the router's weight is multiplied in
+            there.
+        joined: queries, keys and values are views of one tensor, which is freed only with the values.
     """
 
     element: int
@@ -45,13 +46,18 @@ class Operations:
 
 
 def operations(backend: str, device: str, element: int) -> Operations:
-    """Return the sizes of the activations that a backend's operations keep on a device.
+    """Return the sizes of the activations that a backend's operations store on a device.
 
-    transformers' norms keep a float32 copy of their input, and the tensor that is multiplied by the weight.
-    On a CPU, Megatron-Core's layers keep two float32 tensors per norm. Its MLPs keep the gate, the up
-    projection and the activated gate, and the up projection a second time because an offset of 0 is added to
-    it. On a GPU, where torch.compile or Transformer Engine fuses the operations, only inputs are kept: those
-    of a norm, of a gated MLP (gate and up) and of its second product.
+    transformers' norms store a float32 copy of their input, and the normalised tensor before the weight. On a
+    CPU, Megatron-Core's norms store two float32 tensors, and its MLPs the gate, the activated gate, and the
+    up projection twice, because an offset of 0 is added to it. On a GPU, where torch.compile or Transformer
+    Engine fuses operations, only inputs are stored: of a norm, of the gated activation (gate and up), and of
+    the MLP's second matmul.
+
+    Args:
+        backend: name of the backend.
+        device: device type, ``cpu`` or other.
+        element: bytes per element in the layers' dtype.
     """
     if backend != "megatron":
         return Operations(element, norm=4 + element, gated=4, weighed=4, joined=False)
@@ -69,17 +75,26 @@ def layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return the bytes that one layer keeps of one micro-batch, without the parts that are ``recomputed``.
+    """Return the activation bytes that one dense layer stores for one micro-batch on one rank.
 
-    The tensor-parallel ranks divide the two norms, and the inputs of the products behind them, only with
-    sequence parallelism.
+    Without sequence parallelism, every tensor-parallel rank stores the two norms' activations, and the inputs
+    of the matmuls behind them, in full.
+
+    Args:
+        facts: sizes of the model.
+        tokens: tokens of the micro-batch on the rank.
+        tensor: tensor-parallel size.
+        sequence_parallel: activations between the tensor-parallel parts are sharded too.
+        kept: activation sizes of the backend's operations.
+        recomputed: parts of the layer that are recomputed instead (``core_attn``, ``mlp``).
+        mixer: kind of the layer's token mixer.
     """
     outside, inside = 0, 0
     if mixer == "gated_delta":
         inside = _gated_delta_bytes(facts, kept)
     else:
         outside, inside = _attention_bytes(facts, kept, "core_attn" in recomputed)
-    # Zero-centred norms are not fused, so that they keep two float32 tensors.
+    # Zero-centred norms (weight + 1) are not fused.
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     outside += 2 * (facts.hidden_size * (norm + kept.element) + _SCALE)
     if "mlp" not in recomputed:
@@ -88,39 +103,45 @@ def layer_activation_bytes(
 
 
 def _attention_bytes(facts: ModelFacts, kept: Operations, recomputed: bool) -> tuple[int, int]:
-    """Return the bytes that attention keeps per token besides its input, as a pair: the bytes that every
-    tensor rank holds in full, and the bytes that the tensor ranks divide. The inputs and the output of core
-    attention are kept even if core attention is recomputed."""
+    """Return the activation bytes that attention stores per token, without its input.
+
+    The inputs and the output of core attention are stored even if core attention is recomputed.
+
+    Returns:
+        (bytes that every tensor-parallel rank stores in full, bytes that are divided by the tensor-parallel
+            size).
+    """
     heads, normaliser = facts.num_attention_heads, 0 if recomputed else _SCALE * facts.num_attention_heads
     if facts.latent_attention is not None:
         latent, vectors = (
             facts.latent_attention,
             (facts.latent_attention.q_lora_rank or 0) + facts.latent_attention.kv_lora_rank,
         )
-        # Kernels need keys and values of one width, so that the narrower ones are padded and the output is
-        # cut to its width.
+        # Attention kernels need keys and values of equal width, so the narrower ones are padded, and the
+        # output is sliced.
         wide = max(latent.qk_head_dim, latent.v_head_dim)
         numbers = heads * (4 * wide + latent.v_head_dim * (latent.qk_head_dim != latent.v_head_dim))
         norms = 1 + (latent.q_lora_rank is not None)
         return vectors * (kept.norm + kept.element) + norms * _SCALE, numbers * kept.element + normaliser
     query, key = heads * facts.head_dim, facts.num_key_value_heads * facts.head_dim
-    # Count queries and keys after their rotation, values, and the output. If they are joined, those before
-    # the rotation are kept too, because the values share their tensor.
+    # Stored are rotated queries and keys, values, and the output. If queries, keys and values are views of
+    # one tensor, the values also keep the unrotated queries and keys alive.
     numbers = 3 * (query + key) if kept.joined else 2 * (query + key)
     norm = _UNFUSED_NORM if facts.zero_centered_norms else kept.norm
     norms = norm * (query + key) + _SCALE * (heads + facts.num_key_value_heads) if facts.qk_norm else 0
-    # Count the gate's sigmoid in float32, the product, and the gate itself as a part of the joined tensor.
+    # The output gate stores its float32 sigmoid, the gated product, and the gate itself, which is a view of
+    # the joined tensor.
     gate = query * (4 + 2 * kept.element) if facts.output_gate else 0
     return 0, numbers * kept.element + norms + gate + normaliser
 
 
 def _gated_delta_bytes(facts: ModelFacts, kept: Operations) -> int:
-    """Return the bytes that a gated delta net keeps per token, before they are divided over the tensor ranks.
+    """Return the activation bytes that a gated delta net stores per token, before division by the
+    tensor-parallel size.
 
-    These are, for queries, keys and values, the tensors of the projection, the convolution and the norms, in
-    the layers' dtype and in float32. For each value head they are, in float32, five times its keys, six times
-    a token's row of numbers over its chunk, and two states per chunk. The element-wise part was counted and
-    rounded up.
+    For queries, keys and values these are the tensors of projection, convolution and norms, in the layers'
+    dtype and in float32. For each value head they are, all in float32, five times its keys, six rows of chunk
+    length, and two states per chunk. The element-wise part was counted once and rounded up.
     """
     net = facts.gated_delta
     assert net is not None, facts.family
@@ -146,14 +167,19 @@ def sparse_layer_activation_bytes(
     recomputed: Collection[str] = (),
     mixer: Mixer = "attention",
 ) -> int:
-    """Return the bytes that one layer with experts keeps of one micro-batch, if the router spreads tokens
-    evenly.
+    """Return the activation bytes that one mixture-of-experts layer stores for one micro-batch, if the
+    router spreads tokens evenly over the experts.
 
-    These are the bytes of a dense layer, with the shared expert in place of its MLP. For each token of this
-    rank (tensor ranks divide the tokens with sequence parallelism) the router adds its float32 scores,
-    whether each expert was chosen, and its weights and their indices; a gated shared expert adds its output
-    and its weight. Each chosen expert adds its input (in full on each of the expert's tensor ranks), its
-    weight and what its MLP keeps.
+    They are those of a dense layer with the shared expert as its MLP, plus, for each token on this rank
+    (sharded by sequence parallelism): the router's float32 scores, the mask of chosen experts, and the chosen
+    weights and indices; for a gated shared expert its output and gate; and for each chosen expert its input
+    (in full on each rank of its tensor-parallel group), its weight, and the activations of its MLP.
+
+    Args:
+        facts: sizes of the model.
+        tokens, tensor, sequence_parallel, kept, mixer: as in ``layer_activation_bytes``.
+        expert_tensor: tensor-parallel size of an expert.
+        recomputed: parts of the layer that are recomputed instead (``core_attn``, ``moe``).
     """
     mixture = facts.mixture
     assert mixture is not None, facts.family
@@ -161,9 +187,10 @@ def sparse_layer_activation_bytes(
         (tokens, tensor, sequence_parallel, kept),
         {"core_attn"}.intersection(recomputed),
     )
-    # In this case the layer is a dense one whose MLP keeps nothing.
+    # A recomputed mixture stores nothing, like a dense layer without an MLP.
     if "moe" in recomputed:
         return layer_activation_bytes(replace(facts, ffn_hidden_size=0), *sizes, attention, mixer)
+    # Without a shared expert this size is 0, and the MLP adds nothing.
     dense = replace(facts, ffn_hidden_size=mixture.shared_ffn_hidden_size)
     own = tokens // tensor if sequence_parallel else tokens
     chosen = (
@@ -181,23 +208,25 @@ def sparse_layer_activation_bytes(
 def head_activation_bytes(
     facts: ModelFacts, tokens: int, tensor: int, sequence_parallel: bool, kept: Operations
 ) -> int:
-    """Return the bytes that the last norm keeps of one micro-batch, plus the input of the output layer."""
+    """Return the activation bytes of the final norm, and of the output layer's input, for one micro-batch on
+    one rank."""
     norm = facts.hidden_size * kept.norm + _SCALE
     return tokens * (norm // (tensor if sequence_parallel else 1) + facts.hidden_size * kept.element)
 
 
 def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) -> int:
-    """Return the maximum bytes of activations that a pipeline stage holds at once.
+    """Return the maximum activation bytes that a pipeline stage stores at once, over all micro-batches in
+    flight.
 
-    With one chunk the schedule is 1F1B (Narayanan et al. 2021, section 2.2.1). With several it is the
-    interleaved one (section 2.2.2), with the fillers and the group size of
+    With one chunk per stage the schedule is 1F1B (Narayanan et al. 2021, section 2.2.1); with several it is
+    the interleaved one (section 2.2.2), with the padding and group size of
     ``megarl.models.megatron.schedule``.
 
     Args:
-        stage: number of the stage.
+        stage: index of the stage.
         stages: number of pipeline stages.
-        micro_batches: number of micro-batches of a pass.
-        kept: bytes that one micro-batch keeps in each chunk of the stage.
+        micro_batches: number of micro-batches of a global batch.
+        kept: bytes that one micro-batch stores in each chunk of the stage.
     """
     chunks, before = len(kept), stages - stage - 1
     if chunks == 1:
@@ -208,7 +237,7 @@ def most_held(stage: int, stages: int, micro_batches: int, kept: Sequence[int]) 
     order = [chunk for chunk in range(chunks) for _ in range(group)] * (filled // group)
     warm_up = min(2 * before + (chunks - 1) * group, len(order))
     peak = held = sum(kept[chunk] for chunk in order[:warm_up])
-    # Then a backward pass, through the chunks in reverse, follows each forward pass.
+    # After the warm-up, one backward pass follows each forward pass (1F1B), with the chunks in reverse order.
     for forward, backward in zip(order[warm_up:], order, strict=False):
         held += kept[forward]
         peak = max(peak, held)

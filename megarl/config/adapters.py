@@ -1,5 +1,4 @@
-"""Low-rank adapters of ``policy.peft``: which layers have one, and how many parameters they add to a
-model."""
+"""Low-rank adapters of ``policy.peft``: selection of the layers that have one, and parameter counts."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ _MEGATRON_NAMES: Mapping[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj",),
 }
 CUT_KINDS = frozenset({Kind.COLUMN, Kind.ROW, Kind.QKV, Kind.GATED})
-"""Kinds of weights that may have an adapter: those of parallel linear layers."""
+"""Kinds of mapping rules whose weights may have an adapter: the linear layers that tensor parallelism
+shards."""
 
 
 def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the ``peft`` section of a policy section, or None if it is absent or disabled. A policy section
-    without its defaults may lack it."""
+    """Return the ``peft`` section of a ``policy`` section, or None if it is absent or disabled."""
     section = policy.get("peft")
     return section if section and section["enabled"] else None
 
@@ -47,8 +46,8 @@ def _base_settings(policy: PolicyConfig) -> tuple[object, ...]:
 
 
 def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
-    """Return the ``peft`` section of a policy whose engines receive only the adapters, as
-    ``policy.generation.vllm_cfg.enable_lora`` requests. None if the engines receive merged weights."""
+    """Return the ``peft`` section if a refit sends only the adapters to the engines
+    (``policy.generation.vllm_cfg.enable_lora``), or None if it sends merged weights."""
     generation = policy["generation"]
     if generation is None or generation["backend"] != "vllm" or not at(generation, "vllm_cfg.enable_lora"):
         return None
@@ -56,7 +55,8 @@ def adapter_alone(policy: PolicyConfig) -> PeftConfig | None:
 
 
 def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns with Megatron-Core's module names replaced by the Hugging Face names."""
+    """Return module name patterns with Megatron-Core's names (``linear_qkv``) replaced by the Hugging Face
+    names."""
     found = []
     for pattern in patterns:
         before, dot, last = pattern.rpartition(".")
@@ -65,8 +65,8 @@ def expanded(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether any of the patterns matches a module: its full name, the end of its name, or a ``*``
-    glob."""
+    """Return whether one of the patterns matches a module's name. A pattern is a full name, the end of a
+    name after a dot, or a glob with ``*``."""
     return any(
         fnmatch.fnmatchcase(name, pattern)
         if "*" in pattern
@@ -76,10 +76,11 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def unmatched(patterns: Iterable[str], facts: ModelFacts) -> list[str]:
-    """Return the patterns that match the name of no weight of a model, whose names are known."""
+    """Return, sorted, the patterns that match no weight of the model."""
     left = set(patterns)
     layers = itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in range(facts.num_layers))
-    # The first layer has nearly all names, and a large mixture has very many of them in all.
+    # Go layer by layer and stop early: most patterns match in the first layer, and a mixture-of-experts model
+    # has very many names.
     for rule in itertools.chain(model_rules(facts), layers):
         if not left:
             break
@@ -102,24 +103,24 @@ def adapter_parameters(
         section: the ``peft`` section.
         facts: sizes of the model.
         layers: layer numbers.
-        tensor: ranks that share a layer.
-        experts: number of experts of each layer to count, and the ranks that share each expert. If None, all
-            experts are counted, and ``tensor`` ranks share each.
+        tensor: tensor-parallel size.
+        experts: (experts per layer on the rank, tensor-parallel size of an expert); None for all experts with
+            the size ``tensor``.
     """
     number, expert_tensor = experts or (facts.num_experts, tensor)
     total = 0
     for rule in itertools.chain.from_iterable(rules_of_layer(facts, layer) for layer in layers):
         if not is_expert(rule.megatron_name):
             total += _parameters(section, rule, tensor)
-        # The experts of a layer are all alike, so that the first one is counted for all.
+        # All experts of a layer have the same size, so multiply the first one's count.
         elif expert_index(rule.megatron_name) == 0:
             total += number * _parameters(section, rule, expert_tensor)
     return total
 
 
 def vocabulary_adapter_parameters(section: PeftConfig, facts: ModelFacts, tensor: int = 1) -> tuple[int, int]:
-    """Return the numbers of adapter parameters of the embedding and of the output layer on one of the
-    ``tensor`` ranks that share each."""
+    """Return the adapter parameters of the embedding, and those of the output layer, on one of ``tensor``
+    ranks."""
     targets, excluded = section["target_modules"], section["exclude_modules"]
     found = {"embed": 0, "lm": 0}
     for rule in vocabulary_rules(facts):
@@ -137,7 +138,7 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
     targets, excluded = expanded(section["target_modules"]), expanded(section["exclude_modules"])
     if rule.kind not in CUT_KINDS:
         return 0
-    # An empty list means every linear layer. Experts, however, only have adapters if they are named.
+    # An empty list selects all linear layers except experts, which get adapters only by name.
     if not targets and not is_expert(rule.megatron_name):
         targets = ("*",)
     total, stacks = 0, set()
@@ -145,11 +146,12 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
         if len(part.shape) != 2:
             continue
         rows, columns = part.shape
-        # The factor on the divided side is divided, whereas the other one is held in full.
+        # Tensor parallelism shards the LoRA factor on the sharded side of the weight; the other factor is
+        # replicated.
         rows, columns = (rows, columns // tensor) if rule.kind is Kind.ROW else (rows // tensor, columns)
         name, stack = part.name.removesuffix(".weight"), stack_of(part)
         if stack is not None and is_named(stack, section["target_parameters"]):
-            # All matrices of a stack share the factor on the input side.
+            # The matrices of a stack (gate and up) share A, the factor on the input side.
             total += rows + columns * (stack not in stacks)
             stacks.add(stack)
         elif is_named(name, targets) and not is_named(name, excluded):

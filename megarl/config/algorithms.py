@@ -1,5 +1,5 @@
-"""The registry of algorithms as the configuration sees it, without torch: their sections, and what a step
-needs."""
+"""Registry of algorithms, and what the configuration needs to know of each: its sections, models and batch
+sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "distillation": "megarl.algorithms.distillation:Distillation",
     }
 )
-"""Name of each built-in algorithm in the configuration, to its import path."""
+"""Name of each built-in algorithm -> import path of its class."""
 
 OF_ALGORITHMS = (
     "grpo",
@@ -48,7 +48,7 @@ OF_ALGORITHMS = (
     "loss_fn",
     "env",
 )
-"""Sections that only some algorithms read. Every run has the other sections of ``ORDER``."""
+"""Top-level sections that only some algorithms read; all others in ``ORDER`` belong to every run."""
 
 ORDER = (
     "algorithm",
@@ -65,8 +65,9 @@ ORDER = (
     "deadlines",
     "debug",
 )
-"""Sections and other keys of a run, in the order in which a configuration is written."""
+"""Top-level keys of a configuration, in the order in which they are written."""
 
+# Attributes without which a class is not accepted as an algorithm.
 _NEEDED = (
     "SECTIONS",
     "OPTIONAL",
@@ -82,13 +83,14 @@ _NEEDED = (
 )
 
 
-# Cache the class, so that all checks use the same class of a user's file.
+# Cache the class: ``forget_objects`` may load a custom file a second time, and TypedDicts of two loads are
+# not identical.
 @cache
 def algorithm_class(name: str) -> type[AlgorithmSpec]:
-    """Return the algorithm with that name or import path.
+    """Return the class of the algorithm with this name or import path.
 
     Raises:
-        ConfigError: there is none, or the object at the import path is not an algorithm.
+        ConfigError: there is no such algorithm, or the object at the import path is not a valid algorithm.
     """
     path = ALGORITHMS.get(name, name)
     if not is_import_path(path):
@@ -108,7 +110,8 @@ def algorithm_class(name: str) -> type[AlgorithmSpec]:
 
 
 def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
-    """Return the fault of a plug-in class and its fix, or None if it is valid."""
+    """Return what is wrong with a custom algorithm class, and how to fix it, or None if the class is
+    valid."""
     abstract = sorted(getattr(algorithm, "__abstractmethods__", ()))
     if abstract:
         return f"it does not implement {', '.join(abstract)}", "write these methods"
@@ -138,29 +141,30 @@ def _fault_of(algorithm: type[AlgorithmSpec]) -> tuple[str, str] | None:
 
 
 def own_section(config: RunConfig) -> AlgorithmConfig:
-    """Return the algorithm's own section of a checked run."""
+    """Return the section of a checked run that the algorithm names as its own (``grpo`` for GRPO)."""
     section: AlgorithmConfig = at(config, algorithm_class(config[KEY]).section())
     return section
 
 
 def replay_key(config: RunConfig) -> str:
-    """Return the dotted key that may name a run directory whose ledger the checked run replays."""
+    """Return the dotted key for the directory of an earlier run whose ledger the run may replay."""
     return f"{algorithm_class(config[KEY]).section()}.{ASYNC}.replay"
 
 
 def generates(config: RunConfig) -> bool:
-    """Return whether the steps of a checked run sample responses."""
+    """Return whether the algorithm of a checked run samples responses in its training steps."""
     return algorithm_class(config[KEY]).GENERATES
 
 
 def rows_of_record(config: RunConfig) -> int:
-    """Return the number of batch rows that a record of a checked run makes in training: 2 for a pair of
-    answers, otherwise 1. Batch sizes count records."""
+    """Return the number of batch rows per record in training: 2 for a preference pair, else 1. Batch sizes
+    in the configuration count records, not rows."""
     return 2 if algorithm_class(config[KEY]).PAIRS else 1
 
 
 def step_size(config: RunConfig) -> tuple[int, int]:
-    """Return the number of prompts (records) per step of a checked run, and of responses per prompt."""
+    """Return (prompts per step, responses per prompt) of a checked run. Without generation, a prompt is a
+    training record, with one response."""
     algorithm = algorithm_class(config[KEY])
     prompts = (
         config["policy"]["train_global_batch_size"]
@@ -171,12 +175,12 @@ def step_size(config: RunConfig) -> tuple[int, int]:
 
 
 def roles(config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles of a checked run's models."""
+    """Return the roles of the models that a checked run needs, the actor first."""
     return algorithm_class(config[KEY]).roles(config)
 
 
 def sections_of(name: object) -> Mapping[str, Any]:
-    """Return the sections of an algorithm, TypedDicts by name; empty if there is no such algorithm."""
+    """Return the sections that an algorithm reads, name -> TypedDict; empty if there is no such algorithm."""
     try:
         return algorithm_class(name).SECTIONS if isinstance(name, str) else {}
     except ConfigError:
@@ -184,8 +188,8 @@ def sections_of(name: object) -> Mapping[str, Any]:
 
 
 def models_of(name: object) -> Mapping[str, ModelSection]:
-    """Return an algorithm's sections for models other than the policy, by name; empty if there is no such
-    algorithm."""
+    """Return the sections for an algorithm's models other than the policy, by name; empty if there is no
+    such algorithm."""
     try:
         return algorithm_class(name).MODELS if isinstance(name, str) else {}
     except ConfigError:
@@ -212,11 +216,14 @@ def built_in_sections() -> Mapping[str, Any]:
 
 
 def run_type(name: object) -> Any:
-    """Return the TypedDict of a whole run: the sections of every run, those of the built-in algorithms and
-    those of the named algorithm.
+    """Return the TypedDict of a whole run: sections of every run, of the built-in algorithms, and of the
+    named algorithm.
 
-    Sections for models other than the policy are plain mappings here, because they inherit absent keys from
+    Sections for models other than the policy are plain mappings in it, because they inherit absent keys from
     ``policy`` (``megarl.config.models``).
+
+    Args:
+        name: value of ``algorithm``; of any type, because the configuration may be invalid.
     """
     return _run_type(tuple(sections_of(name).items()), tuple(models_of(name).items()))
 
@@ -225,16 +232,20 @@ def run_type(name: object) -> Any:
 def _run_type(sections: tuple[tuple[str, Any], ...], models: tuple[tuple[str, ModelSection], ...]) -> Any:
     keys: dict[str, Any] = dict(keys_of(RunConfig))
     for name, model in {**built_in_models(), **dict(models)}.items():
-        # Use a plain mapping: a TypedDict would require keys that the section takes from policy.
+        # Use a plain mapping, because the TypedDict would require keys that the section inherits from policy.
         section: Any = dict[str, dict[str, Any]] if model.by_name else dict[str, Any]
         keys[name] = NotRequired[Annotated[section, Key(model.meaning)]]
     for name, section in {**built_in_sections(), **dict(sections)}.items():
-        # An algorithm may have a custom loss or environment. If it has the built-in one, keep that one's
-        # description.
+        # Keep the description of loss_fn and env, unless the algorithm declares them with a TypedDict of its
+        # own.
         if name not in keys or section not in section_types(keys[name]):
-            keys[name] = NotRequired[Annotated[section, Key(f"settings of {name.upper()}.")]]
+            keys[name] = NotRequired[
+                Annotated[
+                    section, Key(f"settings of the algorithm `{name}`; other algorithms refuse this section.")
+                ]
+            ]
     ordered = {name: keys[name] for name in (*ORDER, *keys) if name in keys}
-    # Make the TypedDict by a call, because its sections are known only now.
+    # Create the TypedDict dynamically, because its sections depend on the algorithm.
     make: Any = TypedDict
     made = make("RunConfig", ordered)
     made.__doc__ = RunConfig.__doc__

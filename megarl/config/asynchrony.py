@@ -1,4 +1,4 @@
-"""The configuration section of asynchronous training."""
+"""Configuration section of asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from typing_extensions import TypedDict
 from megarl.key import AT_LEAST_0, AT_LEAST_1, Key
 
 NAME = "async_grpo"
-"""Name of the section, inside the own section of each algorithm whose policy generates responses."""
+"""Name of this section inside the own section of each algorithm that generates responses."""
 
 LEDGER = "ledger"
-"""Subdirectory of the run directory for the ledger of a ``ready_first`` run."""
+"""Subdirectory of the run directory in which a ``ready_first`` run stores its batches."""
 
 
 class AsyncConfig(TypedDict):
     """Asynchronous training: engines sample the batches of later steps while a step trains."""
 
     enabled: Annotated[
-        bool, Key("sample while a step trains; needs ``policy.generation.colocated.enabled: false``.")
+        bool,
+        Key(
+            "sample the batches of later steps while a step trains; needs "
+            "``policy.generation.colocated.enabled: false``."
+        ),
     ]
     schedule: NotRequired[
         Annotated[
             Literal["in_order", "ready_first"],
             Key(
                 "``in_order``: the batch of step n is sampled with the weights after step n - 1 - "
-                "``max_trajectory_age_steps``, whatever the timing, so that a run repeats itself. "
-                "``ready_first``: a step trains on the groups that complete first, and engines keep "
-                "sampling over refits, so that no step waits for its longest response; the batches are "
-                "kept in ``RUN/ledger``.",
+                "``max_trajectory_age_steps``, whatever the timing, so a run can be repeated exactly. "
+                "``ready_first``: a step trains on the groups (the responses to one prompt) that complete "
+                "first, and engines keep sampling during refits, so no step waits for its longest response; "
+                "the batches are stored in ``RUN/ledger``.",
                 default="in_order",
             ),
         ]
@@ -38,9 +42,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "age of a response in training steps, from the weights that sample it to those that it "
-                "trains: exactly k ``in_order``, at most k ``ready_first``. 0 samples and trains in turn; "
-                "1 is enough to keep both busy.",
+                "age of a response: how many training steps lie between the weights that sampled it and the "
+                "weights that are trained on it. It is exactly this with ``in_order``, at most this with "
+                "``ready_first``. 0 alternates sampling and training; 1 is enough to overlap the two.",
                 AT_LEAST_0,
                 default=1,
             ),
@@ -50,8 +54,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "``ready_first``: number of batches that are sampled or wait while a step trains; with "
-                "more of them a step has more groups to choose from. At most ``max_trajectory_age_steps``.",
+                "``ready_first``: number of batches in flight (being sampled, or complete and waiting) "
+                "while a step trains; more give a step more groups to choose from. At most "
+                "``max_trajectory_age_steps``.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -61,9 +66,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             Literal["wait", "drop"],
             Key(
-                "``ready_first``: ``wait`` trains on a group before it is too old, and waits for that "
-                "group if it has to; ``drop`` discards groups that are too old (``rollouts_dropped``), "
-                "which favours short responses.",
+                "``ready_first``: what to do with a group that would exceed ``max_trajectory_age_steps``. "
+                "``wait`` trains on it before that, and delays the step until it is complete; ``drop`` "
+                "discards it (``rollouts_dropped``), which favours short responses.",
                 default="wait",
             ),
         ]
@@ -72,8 +77,8 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "``ready_first``, with engines that take requests one by one (``vllm``): a response that "
-                "is not complete at a refit continues with the new weights. false waits for all responses "
+                "``ready_first``, with engines that take single requests (``vllm``): a response that is "
+                "incomplete at a refit is continued with the new weights. false completes all responses "
                 "before each refit.",
                 default=True,
             ),
@@ -83,8 +88,9 @@ class AsyncConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory of a ``ready_first`` run: train on its ledger again, bit for bit, and without "
-                "engines unless something is validated; null samples.",
+                "run directory of an earlier ``ready_first`` run: train again on the responses in its "
+                "ledger, to the same bits; engines start only for validations. null samples responses as "
+                "usual.",
                 default=None,
             ),
         ]
@@ -93,10 +99,10 @@ class AsyncConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "compute the log-probabilities of a batch before training on it: the clipped ratio is then "
-                "to the newest weights, and the importance weight corrects the age (decoupled objective, "
-                "arXiv 2505.24298). false uses those of the engine, saves the pass, and leaves the age to "
-                "the clip.",
+                "compute the log-probabilities of a batch with the newest weights before training on it: "
+                "the clipped ratio is then relative to these, and the importance weight corrects for the "
+                "age (decoupled objective, arXiv 2505.24298). false uses the engine's log-probabilities, "
+                "which saves a forward pass; the ratio then includes the age, and only its clip limits it.",
                 default=True,
             ),
         ]

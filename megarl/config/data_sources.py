@@ -1,5 +1,5 @@
-"""Data sources in the configuration: one source or a list, data sets known by name, and field keys that reach
-into objects and lists."""
+"""Data sources in the configuration: their schema, built-in data sets, and keys that name fields of
+records."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ NAMED_SETS: Mapping[str, str] = MappingProxyType(
         "HotpotQA": "megarl.data.sets.hotpot_qa",
     }
 )
-"""Name of each data set that needs no field keys, to its module. Names are NeMo-RL's if it has the set."""
+"""Name of each built-in data set -> module that knows its fields. Names are NeMo-RL's where it has the
+set."""
 
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv"})
-"""Suffixes that mark a path as a file, which has neither subset nor split."""
+"""Suffixes by which a path counts as a file, which has neither subsets nor splits."""
 
 DEFAULT_CACHE_GIB = 100.0
-"""Maximum GiB of tokenized records that are cached for the next start."""
+"""Default of ``data.cache_gib``: maximum GiB of tokenized records cached for later starts."""
 
 FIELD_KEYS = ("prompt_key", "answer_key", "messages_key", "tools_key", "system_key")
 PAIR_KEYS = ("chosen_key", "rejected_key")
 PLACE_KEYS = ("path", "name")
-# Keys of a source that do not apply to the records of another path or name.
+# Keys of a source that describe the data at its ``path`` or ``name``; they are not inherited when that is
+# overridden.
 _OF_ONE_PLACE = frozenset({*PLACE_KEYS, "subset", "split", *FIELD_KEYS, *PAIR_KEYS, "extra_keys"})
 
 _STEP = re.compile(r"(?:(?:^|\.)([^.\[\]]+))|\[(-?\d+)\]")
 
 
 class DataSource(TypedDict):
-    """A set of records (``path`` or ``name``) and the names of its fields.
+    """Set of records (``path`` or ``name``), and the names of its fields.
 
     A field key may reach into objects and lists: `reward_model.ground_truth`, `prompt[0].content`.
     """
@@ -53,8 +55,8 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a file (``.parquet``, ``.csv``, ``.tsv``, or else one JSON object a line), or a directory "
-                "of such files or of a saved data set."
+                "a file (``.parquet``, ``.csv``, ``.tsv``, anything else with one JSON object per line), a "
+                "directory of such files, or a directory of a data set saved by ``datasets``."
             ),
         ]
     ]
@@ -62,21 +64,27 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "a data set of the ``datasets`` library, by id or local directory; or one of the names in "
-                "configs/README.md, which needs no field keys, and may have a ``path`` to its files.",
+                "a data set of the ``datasets`` library, by Hugging Face id or local directory; or a name "
+                "from the table in configs/README.md, which needs no field keys and is read from ``path`` "
+                "if that is given too.",
             ),
         ]
     ]
-    subset: NotRequired[Annotated[str | None, Key("configuration (subset) of the data set ``name``.")]]
+    subset: NotRequired[
+        Annotated[
+            str | None,
+            Key("configuration (subset) of the data set ``name``; the library's default when absent."),
+        ]
+    ]
     split: NotRequired[Annotated[str, Key("split of the data set ``name`` (default `train`).")]]
     prompt_key: NotRequired[
         Annotated[
             str | list[str],
             Key(
-                "field that holds the prompt: text, a number, or messages; several fields are joined by "
-                "blank lines. When absent, this key and its related keys are found from the common column "
-                "names. ``[]`` in SFT: no prompt; the text of ``answer_key`` is learned as it is, without "
-                "the chat template."
+                "field with the prompt: text, a number, or a list of messages; several fields are joined by "
+                "blank lines. When absent, this key and the answer's key are inferred from common column "
+                "names. ``[]`` (SFT only) means no prompt: all tokens of ``answer_key`` are trained on, "
+                "without the chat template."
             ),
         ]
     ]
@@ -84,8 +92,8 @@ class DataSource(TypedDict):
         Annotated[
             str | list[str],
             Key(
-                "field that holds the answer: text, a number, or the tests of a program; several fields "
-                "are combined into one JSON object, such as tests and the code that they need."
+                "field with the reference answer: text, a number, or the tests of a program; several fields "
+                "become one JSON object, for example tests and the code that sets them up."
             ),
         ]
     ]
@@ -93,10 +101,10 @@ class DataSource(TypedDict):
         Annotated[
             str,
             Key(
-                "field that holds a whole conversation. The last turn of the assistant is the answer, and "
-                "what precedes it the prompt; SFT learns every turn of the assistant, except messages with "
-                "``weight: 0``. With ``answer_key``, which then holds the answer, the whole conversation "
-                "is the prompt.",
+                "field with a whole conversation. Its last assistant turn is the reference answer, and "
+                "everything before it the prompt. SFT trains on every assistant turn, except messages with "
+                "``weight: 0``. If ``answer_key`` is given too, the answer is there, and the whole "
+                "conversation is the prompt.",
             ),
         ]
     ]
@@ -112,20 +120,27 @@ class DataSource(TypedDict):
     ]
     rejected_key: NotRequired[
         Annotated[
-            str, Key("DPO and reward models: field with the rejected answer, in the forms of ``chosen_key``.")
+            str,
+            Key(
+                "DPO and reward models: field with the rejected answer, in the same forms as ``chosen_key``."
+            ),
         ]
     ]
     tools_key: NotRequired[
         Annotated[
-            str, Key("field that holds the list of tools given to the chat template; may be JSON text.")
+            str,
+            Key(
+                "field with the list of tools that the chat template describes to the model; may be JSON "
+                "text."
+            ),
         ]
     ]
     system_key: NotRequired[
         Annotated[
             str,
             Key(
-                "field that holds the system message of a record, which replaces ``system_prompt``; an "
-                "empty one means no system message, and null that of ``system_prompt``."
+                "field with the record's system message, which replaces ``data.system_prompt``. An empty "
+                "text means no system message, null means ``data.system_prompt``."
             ),
         ]
     ]
@@ -133,44 +148,55 @@ class DataSource(TypedDict):
         Annotated[
             list[str],
             Key(
-                "further fields of a record; a reward gets them in its ``record``, an environment in the "
-                "``fields`` of its records."
+                "names of further record fields to pass on: to a reward function in its argument "
+                "``record``, to an environment in the ``fields`` of each record."
             ),
         ]
     ]
     env_name: NotRequired[
         Annotated[
-            str, Key("name of the environment that scores responses to these prompts, a section of ``env``.")
+            str,
+            Key(
+                "name of the environment, a section inside ``env``, that scores responses to this source's "
+                "prompts."
+            ),
         ]
     ]
     weight: NotRequired[
         Annotated[
             float,
             Key(
-                "share of the training prompts, relative to the weights of the other sources; exact after"
-                " every prompt. If no source has a weight, each record appears once per epoch.",
+                "share of the training prompts that come from this source, relative to the other sources' "
+                "weights; it holds at every point of the run, not only on average. If no source has a "
+                "weight, each record appears once per epoch.",
                 ABOVE_0,
             ),
         ]
     ]
     repeat: NotRequired[
-        Annotated[int, Key("how many times each record appears in an epoch (default 1).", AT_LEAST_1)]
+        Annotated[int, Key("number of times each record appears in an epoch (default 1).", AT_LEAST_1)]
     ]
     max_samples: NotRequired[
-        Annotated[int | None, Key("maximum number of records, the first ones; null for all.", AT_LEAST_1)]
+        Annotated[
+            int | None,
+            Key("maximum number of records read, the first ones; null or absent for all.", AT_LEAST_1),
+        ]
     ]
 
 
 class ValidationSource(DataSource):
-    """A data source with settings for sampling responses to its prompts. Sources with the same ``val_set``
-    form one set and must agree on these settings. SFT and DPO treat all sources as one set."""
+    """Data source for validation, with settings for sampling responses to its prompts.
+
+    Sources with the same ``val_set`` form one set and must agree on these settings. SFT and DPO validate all
+    sources as one set.
+    """
 
     val_set: NotRequired[
         Annotated[
             str,
             Key(
-                "name of the source's validation set in metrics; when absent the end of ``name``, or the "
-                "file name of ``path``."
+                "name of the validation set that this source belongs to, for metrics; when absent, the last "
+                "part of ``name`` (after the last `/`), or the file name of ``path`` without its extension."
             ),
         ]
     ]
@@ -178,8 +204,8 @@ class ValidationSource(DataSource):
         Annotated[
             int,
             Key(
-                "responses sampled per prompt; the algorithm's ``val_num_generations_per_prompt`` when "
-                "absent.",
+                "number of responses sampled per prompt of this set; the algorithm's key of the same name "
+                "when absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -188,22 +214,27 @@ class ValidationSource(DataSource):
         Annotated[
             float,
             Key(
-                "sampling temperature, 0 for greedy decoding; ``policy.generation.val_temperature`` when "
-                "absent.",
+                "sampling temperature of this set, 0 for greedy decoding; "
+                "``policy.generation.val_temperature`` when absent.",
                 AT_LEAST_0,
             ),
         ]
     ]
     val_top_p: NotRequired[
         Annotated[
-            float, Key("``top_p`` of this set; ``policy.generation.val_top_p`` when absent.", POSITIVE_SHARE)
+            float,
+            Key(
+                "``top_p`` with which this set is sampled; ``policy.generation.val_top_p`` when absent.",
+                POSITIVE_SHARE,
+            ),
         ]
     ]
     val_top_k: NotRequired[
         Annotated[
             int | None,
             Key(
-                "``top_k`` of this set; ``policy.generation.val_top_k`` when absent; null keeps all tokens.",
+                "``top_k`` with which this set is sampled; null keeps all tokens, "
+                "``policy.generation.val_top_k`` when absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -211,52 +242,73 @@ class ValidationSource(DataSource):
 
 
 class DataConfig(TypedDict):
-    """The data of a run."""
+    """Data sources of a run, and how their records become token sequences."""
 
     train: Annotated[DataSource | list[DataSource], Key("training data: a source or a list of them.")]
     validation: NotRequired[
         Annotated[
             ValidationSource | list[ValidationSource] | None,
             Key(
-                "validation data: a source or a list of them, each a set with metrics of its own; null for "
-                "none.",
+                "validation data: a source or a list of them; each source is a set with metrics of its own, "
+                "unless ``val_set`` joins several. null for none.",
                 default=None,
             ),
         ]
     ]
     max_input_seq_length: Annotated[
-        int, Key("maximum prompt length in tokens (SFT and DPO: prompt and response together).", AT_LEAST_1)
+        int,
+        Key(
+            "maximum length in tokens of a prompt (SFT, DPO and reward models: of prompt and answer "
+            "together).",
+            AT_LEAST_1,
+        ),
     ]
     filter_overlong_prompts: NotRequired[
         Annotated[
             bool,
-            Key("skip longer records and report their number; otherwise they are refused.", default=False),
+            Key(
+                "leave out records longer than ``max_input_seq_length``, and report how many there are; "
+                "false refuses to start with such records.",
+                default=False,
+            ),
         ]
     ]
     on_bad_record: NotRequired[
         Annotated[
             Literal["refuse", "skip"],
             Key(
-                "what to do with a record that cannot be used: ``refuse`` the run, or ``skip`` the record "
-                "and report how many were skipped and the first ones.",
+                "what to do with a record that cannot be used: ``refuse`` does not start the run; ``skip`` "
+                "leaves the record out, and reports the number of such records and the first few.",
                 default="refuse",
             ),
         ]
     ]
     shuffle: NotRequired[
-        Annotated[bool, Key("shuffle the records in each epoch, by the seed.", default=True)]
+        Annotated[
+            bool,
+            Key(
+                "shuffle the records in a new order for each epoch, in an order that follows from ``seed``; "
+                "false keeps the stored order.",
+                default=True,
+            ),
+        ]
     ]
     system_prompt: NotRequired[
         Annotated[
             str | None,
-            Key("system message put before every prompt, except conversations that have one.", default=None),
+            Key(
+                "system message put before every prompt, except before a conversation that has one; null "
+                "for none.",
+                default=None,
+            ),
         ]
     ]
     prompt_template: NotRequired[
         Annotated[
             str | None,
             Key(
-                "text with ``{prompt}`` where the prompt goes, if that is a text and no list of messages.",
+                "text around each prompt, which replaces ``{prompt}`` in it; prompts that are lists of "
+                "messages stay unchanged. null for no template.",
                 default=None,
             ),
         ]
@@ -265,9 +317,9 @@ class DataConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "directory for tokenized records that exceed memory (over 8 MiB of tokens) and for DPO's "
-                "reference log-probabilities, which the next start reuses; null for `megarl/data` in the "
-                "user's cache.",
+                "directory that keeps tokenized sources (if larger than 8 MiB of tokens) and DPO's "
+                "reference log-probabilities for later starts; null for `megarl/data` in the user's cache "
+                "directory.",
                 default=None,
             ),
         ]
@@ -276,8 +328,8 @@ class DataConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "maximum size of `cache_dir` in GiB; the least recently used files are deleted first, "
-                "never those in use. null for no limit.",
+                "maximum total size of `cache_dir` in GiB; the least recently used files are deleted first, "
+                "never files in use. null for no limit.",
                 ABOVE_0,
                 default=DEFAULT_CACHE_GIB,
             ),
@@ -286,8 +338,12 @@ class DataConfig(TypedDict):
 
 
 def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """Yield the dotted path and the section of each source in ``train`` or ``validation`` of a ``data``
-    section; none for null."""
+    """Yield (dotted path, section) of each data source.
+
+    Args:
+        data: the ``data`` section, unchecked.
+        key: ``train`` or ``validation``.
+    """
     value = data.get(key)
     places = (
         {f"data.{key}.{place}": source for place, source in enumerate(value)}
@@ -300,23 +356,22 @@ def sources_of(data: Mapping[str, Any], key: str) -> Iterator[tuple[str, Validat
 
 
 def set_module(source: DataSource) -> str | None:
-    """Return the module of the named set that a source uses, or None. A source with its own field keys does
-    not use a named set."""
+    """Return the module of the built-in data set that a source uses, or None. A source with field keys of
+    its own uses none."""
     own_keys = any(source.get(key) is not None for key in ("prompt_key", "messages_key", *PAIR_KEYS))
     return None if own_keys else NAMED_SETS.get(str(source.get("name")))
 
 
 def is_file(path: str) -> bool:
-    """Return whether a path's suffix marks it as a file."""
+    """Return whether a path has the suffix of a data file; the file need not exist."""
     return Path(path).suffix.lower() in FILE_SUFFIXES
 
 
 def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that an inherited source loses when a source is written over it, besides the written
-    keys.
+    """Return the keys that a data source must not inherit, because the keys in ``written`` replace them.
 
-    A source with another path or name has other fields. A conversation replaces a prompt with its answer, and
-    a prompt replaces a conversation.
+    Another ``path`` or ``name`` means other data, whose fields are called differently. ``messages_key``
+    replaces ``prompt_key`` and ``answer_key``, and ``prompt_key`` replaces ``messages_key``.
     """
     replaced = set[str]()
     if any(written.get(key) is not None for key in PLACE_KEYS):
@@ -329,18 +384,19 @@ def replaced_keys(written: Mapping[str, Any]) -> frozenset[str]:
 
 
 def fields_of_key(value: str | Sequence[str]) -> Sequence[str]:
-    """Return the field names in ``prompt_key`` or ``answer_key``, which may be a single name or a list."""
+    """Return the field names in the value of ``prompt_key`` or ``answer_key``, a single name or a list of
+    names."""
     return [value] if isinstance(value, str) else value
 
 
 def key_steps(path: str) -> tuple[str | int, ...] | None:
-    """Return the steps of a key such as ``reward_model.ground_truth`` or ``prompt[0].content``: field names
-    and list indices. None if the text is not such a key."""
+    """Return the field names and list indices in a key such as ``reward_model.ground_truth`` or
+    ``prompt[0].content``; None if the text does not have this form."""
     steps: list[str | int] = []
     place = 0
     while place < len(path):
         match = _STEP.match(path, place)
-        # A key begins with a field, because a row is an object and not a list.
+        # A record is an object, so a key cannot begin with a list index.
         if match is None or (place == 0 and match[1] is None):
             return None
         steps.append(match[1] if match[1] is not None else int(match[2]))

@@ -1,8 +1,5 @@
-"""Fill in absent optional keys: with the defaults declared at their fields, or with values derived from other
-keys.
-
-A key that is present is left alone, even if it is null.
-"""
+"""Completion of a configuration: absent optional keys get the default declared at their field, or a value
+derived from other keys. A key that is present is never changed, even if it is null."""
 
 from __future__ import annotations
 
@@ -49,14 +46,14 @@ from megarl.key import defaults_of, fields_of, keys_of, section_types
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Sections that are completed only if they are present, as the sections of algorithms are.
+# Sections that get defaults only if they are present. Sections of algorithms are treated likewise.
 _GIVEN: Mapping[str, Any] = {
     "loss_fn": ClippedPGLossConfig,
     "env": EnvConfig,
     "data": DataConfig,
     "cluster": ClusterConfig,
 }
-# Sections that every run has.
+# Sections that every run has; they get defaults even if they are absent.
 _ALWAYS: Mapping[str, Any] = {
     "deadlines": DeadlinesConfig,
     "checkpointing": CheckpointingConfig,
@@ -71,13 +68,13 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
 
     Args:
         config: plain containers; need not be valid.
-        name: name of the run's directory if the configuration does not set it.
+        name: name of the run directory if the configuration does not set it.
     """
-    # Copy, because the caller tries the same configuration again with other values.
+    # Copy, because the search for proposals completes the same configuration repeatedly with other values.
     run = without_tildes(copy.deepcopy(dict(config)))
     run.setdefault("run_dir", str(Path("runs") / name))
-    # Complete the models before the policy: a model inherits what was written for the policy, but its
-    # defaults follow its own keys.
+    # Complete the other models first: they inherit only what the user wrote for the policy, because their own
+    # keys may lead to other defaults.
     models = {
         path: in_full(_section(run, "policy"), at(run, path) or {}, section)
         for path, section in _well_formed_models(run)
@@ -85,7 +82,8 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     run["policy"] = complete_policy(_section(run, "policy"))
     for path, model in models.items():
         run = put(run, path, complete_policy(model))
-    # Put the run's own algorithm after the built-in ones, because it may give their sections another type.
+    # The run's algorithm comes after the built-in ones, because a custom one may declare their sections with
+    # another TypedDict.
     for key, section in {
         **_GIVEN,
         **built_in_sections(),
@@ -98,13 +96,13 @@ def complete_run(config: Mapping[str, Any], name: str = "run") -> Config:
     _fill_sizes_of_validation(run)
     if isinstance(run["run_dir"], str):
         run["checkpointing"].setdefault("checkpoint_dir", str(Path(run["run_dir"]) / "checkpoints"))
-    # Order the keys as a person would write them, because a dry run prints this.
+    # Order the keys as in a recipe, because the dry run prints them.
     return {key: run[key] for key in (*ORDER, *run) if key in run}
 
 
 def without_tildes(run: Config) -> Config:
-    """Return the configuration with the user's directory in place of ``~`` at the beginning of paths: no
-    shell puts it into a file or behind ``key=``."""
+    """Return the configuration with ``~`` at the beginning of paths replaced by the user's home directory,
+    because no shell expands it in a YAML file or after ``key=``."""
     for key, place in places_of(run):
         home = os.path.expanduser(place)
         if at(run, key) == place != home:
@@ -118,8 +116,8 @@ def without_tildes(run: Config) -> Config:
 
 
 def _well_formed_models(run: Config) -> Iterator[tuple[str, ModelSection]]:
-    """Yield the path and declaration of each model other than the policy whose section is a mapping or
-    absent."""
+    """Yield (path, declaration) of each model other than the policy, unless its section is present and not a
+    mapping."""
     for path, section in model_sections(run).items():
         given = at(run, path)
         if given is None or isinstance(given, dict):
@@ -190,11 +188,11 @@ def _complete_megatron(megatron: Config, policy: Config) -> Config:
 
 
 def _complete_engine(generation: Config, policy: Config) -> Config:
-    """Return the generation section with the values that its engine fills in. If there is no such engine,
-    return the section without them; a rule reports the fault.
+    """Return the ``generation`` section with the defaults of its engine. If there is no such engine it is
+    returned without them, because a rule reports that.
 
     Raises:
-        ConfigError: the code of a user-defined engine fails on the section.
+        ConfigError: the code of a custom engine fails on the section.
     """
     filled = fill(generation, {"model_name": policy.get("model_name")})
     try:
@@ -202,7 +200,7 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
         if kind.section is not None:
             filled["engine_cfg"] = _complete(_section(filled, "engine_cfg"), kind.section)
         return kind.complete(filled, policy)
-    # Ignore this error, which a rule reports together with all other faults.
+    # Ignore this error: ``engine_is_known`` reports it together with all other violations.
     except ConfigError:
         return filled
     except Exception as error:
@@ -215,8 +213,8 @@ def _complete_engine(generation: Config, policy: Config) -> Config:
 
 
 def _padding_of(policy: Config) -> int:
-    """Return the number whose multiples all ranks of a sequence can divide equally, with or without sequence
-    parallelism."""
+    """Return the number of tokens by which padded sequences must be divisible, so that the tensor- and
+    context-parallel ranks get equal parts, even with sequence parallelism."""
     for section, tensor in (
         ("megatron_cfg", "tensor_model_parallel_size"),
         ("dtensor_cfg", "tensor_parallel_size"),
@@ -228,7 +226,7 @@ def _padding_of(policy: Config) -> int:
     return 1
 
 
-# Keys that a named environment takes from the ``env`` section if it lacks them.
+# Keys that a named environment inherits from ``env``.
 _OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
     "strip",
     "keep_special_tokens",
@@ -245,7 +243,8 @@ _OF_ALL_ENVIRONMENTS: tuple[str, ...] = (
 
 
 def _complete_environments(run: Config) -> None:
-    """Fill in the named environments, and take ``processes`` from ``num_workers`` if only that is given."""
+    """Fill in the sections of named environments, and ``processes`` from ``num_workers`` where only that is
+    given."""
     env = run.get("env")
     if not isinstance(env, dict):
         return
@@ -280,18 +279,19 @@ def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
 
 
 def _filled(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section with the defaults of its keys, and with the keys whose default is another
-    key's value."""
+    """Return a section with its absent keys set to their defaults, or to the value of the key that they
+    follow. ``kind`` is the section's TypedDict."""
     filled = fill(config, defaults_of(kind))
     for name, key in fields_of(kind).items():
-        # Do this after the defaults, so that a key may follow one that is absent itself.
+        # Do this after the defaults, because the followed key may be absent itself.
         if key.follows in filled:
             filled.setdefault(name, filled[key.follows])
     return filled
 
 
 def _complete(config: Mapping[str, Any], kind: Any) -> Config:
-    """Return a section with its defaults, and its direct subsections with theirs."""
+    """Return a section with its defaults filled in, and its direct subsections with theirs. ``kind`` is the
+    section's TypedDict."""
     filled = _filled(config, kind)
     for name, annotation in keys_of(kind).items():
         for inner in section_types(annotation):
@@ -301,6 +301,6 @@ def _complete(config: Mapping[str, Any], kind: Any) -> Config:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Config:
-    """Return a section as a dictionary; empty if it is absent or not a section."""
+    """Return a copy of a subsection; empty if it is absent or not a mapping."""
     section = config.get(key)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Assignment of teachers to the sources of the training data."""
+"""Assignment of teachers to training sources in a distillation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megarl.config.validation_sets import set_name
 
 SECTION = "distillation"
 TEACHER, TEACHERS = "teacher", "teachers"
-"""Sections of a single teacher, and of several teachers by name."""
+"""Top-level sections: of a single teacher, and of several teachers by name."""
 OF_SOURCE = f"{SECTION}.teacher_of_source"
 
 
 def source_key(source: DataSource) -> str:
-    """Return the name of a source in ``distillation.teacher_of_source``: its environment if it has one,
-    otherwise the name of its set."""
+    """Return the key of a source in ``distillation.teacher_of_source``: its ``env_name``, else the name that
+    its validation set would have."""
     return str(source.get("env_name") or set_name(source))
 
 
@@ -28,12 +28,14 @@ def train_sources(data: DataConfig) -> Sequence[DataSource]:
 
 
 def teachers_of_sources(config: RunConfig) -> list[str]:
-    """Return the name of the teacher of each training source of a checked run; ``teacher`` if there is a
-    single teacher without a name."""
+    """Return the name of the teacher of each training source of a checked run; ``teacher`` for a single
+    unnamed teacher."""
     names = list(at(config, TEACHERS) or {})
     if not names:
         return [TEACHER] * len(train_sources(config["data"]))
     chosen = at(config, OF_SOURCE)
     return [
-        names[0] if chosen is None else chosen[source_key(source)] for source in train_sources(config["data"])
+        # A rule requires the mapping if there are several teachers.
+        names[0] if chosen is None else chosen[source_key(source)]
+        for source in train_sources(config["data"])
     ]

@@ -1,4 +1,4 @@
-"""The registry of rollout engines: the possible values of ``policy.generation.backend``."""
+"""Registry of rollout engines, the possible values of ``policy.generation.backend``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from megarl.import_path import is_import_path, load_object
 
 KEY = "policy.generation.backend"
 OF_THE_POLICY = ("megatron", "hf")
-"""Backends with which the policy itself generates."""
+"""Values of ``policy.generation.backend`` with which the policy itself generates, unless
+``colocated.enabled`` is false."""
 
 ENGINES: Mapping[str, str] = MappingProxyType({"vllm": "megarl.models.generation.vllm.kind:KIND"})
-"""Name of each built-in engine kind in the configuration, to its import path."""
+"""Value of ``policy.generation.backend`` -> import path of the built-in ``EngineKind``."""
 
 APART = "megarl.models.policy.policy_engines:KIND"
-"""Engine kind whose workers run the policy's backend and only generate. ``OF_THE_POLICY`` selects it if
-``colocated.enabled`` is false."""
+"""Import path of the engine kind whose workers run the policy's own backend, and only generate. It is used
+for ``OF_THE_POLICY`` if ``colocated.enabled`` is false."""
 
 
 def is_engine(generation: GenerationConfig | None) -> bool:
-    """Return whether a ``policy.generation`` section with defaults selects an engine, so that the policy does
-    not generate itself. Values in the section may have the wrong types."""
+    """Return whether a ``policy.generation`` section selects an engine; otherwise the policy itself
+    generates.
+
+    Args:
+        generation: the section with its defaults, not yet checked, so values may have wrong types.
+    """
     if generation is None:
         return False
     backend = at(generation, "backend")
@@ -38,21 +43,22 @@ def is_engine(generation: GenerationConfig | None) -> bool:
 
 
 def kind_of(generation: GenerationConfig | None) -> EngineKind | None:
-    """Return the engine kind that a ``policy.generation`` section selects; None if the policy itself
+    """Return the ``EngineKind`` that a ``policy.generation`` section selects, or None if the policy itself
     generates.
 
     Raises:
-        ConfigError: as in ``engine_kind``.
+        ConfigError: there is no such kind, or the object is not a valid ``EngineKind``.
     """
     return engine_kind(generation["backend"]) if generation is not None and is_engine(generation) else None
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """Return the engine kind that ``policy.generation.backend`` names.
+    """Return the ``EngineKind`` for a value of ``policy.generation.backend``, a name or an import path.
 
     Raises:
         ConfigError: there is no such kind, or the object is not a valid ``EngineKind``.
     """
+    # A backend of the policy gets here only with engines on separate ranks.
     path = APART if backend in OF_THE_POLICY else ENGINES.get(backend, backend)
     found = load_object(path, KEY) if is_import_path(path) else None
     if not isinstance(found, EngineKind):

@@ -1,4 +1,4 @@
-"""Environments and rewards that a configuration names, as far as checking the configuration needs them."""
+"""Environments, rewards and tools in the configuration: their schema, and checks that need no generation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from megarl.key import ABOVE_0, AT_LEAST_1, Key, Range, fields_of, keys_of, sect
 REWARD, ENVIRONMENT = "env.reward", "env.environment"
 SINGLE_TURN, TOOLS = "single_turn", "tools"
 REWARDED = (SINGLE_TURN, TOOLS)
-# Keys that only environments with tools read; a rule refuses them in others.
+"""Values of ``environment`` with which reward functions score the responses."""
 OF_TOOLS = ("tools", "max_tool_calls")
-"""Environments that score responses with reward functions."""
+"""Keys that only ``environment: tools`` reads; a rule refuses them in other environments."""
 TOOL_KINDS = ("calculator", "python", "search", "http")
-# ``megarl.rollout.tools.parsers`` asserts that its parsers are these, in this order; ``tool_parser`` lists
-# them too.
+# ``megarl.rollout.tools.parsers`` asserts that it has these parsers in this order. Keep ``tool_parser`` in
+# step.
 TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss")
 
 
 class RewardOptions(TypedDict):
-    """Options of the built-in rewards. An option that the named reward does not read is refused."""
+    """Options of the built-in reward functions; an option that the chosen function does not read is
+    refused."""
 
     math_verify_impl: NotRequired[
         Annotated[
             Literal["hf_math_verify", "dapo_math_verify"],
             Key(
-                "`math`: `hf_math_verify` (default) compares values, `dapo_math_verify` compares the text "
-                "after the last ``Answer:``, "
-                "as DAPO does."
+                "`math`: `hf_math_verify` (default) compares the values of the expressions with "
+                "math-verify, `dapo_math_verify` compares the text after the last ``Answer:``, as DAPO "
+                "does."
             ),
         ]
     ]
@@ -44,8 +45,8 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["strict", "flexible"],
             Key(
-                "`gsm8k`: `strict` (default) takes the number after the last ``####``, `flexible` the last "
-                "number."
+                "`gsm8k`: number of the response that is compared: `strict` (default) the one after the "
+                "last ``####``, `flexible` the last one."
             ),
         ]
     ]
@@ -53,18 +54,21 @@ class RewardOptions(TypedDict):
         Annotated[
             str,
             Key(
-                "``format``: regular expression that the whole response must match, in which a dot is any "
-                "character; when absent: one ``<think>...</think>`` at the beginning, which the prompt may "
-                "have opened, and an answer after it."
+                "``format``: regular expression that the whole response must match; a dot matches line "
+                "breaks too. When absent, the response must be one ``<think>...</think>``, which the prompt "
+                "may have opened, followed by an answer."
             ),
         ]
     ]
-    url: NotRequired[Annotated[str, Key("``http``: address of the scorer, ``http://`` or ``https://``.")]]
+    url: NotRequired[
+        Annotated[str, Key("``http``: address of the scoring service, ``http://`` or ``https://``.")]
+    ]
     attempts: NotRequired[
         Annotated[
             int,
             Key(
-                "`http`: maximum number of requests for one response (default 3). They share ``timeout_s``.",
+                "`http`: maximum number of requests to score one response, all within ``timeout_s`` "
+                "(default 3).",
                 Range(low=1, high=20),
             ),
         ]
@@ -73,8 +77,8 @@ class RewardOptions(TypedDict):
         Annotated[
             float,
             Key(
-                "`code`: maximum seconds for one test (default 4). All tests of a response share "
-                "``timeout_s``.",
+                "`code`: time limit in seconds for one test (default 4); ``timeout_s`` limits all tests of "
+                "a response together.",
                 ABOVE_0,
             ),
         ]
@@ -83,23 +87,28 @@ class RewardOptions(TypedDict):
         Annotated[
             int,
             Key(
-                "`code`: maximum MB of address space of a process, and of resident memory of a program's "
-                "processes together (default 512).",
+                "`code`: memory limit in MiB: address space of each process, and resident memory of all "
+                "processes of a program together (default 512).",
                 AT_LEAST_1,
             ),
         ]
     ]
     max_processes: NotRequired[
         Annotated[
-            int, Key("`code`: maximum number of processes and threads of a program (default 16).", AT_LEAST_1)
+            int,
+            Key(
+                "`code`: maximum number of processes and threads that a program may have at a time (default "
+                "16).",
+                AT_LEAST_1,
+            ),
         ]
     ]
     max_file_mb: NotRequired[
         Annotated[
             int,
             Key(
-                "`code`: maximum MB of a file, and in the sandbox of all files of a program together "
-                "(default 16).",
+                "`code`: maximum size in MiB of a file that a program writes, and in the sandbox of all its "
+                "files together (default 16).",
                 AT_LEAST_1,
             ),
         ]
@@ -108,8 +117,8 @@ class RewardOptions(TypedDict):
         Annotated[
             bool,
             Key(
-                "``code``: score the share of the tests that pass, each with a part of ``timeout_s``; when "
-                "absent or false, all tests must pass for a score of 1."
+                "``code``: true scores the share of the tests that pass, and gives each test an equal part "
+                "of ``timeout_s``; absent or false scores 1 if all tests pass, else 0."
             ),
         ]
     ]
@@ -117,21 +126,28 @@ class RewardOptions(TypedDict):
         Annotated[
             Literal["required", "preferred"],
             Key(
-                "``code``: what to do if Linux grants no namespaces to the run or to bubblewrap, so that "
-                "programs of a model could reach the network, read the expected outputs, write files and "
-                "end other processes: ``required`` (default) refuses to run them, ``preferred`` runs them "
-                "with the other limits only, and warns."
+                "``code``: what to do if neither Linux namespaces nor bubblewrap are available, without "
+                "which programs that the model wrote could reach the network, read the expected outputs, "
+                "write files and end other processes. ``required`` (default) refuses to start; "
+                "``preferred`` runs the programs with the other limits only, and warns."
             ),
         ]
     ]
     max_response_length: NotRequired[
-        Annotated[int, Key("``overlong``, ``length``: maximum response length in tokens.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "``overlong``, ``length``: maximum response length in tokens, by which the reward is "
+                "computed.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     overlong_buffer_length: NotRequired[
         Annotated[
             int,
             Key(
-                "``overlong``: number of tokens before the maximum length over which the reward falls "
+                "``overlong``: number of tokens before ``max_response_length`` over which the reward falls "
                 "linearly from 0 to -1.",
                 AT_LEAST_1,
             ),
@@ -140,58 +156,82 @@ class RewardOptions(TypedDict):
 
 
 class RewardConfig(RewardOptions):
-    """One of several rewards; its options are written next to these keys."""
+    """One of several rewards of an environment. The options of its function are keys of this section too."""
 
-    reward: NotRequired[Annotated[str, Key("as ``env.reward``; when absent, the name of this section.")]]
-    weight: NotRequired[Annotated[float, Key("weight in the sum of the rewards (default 1).")]]
-    strip: NotRequired[Annotated[bool, Key("as ``env.strip``, whose value it takes when absent.")]]
+    reward: NotRequired[
+        Annotated[
+            str,
+            Key(
+                "reward function, as in ``env.reward``; when absent, the function with the name of this "
+                "section."
+            ),
+        ]
+    ]
+    weight: NotRequired[Annotated[float, Key("weight of this reward in the sum of the rewards (default 1).")]]
+    strip: NotRequired[
+        Annotated[
+            bool,
+            Key(
+                "ignore leading and trailing white space when texts are compared; ``env.strip`` when absent."
+            ),
+        ]
+    ]
     timeout_s: NotRequired[
-        Annotated[float, Key("as ``env.timeout_s``, whose value it takes when absent.", ABOVE_0)]
+        Annotated[
+            float,
+            Key(
+                "time limit in seconds for this reward of one response; ``env.timeout_s`` when absent.",
+                ABOVE_0,
+            ),
+        ]
     ]
 
 
 class ToolConfig(TypedDict):
-    """A tool that the policy may call. The name of the section is the name of the tool."""
+    """Tool that the policy may call; the name of the section is the name of the tool."""
 
     tool: NotRequired[
         Annotated[
             str,
             Key(
-                "``calculator``: arithmetic; ``python``: code in a closed sandbox, whose variables are "
-                "kept for later calls of a conversation; ``search``: over ``documents``; ``http``: a "
-                "service at ``url`` that gets the arguments as JSON; or the import path of a function with "
-                "annotated parameters and a docstring. When absent, the name of this section."
+                "``calculator``: evaluates arithmetic; ``python``: runs code in a closed sandbox, which "
+                "keeps its variables for later calls of the conversation; ``search``: searches "
+                "``documents``; ``http``: sends the arguments as JSON to ``url``; or the import path of a "
+                "function with annotated parameters and a docstring. When absent, the name of this section."
             ),
         ]
     ]
     description: NotRequired[
-        Annotated[str, Key("description of the tool for the policy, in place of the tool's own.")]
+        Annotated[str, Key("description of the tool that the policy reads, in place of the tool's own.")]
     ]
     documents: NotRequired[
         Annotated[
             str,
             Key(
-                "`search`: path of a JSON-lines file of documents; each line has ``text``, and may have "
+                "`search`: path of a JSON-lines file with one document per line: ``text``, and optionally "
                 "``title``."
             ),
         ]
     ]
     results: NotRequired[
-        Annotated[int, Key("`search`: number of documents returned (default 3).", AT_LEAST_1)]
+        Annotated[int, Key("`search`: number of documents returned per call (default 3).", AT_LEAST_1)]
     ]
     url: NotRequired[Annotated[str, Key("``http``: address of the service, ``http://`` or ``https://``.")]]
     timeout_s: NotRequired[
-        Annotated[float, Key("`http`, `python`: maximum seconds for one call (default 10).", ABOVE_0)]
+        Annotated[float, Key("`http`, `python`: time limit in seconds for one call (default 10).", ABOVE_0)]
     ]
     memory_mb: NotRequired[
         Annotated[
-            int, Key("``python``: memory limit in MB, as for the reward ``code`` (default 512).", AT_LEAST_1)
+            int, Key("``python``: memory limit in MiB, as for the reward ``code`` (default 512).", AT_LEAST_1)
         ]
     ]
     isolation: NotRequired[
         Annotated[
             Literal["required", "preferred"],
-            Key("``python``: isolation, as for the reward ``code`` (default ``required``)."),
+            Key(
+                "``python``: ``required`` (default) refuses to start without a sandbox, ``preferred`` runs "
+                "without it and warns, as for the reward ``code``."
+            ),
         ]
     ]
 
@@ -204,24 +244,24 @@ TOOL_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "http": ("url", "timeout_s"),
     }
 )
-"""Kind of each built-in tool, to the options that it reads."""
+"""Built-in tool -> keys of its section that it reads."""
 
 
 class EnvConfig(RewardOptions):
-    """The environment that scores responses. Any other section inside it, ``env.math: {...}``, is an
-    environment with that name and the same keys.
+    """Environment that scores responses. A section inside it with another name, ``env.math: {...}``, is an
+    environment of that name with the same keys.
 
-    A named environment inherits absent keys that come after ``rewards`` from here, except ``options``. A
-    record's ``env_name`` (or ``task_name``) names its environment; if only one environment has a name, every
-    record uses it. If a built-in reward has the environment's name, it is the environment's default reward.
+    A named environment inherits the keys after ``rewards`` from here, except ``options``. The ``env_name``
+    (or ``task_name``) of a record selects its environment; if only one environment has a name, all records
+    use it. An environment named like a built-in reward uses that reward unless it sets another.
     """
 
     environment: NotRequired[
         Annotated[
             str,
             Key(
-                "``single_turn``: a reward function compares a response with the reference answer; "
-                "``tools``: the same in conversations in which the policy may call ``tools``; or the "
+                "``single_turn``: a reward function compares one response with the reference answer; "
+                "``tools``: the same after a conversation in which the policy may call ``tools``; or the "
                 "import path of a class, ``path/to/file.py:Name`` or ``package.module:Name``, see "
                 "``megarl.rollout.message_env``.",
                 default="single_turn",
@@ -232,10 +272,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             str | None,
             Key(
-                "the reward function: ``exact_match``, ``math`` (or ``math_verify``), ``gsm8k``, "
+                "reward function: ``exact_match``, ``math`` (or ``math_verify``), ``gsm8k``, "
                 "``multichoice``, ``code``, ``format``, ``length``, ``overlong``, ``http``, or an import "
-                "path, ``path/to/file.py:function``, see ``megarl.rollout.rewards``; null if ``rewards`` "
-                "names several, or if the environment computes its own.",
+                "path, ``path/to/file.py:function``, see ``megarl.rollout.rewards``. null if ``rewards`` "
+                "lists several, or if the environment computes its own reward.",
                 default=None,
             ),
         ]
@@ -243,7 +283,11 @@ class EnvConfig(RewardOptions):
     rewards: NotRequired[
         Annotated[
             dict[str, RewardConfig] | None,
-            Key("several named rewards; a sample gets their weighted sum.", default=None),
+            Key(
+                "several reward functions, by user-chosen names; the reward of a response is their weighted "
+                "sum.",
+                default=None,
+            ),
         ]
     ]
     strip: NotRequired[
@@ -259,8 +303,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             bool,
             Key(
-                "give rewards the responses with their special tokens, and all messages of Harmony; false "
-                "gives them the text without, and of Harmony only the last message of the final channel.",
+                "pass responses to reward functions with their special tokens (of Harmony responses, all "
+                "messages); false passes the text without special tokens (of Harmony responses, the last "
+                "message of the final channel).",
                 default=False,
             ),
         ]
@@ -269,27 +314,37 @@ class EnvConfig(RewardOptions):
         Annotated[
             int | None,
             Key(
-                "number of processes for rewards that may fail or take long; null for the driver's number "
-                "of cores, at most 8.",
+                "number of processes that compute rewards which may fail or take long; null for the number "
+                "of the driver's CPU cores, at most 8.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
-    num_workers: NotRequired[Annotated[int, Key("NeMo-RL's name for ``processes``.", AT_LEAST_1)]]
+    num_workers: NotRequired[
+        Annotated[int, Key("NeMo-RL's name for ``processes``, used if ``processes`` is absent.", AT_LEAST_1)]
+    ]
     timeout_s: NotRequired[
-        Annotated[float, Key("maximum seconds per response for a reward.", ABOVE_0, default=5.0)]
+        Annotated[
+            float,
+            Key(
+                "time limit in seconds for a reward function to score one response; see ``on_timeout``.",
+                ABOVE_0,
+                default=5.0,
+            ),
+        ]
     ]
     on_error: NotRequired[
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
                 "what happens to a response on which the reward function raises, returns no finite number "
-                "or dies: ``zero`` scores it 0; ``mask`` leaves it out of training (a policy may then "
+                "or crashes: ``zero`` scores it 0; ``mask`` leaves it out of training (a policy may then "
                 "learn to break the function); ``raise`` ends the run. Failures that no response can cause "
-                "(a scorer that does not reply, a process killed by others, a failed import, a machine "
-                "without memory) are masked, except with ``raise``. The run also ends if the function "
-                "fails on every response of a batch, or after three batches in a row without a score.",
+                "(a scoring service that does not reply, a process killed from outside, a failed import, a "
+                "machine out of memory) leave the response out, except with ``raise``. The run also ends if "
+                "the function fails on every response of a batch, or if three batches in a row get no "
+                "score.",
                 default="zero",
             ),
         ]
@@ -298,25 +353,28 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["raise", "zero", "mask"],
             Key(
-                "what happens if a reward function exceeds ``timeout_s``; values as for ``on_error``. With "
-                "``mask`` a policy may learn to avoid low scores by time-outs.",
+                "what happens to a response whose reward function exceeds ``timeout_s``: ``zero``, ``mask`` "
+                "or ``raise``, as in ``on_error``. With ``mask`` a policy may learn to avoid low scores by "
+                "causing time-outs.",
                 default="zero",
             ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("settings of your own environment.", default={})]]
+    options: NotRequired[
+        Annotated[dict[str, Any], Key("settings passed to a custom environment.", default={})]
+    ]
     tools: NotRequired[
         Annotated[
             dict[str, ToolConfig],
-            Key("with `tools`: the tools that the policy may call, by name.", default={}),
+            Key("``environment: tools``: the tools that the policy may call, by name.", default={}),
         ]
     ]
     max_tool_calls: NotRequired[
         Annotated[
             int | None,
             Key(
-                "with `tools`: maximum number of calls per conversation; the response that exceeds it ends "
-                "the conversation.",
+                "``environment: tools``: maximum number of tool calls per conversation; the response that "
+                "exceeds it ends the conversation. null for no maximum.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -326,7 +384,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             int,
             Key(
-                "maximum number of ``MessageEnv`` conversations stepped at the same time, each in a thread.",
+                "maximum number of ``MessageEnv`` conversations that are in their step at the same time, "
+                "each in a thread of its own.",
                 AT_LEAST_1,
                 default=256,
             ),
@@ -336,8 +395,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             float,
             Key(
-                "maximum seconds for one ``MessageEnv`` step; a conversation that exceeds it is left out of "
-                "training.",
+                "time limit in seconds for one ``MessageEnv`` step; a conversation that exceeds it is left "
+                "out of training.",
                 ABOVE_0,
                 default=60.0,
             ),
@@ -347,7 +406,8 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt-oss"] | None,
             Key(
-                "format in which the model writes tool calls; null without tools.",
+                "format in which the model writes tool calls, by the model family that uses it; null "
+                "without tools.",
                 default=None,
             ),
         ]
@@ -356,8 +416,9 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool call cannot be parsed, or (with ``environment: tools``) names no "
-                "tool: ``observe`` tells the policy so, ``end`` ends the conversation, which scores 0.",
+                "what happens if a tool call cannot be parsed, or (with ``environment: tools``) names an "
+                "unknown tool: ``observe`` replies with the error, and the conversation goes on; ``end`` "
+                "ends the conversation with a score of 0.",
                 default="observe",
             ),
         ]
@@ -366,10 +427,10 @@ class EnvConfig(RewardOptions):
         Annotated[
             Literal["observe", "end"],
             Key(
-                "what happens when a tool, or ``MessageEnv.step``, raises on a response: as "
-                "``on_bad_call``. A failure that no response can cause (a server that is gone, a process "
-                "that was killed, a late reply) leaves the conversation out of training. The run ends if a "
-                "``MessageEnv.step`` raises on each of the first 256 responses.",
+                "what happens if a tool, or ``MessageEnv.step``, raises on a response: ``observe`` or "
+                "``end``, as in ``on_bad_call``. A failure that no response can cause (a server that is "
+                "gone, a process that was killed, a late reply) leaves the conversation out of training. "
+                "The run ends if ``MessageEnv.step`` raises on each of the first 256 responses.",
                 default="observe",
             ),
         ]
@@ -398,18 +459,24 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Name of each built-in reward, to the options that it reads."""
+"""Built-in reward function -> keys of its section that it reads."""
 
 REQUIRED_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"length": OPTIONS["length"], "overlong": OPTIONS["overlong"], "http": ("url",)}
 )
-"""Name of each built-in reward that needs options, to the options that it needs."""
+"""Built-in reward function -> keys of its section that must be set."""
 
 BUILT_IN_REWARDS = tuple(OPTIONS)
 
 
 def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]:
-    """Yield the faults in the tool schemas that a user-defined environment gives the policy."""
+    """Yield the faults in the tool schemas that a custom environment gives to the policy.
+
+    Args:
+        tools: the environment's ``tools``, of any type.
+        key: dotted key that names the environment, for the violations.
+        name: value of that key.
+    """
     fix = (
         'give {"type": "function", "function": {"name": ..., "description": ..., "parameters": {a JSON '
         "schema of an object}}}"
@@ -438,14 +505,13 @@ def faults_of_schemas(tools: object, key: str, name: str) -> Iterator[Violation]
 
 
 def is_nemo_rl(kind: Any) -> bool:
-    """Return whether a class, or the class behind a Ray actor, has the interface of NeMo-RL's
-    environments."""
+    """Return whether a class (or the class behind a Ray actor) has the interface of a NeMo-RL environment."""
     return callable(getattr(class_of_actor(kind), "global_post_process_and_metrics", None))
 
 
 def class_of_actor(kind: Any) -> Any:
-    """Return the class behind a Ray actor class; any other class is returned unchanged."""
-    # Recognise an actor by its attribute, because a check of a configuration does not import Ray.
+    """Return the class behind a Ray actor class. Any other class is returned unchanged."""
+    # Recognise an actor by its attribute, because checking a configuration must not import Ray.
     actor = getattr(kind, "__ray_metadata__", None)
     return kind if actor is None else actor.modified_class
 
@@ -454,7 +520,7 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
     """Return the environment class at an import path.
 
     Raises:
-        ConfigError: there is none, or it lacks a method.
+        ConfigError: there is no such object, or it lacks a method of an environment.
     """
     kind = load_object(name, key)
     if is_nemo_rl(kind):
@@ -464,7 +530,8 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
         for method in ("step", "fault_of_reference", "close")
         if not callable(getattr(kind, method, None))
     ]
-    # A check of a configuration does not import MessageEnv, so that its own step is known by its name.
+    # Recognise MessageEnv's abstract step by its name, because checking a configuration must not import that
+    # module.
     if getattr(getattr(kind, "step", None), "__qualname__", None) == "MessageEnv.step":
         missing.append("step")
     if not callable(kind) or missing:
@@ -483,15 +550,19 @@ def environment_class(name: str, key: str = ENVIRONMENT) -> Callable[..., Any]:
 
 
 def tool_sections(section: EnvConfig) -> dict[str, ToolConfig]:
-    """Return an environment's tools by name, with the kind of each under ``tool``."""
+    """Return an environment's tools, name -> section, with ``tool`` filled in."""
     return {name: {"tool": name, **inner} for name, inner in (section.get("tools") or {}).items()}
 
 
 def own_function(name: str, key: str) -> Callable[..., Any]:
     """Return the function at an import path.
 
+    Args:
+        name: the import path.
+        key: dotted key that has it, for the error.
+
     Raises:
-        ConfigError: there is none, or the object cannot be called.
+        ConfigError: there is no such object, or it is not callable.
     """
     function = load_object(name, key)
     if not callable(function):
@@ -502,7 +573,12 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
-    """Yield the faults in the tools of one environment."""
+    """Yield the violations in ``tools`` and ``tool_parser`` of one environment.
+
+    Args:
+        section: section of the environment, with values of the right types.
+        key: its dotted key.
+    """
     if not section.get("tools"):
         yield Violation(
             f"{key}.tools",
@@ -547,16 +623,16 @@ def faults_of_tools(section: EnvConfig, key: str) -> Iterator[Violation]:
 
 
 def check_reward(name: object, key: str = REWARD, columns: Collection[str] | None = None) -> None:
-    """Raise an error if no reward function has this name.
+    """Check that a reward function exists, and that each of its parameters can get a value.
 
     Args:
-        name: name of a reward.
-        key: dotted key of the configuration, for the error.
-        columns: fields that records keep, which parameters may be named after; None if the data are unknown.
+        name: name of a built-in reward function, or an import path.
+        key: dotted key that has it, for the error.
+        columns: record fields that parameters may be named after (``extra_keys``); None if they are unknown,
+            which skips the check of parameters.
 
     Raises:
-        ConfigError: the reward is not built in, and the import path has no function whose parameters can all
-            be filled in for a response.
+        ConfigError: the name is unknown, nothing can be imported, or a parameter gets no value.
     """
     if not isinstance(name, str) or (name not in BUILT_IN_REWARDS and not is_import_path(name)):
         bound = f"it must be {', '.join(BUILT_IN_REWARDS)} or an import path"
@@ -566,7 +642,7 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
     if not is_import_path(name):
         return
     function = own_function(name, key)
-    # Without the data, it is unknown whether a parameter has the name of one of their fields.
+    # Without the record fields, any parameter might be the name of one.
     if columns is None:
         return
     for fault in describe_faults(function, columns):
@@ -579,9 +655,9 @@ def check_reward(name: object, key: str = REWARD, columns: Collection[str] | Non
 
 
 def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
-    """Return the named environments of an ``env`` section: the subsections that are not among its own
-    keys."""
-    # rewards, options and tools are sections too, but not environments.
+    """Return the named environments of an ``env`` section, name -> section. Every subsection that is not one
+    of the section's own keys is one."""
+    # rewards, options and tools are subsections too, but not environments.
     own = keys_of(EnvConfig)
     return {
         name: cast(EnvConfig, inner)
@@ -591,8 +667,8 @@ def named_environments(section: Mapping[str, Any]) -> dict[str, EnvConfig]:
 
 
 def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
-    """Return the dotted key and section of each environment: the named ones if there are any, otherwise the
-    ``env`` section itself."""
+    """Return the environments of an ``env`` section, dotted key -> section: the named ones, or the section
+    itself if there are none."""
     named = {f"env.{name}": inner for name, inner in named_environments(section).items()}
     return named or {"env": section}
 
@@ -608,11 +684,12 @@ def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
 
 
 def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
-    """Return the dotted key and section of each reward of one environment; the section names the reward under
-    ``reward``."""
+    """Return the rewards of one environment, dotted key -> section with ``reward``, ``strip`` and
+    ``timeout_s`` filled in. Without ``rewards``, this is the environment's own section."""
     several = section.get("rewards")
     if several is None:
         return {key: cast(RewardConfig, section)}
+    # Keys of the reward itself override these; its name is the default of ``reward``.
     shared: Any = {name: section[name] for name in ("strip", "timeout_s") if name in section}
     return {
         f"{key}.rewards.{name}": cast(RewardConfig, {"reward": name, **shared, **inner})
@@ -621,7 +698,7 @@ def rewards_of(section: EnvConfig, key: str = "env") -> dict[str, RewardConfig]:
 
 
 def fault_of_name(key: str, name: str) -> Iterator[Violation]:
-    """Yield a violation if a user-chosen name cannot be part of a metric's name."""
+    """Yield a violation if a user-chosen name has characters that metric names cannot contain."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         yield Violation(
             key,
@@ -632,7 +709,14 @@ def fault_of_name(key: str, name: str) -> Iterator[Violation]:
 
 
 def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterator[Violation]:
-    """Yield the numbers of a section with a user-chosen name that are outside the bounds of its fields."""
+    """Yield a violation for each number of a section that is out of bounds. The general rule does not find
+    sections under user-chosen names and in lists, so their rules call this.
+
+    Args:
+        section: the section, with values of the right types.
+        kind: its TypedDict.
+        key: its dotted key.
+    """
     for name, field in fields_of(kind).items():
         value = section.get(name)
         if value is not None and field.bounds is not None and not field.bounds.holds(value):
@@ -648,12 +732,12 @@ def faults_of_ranges(section: Mapping[str, Any], kind: Any, key: str) -> Iterato
 def faults_of_rewards(
     section: EnvConfig, key: str = "env", columns: Collection[str] = ()
 ) -> Iterator[Violation]:
-    """Yield the faults in the rewards of one single-turn environment, whose values have the right types.
+    """Yield the violations in the rewards of one environment.
 
     Args:
-        section: section of the environment.
+        section: section of the environment, with values of the right types.
         key: its dotted key.
-        columns: fields that all of its records keep.
+        columns: fields that every record of the environment passes on (``extra_keys``).
     """
     several = section.get("rewards")
     if several is not None:

@@ -1,7 +1,5 @@
-"""Schema of the ``policy.generation`` section of a configuration.
-
-The sections are plain TypedDicts, as in ``megarl.config.policy``.
-"""
+"""Schema of the ``policy.generation`` section of a configuration, in plain TypedDicts without torch or
+Ray."""
 
 from __future__ import annotations
 
@@ -13,38 +11,54 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, POSITIVE_SHARE, Key
 
 
 class ResourcesConfig(TypedDict):
-    """Devices reserved for generation engines."""
+    """Nodes and ranks that are reserved for engines."""
 
     gpus_per_node: NotRequired[
-        Annotated[int | None, Key("worker ranks of the engines per node; null for all ranks of a node.")]
+        Annotated[
+            int | None,
+            Key(
+                "number of ranks per node that are reserved for engines; required if the run has one node, "
+                "null for all ranks of ``num_nodes`` nodes."
+            ),
+        ]
     ]
     num_nodes: NotRequired[
         Annotated[
             int | None,
-            Key("number of nodes that the engines occupy; null if they share the only node with training."),
+            Key(
+                "number of nodes reserved for engines; null if the run has a single node, whose ranks are "
+                "divided between engines and training."
+            ),
         ]
     ]
 
 
 class ColocationConfig(TypedDict):
-    """Placement of generation: on the training devices, or on separate devices."""
+    """Placement of engines: on the devices of training, or on separate devices."""
 
-    enabled: Annotated[bool, Key("let generation and training share devices, one at a time.")]
+    enabled: Annotated[
+        bool,
+        Key(
+            "true: engines and training use the same devices in turn; false: engines have ranks of "
+            "their own, see ``resources``."
+        ),
+    ]
     resources: NotRequired[
-        Annotated[ResourcesConfig, Key("the engine's own devices when ``enabled`` is false.")]
+        Annotated[ResourcesConfig, Key("nodes and ranks reserved for engines when ``enabled`` is false.")]
     ]
 
 
 class VllmConfig(TypedDict):
-    """vLLM engines."""
+    """Settings of vLLM engines."""
 
     tensor_parallel_size: NotRequired[
         Annotated[
             int,
             Key(
-                "ranks that share each layer. An engine has this times ``pipeline_parallel_size`` ranks, "
-                "and as many engines start as the ranks for generation allow. The ranks of an engine are "
-                "on one node, or fill whole nodes: 32 is an engine over four nodes of 8.",
+                "number of ranks over which each layer of an engine is split. An engine has this times "
+                "``pipeline_parallel_size`` ranks, and as many engines start as the generation ranks allow. "
+                "The ranks of an engine are on one node, or fill whole nodes: 32 is an engine on four nodes "
+                "of 8.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -53,16 +67,20 @@ class VllmConfig(TypedDict):
     pipeline_parallel_size: NotRequired[
         Annotated[
             int,
-            Key("pipeline stages of an engine, each on ranks of its own; 1 on a CPU.", AT_LEAST_1, default=1),
+            Key(
+                "number of pipeline stages of an engine, each on ranks of its own; must be 1 on a CPU.",
+                AT_LEAST_1,
+                default=1,
+            ),
         ]
     ]
     expert_parallel_size: NotRequired[
         Annotated[
             int,
             Key(
-                "ranks over which the experts of a mixture are divided: 1 cuts each expert over "
-                "``tensor_parallel_size`` ranks, ``tensor_parallel_size`` gives each rank complete "
-                "experts; 1 on a CPU.",
+                "number of ranks over which the experts of a mixture-of-experts model are distributed: 1 "
+                "splits each expert over ``tensor_parallel_size`` ranks, ``tensor_parallel_size`` gives "
+                "each rank complete experts; must be 1 on a CPU.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -72,32 +90,36 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "use one seed per engine and call instead of one per response, as the fast sampler of "
-                "vLLM's first model runner needs. GPUs use the second model runner, which would gain "
-                "nothing, so it is refused there. A response then depends on the other responses of its "
-                "batch and on the number of engines.",
+                "sample with one seed per engine and call instead of one per response, as the fast sampler "
+                "of vLLM's first (V1) model runner requires. A response then depends on the others in its "
+                "batch and on the number of engines. Refused on GPUs unless V1 is chosen there: vLLM's "
+                "default on GPUs, the second (V2) runner, is as fast with one seed per response.",
                 default=False,
             ),
         ]
     ]
-    # Accept the key, because NeMo-RL's configurations have it.
+    # The key exists only because NeMo-RL's configurations have it.
     async_engine: NotRequired[
         Annotated[
-            Literal[False], Key("must be false: an engine gets a batch of prompts at once.", default=False)
+            Literal[False],
+            Key(
+                "must be false: an engine gets whole batches of prompts, not a stream of requests.",
+                default=False,
+            ),
         ]
     ]
     precision: NotRequired[
         Annotated[
             Literal["float32", "bfloat16", "float16"],
-            Key("dtype of the engine's weights; the policy's when absent."),
+            Key("dtype of the engine's weights and activations; ``policy.precision`` when absent."),
         ]
     ]
     max_model_len: NotRequired[
         Annotated[
             int,
             Key(
-                "maximum tokens of prompt and response together; ``policy.max_total_sequence_length`` when "
-                "absent.",
+                "maximum number of tokens of a prompt and its response together; "
+                "``policy.max_total_sequence_length`` when absent.",
                 AT_LEAST_1,
             ),
         ]
@@ -106,7 +128,7 @@ class VllmConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "share of a GPU's memory that an engine may use, weights and key-value cache together.",
+                "share of a GPU's memory that an engine may use for weights and KV cache together.",
                 POSITIVE_SHARE,
                 default=0.6,
             ),
@@ -116,8 +138,8 @@ class VllmConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "GiB of an engine's key-value cache; null for what ``gpu_memory_utilization`` leaves, and "
-                "1 on a CPU.",
+                "size of an engine's KV cache in GiB; null for the memory that ``gpu_memory_utilization`` "
+                "leaves on a GPU, and for 1 GiB on a CPU.",
                 ABOVE_0,
                 default=None,
             ),
@@ -126,15 +148,19 @@ class VllmConfig(TypedDict):
     enforce_eager: NotRequired[
         Annotated[
             bool,
-            Key("do not compile the model: engines start sooner and generate more slowly.", default=False),
+            Key(
+                "run the model without compilation and CUDA graphs: engines start sooner and generate more "
+                "slowly.",
+                default=False,
+            ),
         ]
     ]
     load_format: NotRequired[
         Annotated[
             Literal["dummy", "auto"],
             Key(
-                "``dummy``: engines get their weights from the first refit only; ``auto``: engines also "
-                "read the model's files before it.",
+                "weights that an engine starts with: ``dummy`` leaves them unset until the first refit, "
+                "``auto`` reads them from the model's files.",
                 default="dummy",
             ),
         ]
@@ -143,28 +169,31 @@ class VllmConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "let engines read the model's own weights from its files, once; a refit then sends them "
-                "only the adapters of ``policy.peft``. false sends merged weights. true needs "
-                "``load_format: auto``.",
+                "serve LoRA in the engines: they read the base weights from the model's files at start, and "
+                "a refit sends only the adapters of ``policy.peft``. Needs ``load_format: auto``. false "
+                "sends the merged weights at every refit.",
                 default=False,
             ),
         ]
     ]
     env_vars: NotRequired[
-        Annotated[dict[str, str] | None, Key("environment variables of the engines.", default={})]
+        Annotated[
+            dict[str, str] | None,
+            Key("environment variables set in the engines' processes, by name; null for none.", default={}),
+        ]
     ]
 
 
 class EngineCheckConfig(TypedDict):
-    """Check that engines on separate devices compute with the weights that they received."""
+    """Check that engines on separate devices compute with the weights that the policy sent."""
 
     sequences: NotRequired[
         Annotated[
             int,
             Key(
-                "number of responses of the last batch that both the engines and the policy score after a "
-                "refit, sampled by the seed. If the engines run the policy's own backend, all weights are "
-                "compared too, bit for bit. 0 for no check.",
+                "number of responses, sampled by the seed from the last batch, whose log-probabilities "
+                "engines and policy both compute after a refit, to compare them. If the engines run the "
+                "policy's own backend, all weights are also compared, bit for bit. 0 for no check.",
                 AT_LEAST_0,
                 default=0,
             ),
@@ -174,7 +203,8 @@ class EngineCheckConfig(TypedDict):
         Annotated[
             Literal["stop", "warn"],
             Key(
-                "what happens if the difference is larger than rounding explains: stop the run, or warn.",
+                "what happens if engines and policy differ by more than rounding explains: ``stop`` ends "
+                "the run, ``warn`` logs a warning.",
                 default="stop",
             ),
         ]
@@ -182,15 +212,15 @@ class EngineCheckConfig(TypedDict):
 
 
 class GenerationConfig(TypedDict):
-    """Generation of responses."""
+    """Engine and sampling settings for the generation of responses."""
 
     backend: NotRequired[
         Annotated[
             str,
             Key(
-                "`megatron` or `hf` (DTensor and FSDP1): the policy itself, also when absent; `vllm`; or "
-                "the import path "
-                "of an engine, `path/to/file.py:KIND`, see `megarl.models.generation.engines`."
+                "generator of the responses: `megatron` (for Megatron) or `hf` (for DTensor and FSDP1) is "
+                "the policy itself, also when absent; `vllm`; or the import path of a custom engine, "
+                "`path/to/file.py:KIND`, see `megarl.models.generation.engines`."
             ),
         ]
     ]
@@ -199,7 +229,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "logits are divided by it, in sampling and wherever log-probabilities are computed.",
+                "sampling temperature: logits are divided by it when responses are sampled, and wherever "
+                "log-probabilities are computed.",
                 ABOVE_0,
                 default=1.0,
                 advice="sample at 1.0; greedy decoding is asked for call by call",
@@ -210,8 +241,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "keep the smallest set of tokens with at least this probability, in sampling and in "
-                "log-probabilities; 1 keeps all.",
+                "sample from the smallest set of most likely tokens whose probabilities sum to at least "
+                "this, and compute log-probabilities over that set; 1 keeps all tokens.",
                 POSITIVE_SHARE,
                 default=1.0,
             ),
@@ -221,8 +252,8 @@ class GenerationConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "keep only this many of the most likely tokens, in sampling and in log-probabilities; null "
-                "keeps all.",
+                "sample from this number of most likely tokens, and compute log-probabilities over them; "
+                "null keeps all tokens.",
                 AT_LEAST_1,
                 default=None,
                 advice="write null to keep all tokens",
@@ -233,21 +264,24 @@ class GenerationConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "sampling temperature of validations, 0 for greedy decoding. A source of "
-                "``data.validation`` may override it, and ``val_top_p`` and ``val_top_k``.",
+                "sampling temperature in validations, 0 for greedy decoding. A source of "
+                "``data.validation`` may override it, as well as ``val_top_p`` and ``val_top_k``.",
                 AT_LEAST_0,
                 default=0.0,
             ),
         ]
     ]
     val_top_p: NotRequired[
-        Annotated[float, Key("``top_p`` of a validation that samples.", POSITIVE_SHARE, default=1.0)]
+        Annotated[
+            float,
+            Key("``top_p`` in validations with a ``val_temperature`` above 0.", POSITIVE_SHARE, default=1.0),
+        ]
     ]
     val_top_k: NotRequired[
         Annotated[
             int | None,
             Key(
-                "``top_k`` of a validation that samples; null keeps all.",
+                "``top_k`` in validations with a ``val_temperature`` above 0; null keeps all tokens.",
                 AT_LEAST_1,
                 default=None,
                 advice="write null to keep all tokens",
@@ -255,43 +289,61 @@ class GenerationConfig(TypedDict):
         ]
     ]
     model_name: NotRequired[
-        Annotated[str, Key("the engine's model, which must be the policy's; the policy's when absent.")]
+        Annotated[
+            str,
+            Key(
+                "model that the engine loads; ``policy.model_name`` when absent, and must equal it otherwise."
+            ),
+        ]
     ]
     stop_token_ids: NotRequired[
         Annotated[
             list[int] | None,
             Key(
-                "tokens that end a response; null or absent for all those that the tokenizer, "
-                "``generation_config.json``, ``config.json`` and the chat template name.",
+                "ids of the tokens that end a response; null or absent for all that the tokenizer, "
+                "``generation_config.json``, ``config.json`` and the chat template declare.",
                 default=None,
             ),
         ]
     ]
-    stop_strings: NotRequired[Annotated[list[str] | None, Key("texts that end a response.", default=None)]]
+    stop_strings: NotRequired[
+        Annotated[
+            list[str] | None,
+            Key("texts that end a response as soon as they appear in it; null for none.", default=None),
+        ]
+    ]
     pad_token_id: NotRequired[
-        Annotated[int, Key("token that pads responses; the tokenizer's when absent.", AT_LEAST_0)]
+        Annotated[
+            int,
+            Key(
+                "id of the token with which responses are padded to equal length; the tokenizer's when "
+                "absent.",
+                AT_LEAST_0,
+            ),
+        ]
     ]
     colocated: NotRequired[
         Annotated[
-            ColocationConfig, Key("whether training and generation share devices.", default={"enabled": True})
+            ColocationConfig,
+            Key("placement of engines: on the devices of training, or on others.", default={"enabled": True}),
         ]
     ]
     engine_check: NotRequired[
         Annotated[
             EngineCheckConfig,
             Key(
-                "check that engines on ranks of their own compute with the policy's weights.",
+                "check, after refits, that engines on ranks of their own compute with the policy's weights.",
                 default={"sequences": 0, "on_difference": "stop"},
             ),
         ]
     ]
-    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("settings of vLLM engines, with ``backend: vllm``.")]]
+    vllm_cfg: NotRequired[Annotated[VllmConfig, Key("settings of vLLM engines (``backend: vllm``).")]]
     vllm_kwargs: NotRequired[
         Annotated[
             dict[str, Any],
             Key(
-                "further arguments of vLLM's ``LLM``, which override those from ``vllm_cfg``; arguments "
-                "that refits or log-probabilities depend on are refused."
+                "further keyword arguments of vLLM's ``LLM``, which override those derived from "
+                "``vllm_cfg``; arguments on which refits or log-probabilities depend are refused."
             ),
         ]
     ]
@@ -299,7 +351,7 @@ class GenerationConfig(TypedDict):
         Annotated[
             dict[str, Any],
             Key(
-                "settings of a custom engine; the ``section`` of its kind defines the keys "
+                "settings of a custom engine; the ``section`` of its ``EngineKind`` defines the keys "
                 "(``megarl.config.plugins``)."
             ),
         ]

@@ -1,4 +1,5 @@
-"""Layout of ranks: their order over the parallel axes and nodes, and the layers of each pipeline stage."""
+"""Layout of a model over ranks: coordinates on the parallel axes and nodes, and layers of each pipeline
+stage."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from megarl.config.policy import MegatronConfig
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's index along each parallel axis, its node, and its index on that node."""
+    """Index of a rank on each parallel axis, its node, and its index on the node."""
 
     rank: int
     pipeline: int
@@ -25,8 +26,8 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel axes, in ranks. Tensor-parallel ranks are adjacent, followed by context and data
-    ranks; pipeline ranks are farthest apart."""
+    """Size of each parallel axis in ranks. Adjacent ranks differ first in their tensor index, then in
+    context, data and pipeline index."""
 
     pipeline: int
     data: int
@@ -40,14 +41,14 @@ class Layout:
         return self.pipeline * self.data * self.context * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of ``rank``.
+        """Return the coordinates of a global rank.
 
         Raises:
             IndexError: there is no such rank.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not one of the {self.world_size} ranks of the layout")
-        # Use the order in which Megatron-Core builds its groups by default, tp-cp-ep-dp-pp.
+        # Megatron-Core's default order of process groups is tp-cp-ep-dp-pp, the first varying fastest.
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
@@ -58,8 +59,8 @@ class Layout:
 def layers_per_stage(
     num_layers: int, stages: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
-    """Return the number of layers of each pipeline stage: ``first`` and ``last`` as given, with the rest
-    divided evenly over the other stages.
+    """Return the number of layers of each pipeline stage: ``first`` and ``last`` if given, and equal shares
+    of the remaining layers for the other stages.
 
     Source: Megatron-Core's ``TransformerConfig`` (``num_layers_in_first_pipeline_stage``,
     ``num_layers_in_last_pipeline_stage``).
@@ -74,6 +75,7 @@ def layers_per_stage(
     fixed = [count for count in (first, last) if count is not None]
     if min(fixed, default=1) < 1:
         raise ValueError("a pipeline stage needs at least one layer")
+    # The stages without a given number must have equal shares.
     rest, others = num_layers - sum(fixed), stages - len(fixed)
     if others == 0:
         if rest != 0:
@@ -86,19 +88,19 @@ def layers_per_stage(
 
 
 def read_pipeline_layout(text: str) -> list[str]:
-    """Return the model chunks of a written pipeline layout, in the order in which a token passes through
-    them.
+    """Return the model chunks of ``pipeline_model_parallel_layout``, in the order in which a token passes
+    through them.
 
-    The notation is Megatron-Core's: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and loss,
-    ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions, and optional commas for legibility:
-    ``"Et*2|(tt|)*2tL"`` is ``["Ett", "tt", "tt", "tL"]``.
+    Megarl reads Megatron-Core's notation: ``E`` embedding, ``t`` transformer layer, ``L`` output layer and
+    loss, ``|`` between chunks, ``x*3`` and ``(tt|)*3`` for repetitions; commas and spaces are ignored.
+    ``"Et*2|(tt|)*2tL"`` gives ``["Ett", "tt", "tt", "tL"]``.
 
     Raises:
-        ValueError: the text has another character, or the embedding or output layer is not at its end of the
-            layout.
+        ValueError: the text has another character, or does not begin with its only ``E`` and end with its
+            only ``L``.
     """
     unrolled = text.replace(",", "").replace(" ", "")
-    # Expand groups first, because the second pattern would read a closing bracket as a layer.
+    # Expand (...)*n first, because the second pattern would take the closing bracket for a layer.
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repeated, lambda found: found.group(1) * int(found.group(2)), unrolled)
     unknown = sorted(set(unrolled) - set("EtL|"))
@@ -116,8 +118,8 @@ def read_pipeline_layout(text: str) -> list[str]:
 
 
 def pipeline_chunks(megatron: MegatronConfig) -> int:
-    """Return the number of model chunks per pipeline stage (1 unless the pipeline is interleaved) of a valid
-    ``megatron_cfg``."""
+    """Return the number of model chunks per pipeline stage of a valid ``megatron_cfg``; 1 unless the
+    schedule is interleaved."""
     layout = megatron["pipeline_model_parallel_layout"]
     if layout is not None:
         return len(read_pipeline_layout(layout)) // int(megatron["pipeline_model_parallel_size"])
@@ -125,16 +127,16 @@ def pipeline_chunks(megatron: MegatronConfig) -> int:
 
 
 def consecutive_layers(counts: Iterable[int]) -> list[range]:
-    """Return the layer numbers of consecutive parts of a model, given the number of layers of each part."""
+    """Return the layer numbers of consecutive parts of a model, from the number of layers of each part."""
     parts = list(counts)
     return [range(end - count, end) for count, end in zip(parts, itertools.accumulate(parts), strict=True)]
 
 
 def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[range]]:
-    """Return the layer numbers of each model chunk, by pipeline stage of a ``megatron_cfg``.
+    """Return the layer numbers of each model chunk, as ``[stage][chunk]``.
 
-    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` where the
-    layout is written.
+    Source: Megatron-Core's ``get_transformer_layer_offset``, and ``PipelineParallelLayerLayout`` for a
+    written layout.
 
     Raises:
         ValueError: the layers cannot be divided as configured; the message gives the reason.
@@ -155,6 +157,6 @@ def chunks_of_stages(megatron: MegatronConfig, num_layers: int) -> list[list[ran
         if sum(chunks) != num_layers:
             raise ValueError(f"it places {sum(chunks)} layers, the model has {num_layers}")
     numbers = consecutive_layers(chunks)
-    # Megatron-Core assigns chunk c to stage c modulo the number of stages, so that the layers of a stage are
-    # not consecutive.
+    # Megatron-Core assigns chunk c to stage c modulo the number of stages, so a stage's layers are not
+    # consecutive.
     return [numbers[stage::stages] for stage in range(stages)]

@@ -1,5 +1,5 @@
-"""Load a configuration: YAML files with inheritance, then overrides from the command line, then
-interpolation."""
+"""Loading of a configuration: YAML files with inheritance, command-line overrides, and interpolation, in
+this order."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from megarl.redaction import HIDDEN, FromEnvironment, is_secret, learn, redacted
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _ENVIRONMENT = "oc.env"
-# Resolvers that depend only on their arguments.
+# Resolvers that are always allowed, because they depend only on their arguments.
 _PURE = ("mul",)
 _SOURCES = ("data.train", "data.validation")
 _SOURCE = re.compile(r"(?P<source>data\.(?:train|validation)(?:\.\d+|\[\d+\])?)(?:\.(?P<key>\w+))?")
-# In an address, or a text that contains NAME=VALUE, only the secret part is hidden.
+# ``redacted_text`` hides only the secret part of a URL or of a text with NAME=VALUE; find such placeholders
+# too.
 _PART_HIDDEN = re.compile(rf"(?<=[=:/\s'\"]){re.escape(HIDDEN)}(?=[@&/\s,;'\"]|$)")
 _ANOTHER = "another value than any variable has"
 
-# Use the parser in C if there is one, because some builds of PyYAML lack it.
+# Some builds of PyYAML lack the fast C parser.
 _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = (
     "it nests too deeply to be read. Fix: no configuration needs more than a few levels; remove the brackets"
@@ -43,7 +44,7 @@ _TOO_DEEP = (
 
 
 class OverridesError(ConfigError):
-    """An override from the command line cannot be parsed or applied."""
+    """A command-line override cannot be parsed or applied."""
 
 
 def load_config(
@@ -53,26 +54,26 @@ def load_config(
     *,
     allow_env: bool = False,
 ) -> Config:
-    """Return the configuration of ``path``, with inheritance, overrides and interpolations applied, as plain
-    containers. It is not checked yet.
+    """Return the configuration of a YAML file as plain containers, with inheritance, overrides and
+    interpolations applied. It is not checked against the schema or the rules.
 
     Args:
         path: the YAML file.
-        overrides: ``key=value`` words of a command line, applied last.
-        layers: YAML files merged over ``path`` in order, each with everything it inherits; a backend, for
-            example.
-        allow_env: ``${oc.env:NAME}`` may take values from the environment. These become ``FromEnvironment``
-            texts, and are never written to a file.
+        overrides: ``key=value`` words of a command line, applied after all files.
+        layers: further YAML files, merged over ``path`` in order, each with the files that it inherits from.
+        allow_env: allow ``${oc.env:NAME}``. Such values become ``FromEnvironment`` texts, which are never
+            written to a file.
 
     Raises:
-        ConfigError: a file is missing, empty or invalid, or inherits from itself. Or it has an interpolation
-            that cannot be resolved or is not allowed, or a value that was hidden when the file was written.
+        ConfigError: a file is missing, empty or invalid, or inherits from itself; an interpolation cannot be
+            resolved or is not allowed; or a value is the placeholder of a hidden secret.
         OverridesError: an override cannot be parsed or applied.
     """
-    # Register only once, because OmegaConf refuses a name that is registered already.
+    # OmegaConf refuses to register a resolver twice.
     if not OmegaConf.has_resolver("mul"):
         OmegaConf.register_resolver("mul", operator.mul)
     try:
+        # OmegaConf recurses into nested values, so very deep nesting exceeds Python's recursion limit.
         return _resolved(path, overrides, layers, allow_env)
     except RecursionError as error:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
@@ -81,8 +82,7 @@ def load_config(
 def followers_of(
     path: str | Path, overrides: Sequence[str] = (), layers: Sequence[str | Path] = ()
 ) -> dict[str, list[str]]:
-    """Return, for each key that is referenced as ``${other.key}``, the dotted keys whose value is that
-    reference.
+    """Return the keys whose value is a reference ``${other.key}``, listed by the key that they refer to.
 
     Args:
         path, overrides, layers: as in ``load_config``.
@@ -98,6 +98,7 @@ def _merged(path: str | Path, overrides: Sequence[str], layers: Sequence[str | P
     stacked: dict[Any, Any] = {}
     for file in (path, *layers):
         stacked = _laid_over(stacked, _load(Path(file), None, ()))
+    # Overrides come after all files, so they take precedence.
     return parse_hydra_overrides(cast(DictConfig, OmegaConf.create(stacked)), overrides)
 
 
@@ -110,13 +111,13 @@ def _resolved(
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         if allow_env:
-            # OmegaConf does not report which values come from a resolver. Read the configuration a second
-            # time with other variables: the values that differ do.
+            # OmegaConf does not report which values come from environment variables. Resolve a second time
+            # with other variables; the values that differ do.
             resolved = _marked(resolved, _with_another_environment(merged), written)
     except InterpolationResolutionError as error:
         node = re.search(r"node `([\w.]+)` is not a container", str(error))
         if node is not None:
-            # The reference is not to blame, but the value that took the place of a section.
+            # The reference is correct, but a plain value has replaced the section to which it refers.
             fault = Violation(node[1], at(written, node[1]), EXPECTED["dict_type"], IN_PLACE_OF_A_SECTION)
             raise ConfigError([fault]) from error
         raise ConfigError(
@@ -126,13 +127,14 @@ def _resolved(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}. Fix: give the key a value") from error
     _refuse_hidden(resolved)
-    # From now on, logs and errors of this process hide the configuration's secrets.
+    # From now on, logs and error messages of this process hide these secrets.
     learn(cast(Config, resolved))
     return cast(Config, resolved)
 
 
 def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
-    """Refuse resolvers that read from this machine, since the configuration may come from somebody else.
+    """Refuse OmegaConf resolvers that read from this machine, because the configuration may come from
+    somebody else.
 
     Raises:
         ConfigError: the configuration uses a resolver that is not allowed.
@@ -166,7 +168,7 @@ def _refuse_hidden(resolved: Any) -> None:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all texts in plain containers, each with its dotted key."""
+    """Yield (dotted key, text) for every text in nested dictionaries and lists."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):
@@ -175,23 +177,22 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_another_environment(merged: DictConfig) -> Any:
-    """Return the configuration as if every environment variable had another value."""
+    """Return the resolved configuration as it would be if every environment variable had another value."""
     OmegaConf.register_resolver(_ENVIRONMENT, lambda *arguments: _ANOTHER, replace=True)
     try:
         return OmegaConf.to_container(merged, resolve=True)
     finally:
-        # Restore the resolver: OmegaConf has one table of resolvers for the whole process, and the next
-        # reading needs the real one.
+        # OmegaConf's resolvers are global to the process, and the next load needs the real one.
         OmegaConf.register_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
 def _marked(value: Any, other: Any, written: Any) -> Any:
-    """Return ``value`` with every text that depends on the environment marked: those that differ in
-    ``other``.
+    """Return ``value`` with every text that comes from the environment turned into ``FromEnvironment``.
 
     Args:
-        value, other: resolved with the real environment, and with another one.
-        written: the unresolved value, which may have another structure.
+        value: configuration resolved with the real environment.
+        other: the same resolved with another environment; texts that differ come from the environment.
+        written: the unresolved configuration, which may have another structure.
     """
     if isinstance(value, dict) and isinstance(other, dict):
         parts = written if isinstance(written, dict) else {}
@@ -205,16 +206,16 @@ def _marked(value: Any, other: Any, written: Any) -> Any:
 
 
 def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None = None) -> DictConfig:
-    """Return a YAML file merged over the files in its ``defaults`` key, depth first. Later files take
-    precedence, and the file itself takes precedence over all.
+    """Return a YAML file merged over the files that its ``defaults`` key lists, and over theirs, unresolved.
+    Of the files in a list a later one takes precedence, and the file itself takes precedence over all of
+    them.
 
     Args:
         path: the file.
-        base_dir: directory that relative ``defaults`` of this file refer to; the file's own directory if
-            None.
+        base_dir: directory to which ``defaults`` of this file are relative; the file's own directory if None.
 
     Raises:
-        ConfigError: as in ``load_config``.
+        ConfigError: a file is missing, empty or invalid, or inherits from itself.
     """
     return cast(
         DictConfig, OmegaConf.create(_load(Path(path), Path(base_dir) if base_dir is not None else None, ()))
@@ -222,6 +223,7 @@ def load_config_with_inheritance(path: str | Path, base_dir: str | Path | None =
 
 
 def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[Any, Any]:
+    # Resolve links, so that a circle of inheritance through one is found too.
     path = path.expanduser().resolve()
     if path in chain:
         circle = " -> ".join(map(str, (*chain, path)))
@@ -233,17 +235,16 @@ def _load(path: Path, base_dir: Path | None, chain: tuple[Path, ...]) -> dict[An
     start = path.parent if base_dir is None else base_dir
     merged: dict[Any, Any] = {}
     for parent in _defaults_of(config, path):
-        # Do not use OmegaConf's merge, which refuses to replace a list by a mapping.
+        # OmegaConf's own merge refuses to replace a list by a mapping.
         merged = _laid_over(merged, _load(inherited(parent, start), None, (*chain, path)))
     return _laid_over(merged, cast(dict[Any, Any], OmegaConf.to_container(config, resolve=False)))
 
 
 def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Merge one configuration over another. A data source in ``over`` drops the inherited keys that it
-    replaces."""
+    """Merge one configuration over another. A data source with another ``path`` or ``name`` does not inherit
+    the keys that describe the old data."""
     kept = dict(under)
-    # Drop keys of the inherited source that the new one does not name, because they would describe other
-    # data.
+    # Inherited field keys would describe the fields of the old data.
     for path in _SOURCES:
         inherited_source, written = at(under, path), at(over, path)
         if isinstance(inherited_source, Mapping) and isinstance(written, Mapping):
@@ -255,7 +256,7 @@ def _laid_over(under: Mapping[Any, Any], over: Mapping[Any, Any]) -> dict[Any, A
 
 
 def _defaults_of(config: DictConfig, path: Path) -> list[str]:
-    """Remove the ``defaults`` key from a file's configuration, and return its names."""
+    """Remove the ``defaults`` key from a file's configuration, and return the file names in it."""
     defaults = config.pop("defaults", None)
     if defaults is None:
         return []
@@ -321,16 +322,17 @@ def _first_line(error: Exception) -> str:
 
 
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Apply overrides in order to a copy of a configuration, and return the copy.
+    """Return a copy of a configuration with overrides applied in order.
 
     ``a.b=value`` and ``++a.b=value`` set a key, ``+a.b=value`` adds a key that must be absent, and ``~a.b``
-    removes one that must be present (``~a.b=value`` only with that value). Values are YAML. Keys of a data
-    source that the overrides replace are dropped (``replaced_keys``).
+    removes a key that must be present (``~a.b=value`` only if it has that value). Values are YAML. If an
+    override gives a data source another ``path`` or ``name``, keys that describe the old data are dropped
+    (``replaced_keys``).
 
     Raises:
         OverridesError: an override cannot be parsed or applied.
     """
-    # Do not resolve, because an override may change what an interpolation refers to.
+    # Keep interpolations unresolved, because an override may change what they refer to.
     changed = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
     _replace_lists(changed, overrides)
     for override in overrides:
@@ -361,8 +363,8 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
 
 
 def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Replace an inherited list of sources by an empty section if an override sets the path or name of a
-    single source."""
+    """Replace an inherited list of data sources by an empty section if an override sets ``path`` or ``name``
+    of a single source."""
     for override in overrides:
         found = _SOURCE.fullmatch(override.lstrip("+").partition("=")[0].strip())
         if found is None or found["source"] not in _SOURCES or found["key"] not in PLACE_KEYS:
@@ -372,8 +374,8 @@ def _replace_lists(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Drop the inherited keys of data sources that the overrides replace. This comes last, so that ``~key``
-    may name one of them."""
+    """Drop inherited keys of data sources that the overrides make obsolete. Call it after all overrides, so
+    that ``~key`` may still remove one of these keys."""
     written: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.lstrip("+").partition("=")
@@ -391,7 +393,7 @@ def _drop_replaced(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_secret(text: str, override: str) -> str:
-    """Return a message about an override, with the value hidden if the key is that of a secret."""
+    """Return a message about an override, with the override's value hidden if its key holds a secret."""
     key, _, value = override.partition("=")
     return redacted_text(text.replace(value, HIDDEN) if value and is_secret(key) else text)
 
@@ -409,22 +411,22 @@ def _apply(config: DictConfig, override: str) -> None:
         raise OverridesError(
             f"override {override!r} has no '='. Fix: write {override}=<value>, or ~{key} to remove the key"
         )
-    # Refuse a path that leads through a value: OmegaConf.update would silently replace the value by an empty
-    # section.
+    # OmegaConf.update would silently replace a value on the path by an empty section.
     _refuse_path_through_value(config, override, key)
+    # Hydra refuses this too; ++ sets a key whether or not it is there.
     if sign == "+" and _is_there(config, key):
         raise OverridesError(
             f"override {override!r} adds a key that is there already. Fix: write {key}={text}"
         )
     value = _value_of(text)
-    # A list replaces a section, and a section replaces a list: OmegaConf would try to merge them, and fail.
+    # OmegaConf cannot merge a section with a list, so replace one by the other.
     merge = isinstance(value, dict) and not OmegaConf.is_list(OmegaConf.select(config, key))
     OmegaConf.update(config, key, value, merge=merge, force_add=True)
 
 
 def _refuse_depth(text: str) -> None:
-    """Check the nesting of YAML before it is parsed, because the C parser kills the process on very deep
-    nesting.
+    """Check the nesting of YAML before it is parsed, because PyYAML's C parser crashes the process on very
+    deep nesting.
 
     Raises:
         RecursionError: the nesting is too deep.
@@ -443,12 +445,12 @@ def _refuse_depth(text: str) -> None:
 
 def _value_of(text: str) -> Any:
     _refuse_depth(text)
-    # Use OmegaConf's reader, which also reads the files: PyYAML's own reads 1e-6 as a text.
+    # Use OmegaConf's YAML loader, as for files: PyYAML's own reads 1e-6 as a text.
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]
 
 
 def _plain(section: DictConfig) -> Config:
-    """Return a section as a dictionary with its interpolations unresolved."""
+    """Return a section as a dictionary, without resolving interpolations."""
     return cast(Config, OmegaConf.to_container(section, resolve=False))
 
 
@@ -487,18 +489,18 @@ def _remove(config: DictConfig, override: str, key: str, value: Any, only_that_v
 
 
 def with_environment(config: Mapping[str, Any]) -> Config:
-    """Return a run's configuration with absent keys of ``profiler`` set from
-    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS``. It is not checked yet.
+    """Return a configuration with ``profiler.steps`` and ``profiler.nsys_workers`` taken from
+    ``MEGARL_NSYS_PROFILE_STEP_RANGE`` and ``MEGARL_NSYS_WORKER_PATTERNS`` if they are absent or null.
 
     Raises:
-        ConfigError: the variable with the steps is not ``first:stop``.
+        ConfigError: ``MEGARL_NSYS_PROFILE_STEP_RANGE`` is not ``first:stop``.
     """
     section = config.get("profiler") or {}
     steps, workers = env.text("MEGARL_NSYS_PROFILE_STEP_RANGE"), env.text("MEGARL_NSYS_WORKER_PATTERNS")
     if not isinstance(section, Mapping) or not (steps or workers):
         return dict(config)
     numbers = [int(part) for part in steps.split(":") if part.isdecimal()] if steps else None
-    # Compare the text as well, because parts that are not numbers were skipped.
+    # Compare with the text, because parts that are not numbers were skipped above.
     if numbers is not None and (len(numbers) != 2 or steps != "{}:{}".format(*numbers)):
         bound = "it must be first:stop, the first step and the step after the last"
         raise ConfigError(

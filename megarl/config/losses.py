@@ -1,4 +1,5 @@
-"""Schema of the loss sections. The rules between their settings are in ``megarl.config.rules.losses``."""
+"""Schema of the loss sections. ``megarl.config.rules.losses`` checks which of their settings are
+compatible."""
 
 from __future__ import annotations
 
@@ -13,94 +14,130 @@ FUNCTION = f"{SECTION}.function"
 CLIPPED_PG = "clipped_pg"
 ESTIMATOR = "grpo.adv_estimator.name"
 ESTIMATORS = ("grpo", "rloo", "gdpo", "reinforce_plus_plus")
-"""Built-in estimators of advantages."""
+"""Names of the built-in advantage estimators."""
 
 
 class ClippedPGLossConfig(TypedDict):
-    """Clipped policy-gradient loss."""
+    """Clipped policy-gradient loss, or a custom loss in its place."""
 
     function: NotRequired[
         Annotated[
             str,
             Key(
-                "``clipped_pg``, to which the keys below belong; or the import path of your own class, "
-                "``path/to/file.py:Name``, a ``LossFunction`` (``megarl.algorithms.interfaces``) that is "
-                "built from this section.",
+                "loss: ``clipped_pg``, which the other keys of this section configure; or the import path "
+                "of a custom class, ``path/to/file.py:Name``, a ``LossFunction`` "
+                "(``megarl.algorithms.interfaces``) that is constructed with this section.",
                 default=CLIPPED_PG,
             ),
         ]
     ]
-    options: NotRequired[Annotated[dict[str, Any], Key("settings of your own loss.", default={})]]
+    options: NotRequired[Annotated[dict[str, Any], Key("settings passed to a custom loss.", default={})]]
     reference_policy_kl_penalty: Annotated[
         float,
         Key(
-            "weight of the divergence from the reference policy; 0 runs without a reference policy.",
+            "weight of the KL from the reference policy, in the loss or, with ``use_kl_in_reward``, in "
+            "the rewards; 0 runs without a reference policy.",
             AT_LEAST_0,
         ),
     ]
-    ratio_clip_min: Annotated[float, Key("the probability ratio is clipped below 1 minus this.", SHARE)]
-    ratio_clip_max: Annotated[float, Key("the probability ratio is clipped above 1 plus this.", AT_LEAST_0)]
+    ratio_clip_min: Annotated[
+        float,
+        Key(
+            "lower clip of the probability ratio (current to previous policy): at least 1 minus this.", SHARE
+        ),
+    ]
+    ratio_clip_max: Annotated[
+        float,
+        Key(
+            "upper clip of the probability ratio (current to previous policy): at most 1 plus this.",
+            AT_LEAST_0,
+        ),
+    ]
     ratio_clip_c: Annotated[
         float | None,
         Key(
-            "bound of the second clip, for negative advantages; null turns it off.",
-            # At 1 the bound would apply as soon as the ratio of an incorrect response grows, and below 1 from
-            # the start.
+            "dual clip: a token with a negative advantage A has a loss of at most -A times this, "
+            "however large its ratio is; null turns it off.",
+            # At 1 the dual clip would stop the gradient as soon as the ratio grows, and below 1 even at the
+            # start.
             Range(low=1, low_open=True),
             advice="write null to turn the second clip off, or for example 3.0",
         ),
     ]
     use_on_policy_kl_approximation: Annotated[
         bool,
-        Key("weigh the divergence by the probability ratio of the current policy to the generation policy."),
+        Key(
+            "multiply a token's KL estimate by the probability ratio of the current policy to the "
+            "policy that generated the token, as a constant."
+        ),
     ]
     use_importance_sampling_correction: Annotated[
         bool,
         Key(
-            "weigh each token, or each sequence if ratios are of sequences, by the probability ratio of "
-            "the training policy to the generation policy."
+            "multiply a token's loss by its importance weight: the probability ratio of the policy "
+            "before the update to the engine that generated the token. With "
+            "``sequence_level_importance_ratios`` it is the ratio of the sequence."
         ),
     ]
     truncated_importance_sampling_type: NotRequired[
         Annotated[
             Literal["tis", "icepop", "seq-mask-tis"] | None,
             Key(
-                "what happens to weights out of bounds: ``tis`` replaces them by the upper bound, "
-                "``icepop`` by 0; ``seq-mask-tis`` sets all tokens of a sequence to 0 if the sequence's "
-                "geometric mean is out of bounds, and changes no other weight; null does nothing.",
+                "what happens to importance weights outside their bounds: ``tis`` replaces them by the "
+                "upper bound, ``icepop`` by 0; ``seq-mask-tis`` sets all weights of a sequence to 0 if "
+                "their geometric mean is outside the bounds, and changes no other weight; null leaves them "
+                "unbounded.",
                 default=None,
             ),
         ]
     ]
     truncated_importance_sampling_ratio: NotRequired[
-        Annotated[float | None, Key("upper bound of those weights.", ABOVE_0, default=None)]
+        Annotated[
+            float | None,
+            Key(
+                "upper bound of the importance weights of ``truncated_importance_sampling_type``; null if "
+                "that is null.",
+                ABOVE_0,
+                default=None,
+            ),
+        ]
     ]
     truncated_importance_sampling_ratio_min: NotRequired[
         Annotated[
             float | None,
             Key(
-                "lower bound of those weights (``icepop``, ``seq-mask-tis``); null for none.",
+                "lower bound of the importance weights (``icepop``, ``seq-mask-tis``); null for no lower "
+                "bound.",
                 ABOVE_0,
                 default=None,
             ),
         ]
     ]
     token_level_loss: Annotated[
-        bool, Key("mean over tokens; otherwise mean over each sequence, then over sequences.")
+        bool,
+        Key(
+            "true averages the loss over all tokens of the global batch; false averages it over the "
+            "tokens of each sequence, then over sequences."
+        ),
     ]
     disable_ppo_ratio: NotRequired[
         Annotated[
             bool,
-            Key("plain policy gradient, without the ratio to previous log-probabilities.", default=False),
+            Key(
+                "use the log-probability itself in place of the clipped probability ratio: the plain policy "
+                "gradient (REINFORCE).",
+                default=False,
+            ),
         ]
     ]
     force_on_policy_ratio: NotRequired[
         Annotated[
             bool,
             Key(
-                "use the current log-probabilities as the previous ones: the ratio is exactly 1, and no "
-                "pass computes them unless ``grpo.max_token_mult_prob_error`` needs it. For batches that "
-                "are trained on once.",
+                "take the current log-probabilities as the previous ones, too: the ratio is exactly 1, and "
+                "the pass that computes previous log-probabilities is left out unless "
+                "``grpo.max_token_mult_prob_error`` needs it. Meant for steps that train on each batch "
+                "once.",
                 default=False,
             ),
         ]
@@ -109,8 +146,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "use one ratio per sequence, the geometric mean of its tokens' ratios, and clip it as a "
-                "whole (GSPO).",
+                "use one probability ratio per sequence, the geometric mean of its tokens' ratios, and clip "
+                "that (GSPO).",
                 default=False,
             ),
         ]
@@ -119,9 +156,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["sequence", "token"],
             Key(
-                "``sequence``: the gradient of a sequence's ratio (GSPO); ``token``: the value of the "
-                "sequence's ratio with the gradient of the token's (GSPO-token). They differ if advantages "
-                "differ within a sequence.",
+                "gradient of a sequence's ratio: ``sequence`` differentiates the geometric mean itself "
+                "(GSPO); ``token`` keeps its value, and gives each token the gradient of its own ratio "
+                "(GSPO-token). They differ only if advantages differ within a sequence.",
                 default="sequence",
             ),
         ]
@@ -140,9 +177,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "constant that replaces a sequence's number of tokens as the divisor of its sum, such as "
-                "the maximum response length (Dr.GRPO), before the mean over sequences; null for the "
-                "number of tokens.",
+                "number by which the sum over a sequence's tokens is divided, before the mean over "
+                "sequences, such as the maximum response length (Dr.GRPO); null for the number of tokens of "
+                "the sequence.",
                 ABOVE_0,
                 default=None,
             ),
@@ -152,8 +189,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["k1", "k2", "k3"],
             Key(
-                "estimator of a token's divergence: ``k1`` -d, ``k2`` d^2 / 2, ``k3`` exp(d) - d - 1 with "
-                "d = reference - current.",
+                "estimator of the KL at a token: ``k1`` is -d, ``k2`` d^2 / 2, ``k3`` exp(d) - d - 1, where "
+                "d is the reference policy's log-probability minus the current one.",
                 default="k3",
             ),
         ]
@@ -162,9 +199,9 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "subtract the divergence from the rewards instead of adding it to the loss. With "
-                "``reinforce_plus_plus`` a token's return loses the divergence of this and all later "
-                "tokens; otherwise a response's reward loses that of the whole response.",
+                "subtract the KL from the rewards instead of adding it to the loss. With "
+                "``reinforce_plus_plus`` a token's return is reduced by the KL of this token and all later "
+                "ones; otherwise a response's reward is reduced by the KL of the whole response.",
                 default=False,
             ),
         ]
@@ -173,7 +210,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             Literal["exact", "pathwise"],
             Key(
-                "`exact` for the gradient of the divergence; `pathwise` leaves out its score-function part.",
+                "`exact` for the gradient of the expected KL over sampled tokens; `pathwise` leaves out its "
+                "score-function term, as most trainers do.",
                 default="exact",
             ),
         ]
@@ -182,7 +220,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "clamp the logarithm of the probability ratio to plus and minus this; null for no clamp.",
+                "clamp the logarithm of the probability ratio to plus and minus this, without a gradient "
+                "beyond; null for no clamp.",
                 ABOVE_0,
                 default=20.0,
             ),
@@ -192,8 +231,8 @@ class ClippedPGLossConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "clamp the difference of log-probabilities in the divergence to plus and minus this, in "
-                "value and gradient; null for no clamp.",
+                "clamp the difference of log-probabilities inside the KL estimate to plus and minus this, "
+                "which limits the estimate and the size of its gradient; null for no clamp.",
                 ABOVE_0,
                 default=20.0,
             ),
@@ -202,16 +241,21 @@ class ClippedPGLossConfig(TypedDict):
     kl_output_clamp_value: NotRequired[
         Annotated[
             float | None,
-            Key("clamp the divergence of a token to this; its gradient is kept.", ABOVE_0, default=10.0),
+            Key(
+                "clamp the KL estimate of a token to plus and minus this; the token keeps its gradient. "
+                "null for no clamp.",
+                ABOVE_0,
+                default=10.0,
+            ),
         ]
     ]
     entropy_coef: NotRequired[
         Annotated[
             float,
             Key(
-                "weight of the entropy bonus: the loss is reduced by this times the mean entropy (nats) of "
-                "the distributions that tokens are sampled from, after temperature, top-k and top-p, "
-                "normalised like the loss; 0 computes none.",
+                "weight of the entropy bonus: the loss is reduced by this times the mean entropy in nats of "
+                "the distributions that tokens are sampled from (after temperature, top-k and top-p), "
+                "averaged like the loss; 0 computes no entropy.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -226,8 +270,8 @@ class DPOLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "beta: how strongly leaving the reference policy is penalised; with ``ipo``, the paper's "
-                "tau.",
+                "beta: how strongly the loss keeps the policy near the reference policy; with ``ipo``, the "
+                "paper's tau.",
                 ABOVE_0,
                 default=0.05,
             ),
@@ -237,21 +281,24 @@ class DPOLossConfig(TypedDict):
         Annotated[
             Literal["sigmoid", "ipo"],
             Key(
-                "loss of the margin m between the two rewards: ``sigmoid`` is DPO's -log sigmoid(beta m), "
-                "``ipo`` the square of m - 1 / (2 beta).",
+                "loss as a function of the margin m, the chosen answer's reward minus the rejected one's (a "
+                "reward is the log-probability ratio of policy to reference): ``sigmoid`` is DPO's -log "
+                "sigmoid(beta m), ``ipo`` is (m - 1 / (2 beta))^2.",
                 default="sigmoid",
             ),
         ]
     ]
     preference_loss_weight: NotRequired[
-        Annotated[float, Key("weight of the preference loss.", ABOVE_0, default=1.0)]
+        Annotated[
+            float, Key("weight of the preference loss in the sum with the SFT loss.", ABOVE_0, default=1.0)
+        ]
     ]
     preference_average_log_probs: NotRequired[
         Annotated[
             bool,
             Key(
-                "take the mean over a response's tokens as its reward, not their sum (length-normalised; "
-                "``ipo`` in TRL).",
+                "take the mean over an answer's tokens as its reward instead of the sum (length-normalised; "
+                "TRL does so for ``ipo``).",
                 default=False,
             ),
         ]
@@ -260,26 +307,29 @@ class DPOLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "weight of the negative log-likelihood of the chosen responses; 0 for none.",
+                "weight of the SFT loss, the negative log-likelihood of the chosen answers; 0 for none.",
                 AT_LEAST_0,
                 default=0.0,
             ),
         ]
     ]
     sft_average_log_probs: NotRequired[
-        Annotated[bool, Key("take the mean over tokens for that likelihood, not their sum.", default=False)]
+        Annotated[
+            bool,
+            Key("take the mean over an answer's tokens in the SFT loss instead of the sum.", default=False),
+        ]
     ]
 
 
 class DistillationLossConfig(TypedDict):
-    """Distillation loss: divergence of the policy from a teacher over the teacher's most likely tokens."""
+    """Distillation loss: the KL between policy and teacher over the teacher's most likely tokens."""
 
     kl_type: NotRequired[
         Annotated[
             Literal["forward", "reverse", "mixed"],
             Key(
-                "``forward`` is KL(teacher || policy), ``reverse`` KL(policy || teacher), ``mixed`` their "
-                "sum, weighted by ``mixed_kl_weight``.",
+                "``forward`` is KL(teacher || policy), ``reverse`` KL(policy || teacher), ``mixed`` the sum "
+                "of both, weighted by ``mixed_kl_weight``.",
                 default="reverse",
             ),
         ]
@@ -288,7 +338,7 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "weight of the forward divergence in ``mixed``; the reverse divergence has 1 minus this.",
+                "`mixed`: weight of the forward KL; the reverse KL has 1 minus this.",
                 SHARE,
                 default=0.5,
             ),
@@ -298,10 +348,10 @@ class DistillationLossConfig(TypedDict):
         Annotated[
             Literal["rest", "renormalize"],
             Key(
-                "how the probability of all other tokens counts: ``rest`` treats them as one more token, "
-                "so that the divergence is a lower bound of that over the whole vocabulary; "
-                "``renormalize`` leaves them out and divides by the probability of the others, so that "
-                "nothing keeps the policy from the tokens that are left out.",
+                "treatment of the tokens outside the teacher's top k: ``rest`` counts their total "
+                "probability as one more token, so the KL is a lower bound of the KL over the whole "
+                "vocabulary; ``renormalize`` leaves them out and rescales the top k to sum to 1, so nothing "
+                "keeps the policy from giving probability to the others.",
                 default="rest",
             ),
         ]

@@ -1,8 +1,7 @@
-"""Memory that a rank needs: exact parameter counts, and estimates of the additional memory of training. All
-sizes are in bytes.
+"""Memory of a rank in bytes: exact parameter counts, and estimates of what training needs in addition.
 
-The torch backends shard parameters, gradients and optimizer state over all ranks that share a tensor-parallel
-part.
+The DTensor and FSDP1 backends shard parameters, gradients and optimizer state over all data- and
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -45,25 +44,26 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a rank of one pipeline stage.
+    """Memory of one rank of a pipeline stage, in bytes unless stated otherwise.
 
     Attributes:
         stage: index of the pipeline stage.
         layers: number of layers in the stage.
         parameters: number of parameters on the rank.
-        weights: bytes of the weights.
-        gradients: bytes of the gradient buffer.
-        optimizer: optimizer state, with float32 copies of weights and gradients.
-        activations: activations of the layers that all micro-batches in flight keep for the backward pass.
-        recomputed: activations of one layer that the backward pass recomputes.
-        logits: the last stage's activations of the last norm and the output layer, its logits, whose memory
-            their gradient reuses, and the output layer's gradient. The backward pass frees all of these
-            before it reaches the layers.
-        scoring: memory of a log-probability pass, which never coexists with training activations.
-        generation_cache: keys and values of the sequences being generated.
+        weights: weights, base weights of adapters included.
+        gradients: gradient buffer.
+        optimizer: optimizer state on the device, with float32 copies of weights and gradients.
+        activations: activations of the layers that are stored for the backward pass, over all micro-batches
+            in flight.
+        recomputed: activations of the one layer that the backward pass is recomputing.
+        logits: in the last stage, activations of the final norm and the output layer, the logits (their
+            gradient reuses this memory), and the gradient of the output layer's weight. The backward pass
+            frees them before it reaches the layers.
+        scoring: memory of a log-probability pass, in which no activations of training exist.
+        generation_cache: KV cache of the sequences that the policy itself generates at a time.
         reference_weights: the reference policy's weights, in host memory.
-        host_optimizer: optimizer state that stays in host memory.
-        frozen: bytes of the weights that adapters leave untouched, which are among ``weights``.
+        host_optimizer: optimizer state in host memory.
+        frozen: base weights of adapters, a part of ``weights``.
     """
 
     stage: int
@@ -83,31 +83,37 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Peak memory: weights and optimizer state stay, while passes and generation alternate. Host memory
-        is not counted."""
+        """Peak device memory in bytes. Training, log-probability passes and generation alternate, so only
+        the largest of the three counts, on top of ``state``."""
         return self.state + max(
             self.activations + max(self.logits, self.recomputed), self.scoring, self.generation_cache
         )
 
     @property
     def state(self) -> int:
-        """Bytes that training needs for any batch size: weights, gradients and optimizer state."""
+        """Device memory in bytes that training needs at any batch size: weights, gradients and optimizer
+        state."""
         return self.weights + self.gradients + self.optimizer
 
 
 MOMENTS = 2
-"""Optimizer-state values per parameter: two as in Adam, which most optimizers do not exceed."""
+"""Moments per parameter: two for Adam. Few optimizers have more."""
 STORED: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}
-"""Bytes per value of optimizer state, by dtype; blocks of 256 values have a float32 scale."""
+"""Bytes per element of optimizer state, by dtype. With ``8bit``, 256 elements share a float32 scale."""
 
 
 def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradient_bytes: int) -> float:
-    """Return the bytes of optimizer state per parameter, before division over data-parallel ranks.
+    """Return the bytes of optimizer state per parameter, before sharding over data-parallel ranks.
 
-    These are float32 moments (two for Adam, one for SGD with momentum), and float32 copies of weights and
-    gradients unless they are float32 already. Source: the table "theoretical memory footprint" in
+    They are float32 moments (two for Adam, one for SGD with momentum), plus float32 copies of weights and of
+    gradients that are not float32 themselves. Source: the table "theoretical memory footprint" in
     Megatron-Core's guide to the distributed optimizer. If states are below float32 or in host memory,
-    gradients are read as they were reduced, without a copy.
+    gradients are not copied.
+
+    Args:
+        optimizer: the optimizer's section with its defaults.
+        weight_bytes: bytes per weight.
+        gradient_bytes: bytes per gradient element.
     """
     if has_own_states(optimizer):
         copy = 4 * (weight_bytes < 4 and optimizer["master_dtype"] == "float32")
@@ -118,8 +124,8 @@ def optimizer_bytes(optimizer: MegatronOptimizerConfig, weight_bytes: int, gradi
 
 
 def has_own_states(optimizer: MegatronOptimizerConfig) -> bool:
-    """Return whether any states are below float32 or in host memory, in which case megarl keeps them instead
-    of Megatron-Core."""
+    """Return whether megarl instead of Megatron-Core holds the optimizer state: if it is below float32 or in
+    host memory."""
     below = any(optimizer.get(key, "float32") != "float32" for key in STATE_KEYS)
     return below or optimizer.get("optimizer_offload_fraction", 0.0) > 0
 
@@ -136,11 +142,11 @@ def estimate(
     """Return the memory of one rank of each pipeline stage on the Megatron backend.
 
     Args:
-        policy: a checked ``policy`` section with its defaults, on the Megatron backend.
+        policy: a checked ``policy`` section with its defaults.
         facts: sizes of the model.
-        layout: layout of the ranks.
+        layout: sizes of the parallel axes.
         plan: batch sizes.
-        reference: whether there is a reference policy.
+        reference: the run has a reference policy.
         device: device type of the ranks.
     """
     chunks = chunks_of_stages(policy["megatron_cfg"], facts.num_layers)
@@ -162,7 +168,7 @@ def _stage_memory(
     kept: Operations,
 ) -> RankMemory:
     megatron, element = policy["megatron_cfg"], kept.element
-    # Megatron-Core's gradient buffer is in float32 or in the dtype of the weights.
+    # Megatron-Core's gradient buffer has float32 elements, or those of the weights' dtype.
     gradient = 4 if megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] else element
     layers = [list(itertools.chain.from_iterable(of_stage)) for of_stage in chunks]
     shared = stage_parameters(facts, layout.tensor, stage, layers)
@@ -179,18 +185,19 @@ def _stage_memory(
         outside = embedding * (stage == 0) + output * (stage == layout.pipeline - 1)
         shared = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, (0, 1))
         trained_parameters = outside + adapter_parameters(adapters, facts, numbers, layout.tensor, held)
-        # The model without its adapters serves as the reference, so that no copy is needed.
+        # The base weights serve as the reference policy, so there is no copy of them.
         parameters, experts, reference = parameters + trained_parameters, trained_parameters - shared, False
     state = trained_parameters * each
     if megatron["optimizer"]["use_distributed_optimizer"]:
-        # Megatron-Core's distributed optimizer divides its state over the data and context ranks together.
+        # Megatron-Core's distributed optimizer shards its state over data- and context-parallel ranks
+        # together.
         copies = layout.data * layout.context
-        # Copies of an expert are on all ranks of a stage that hold no other part of the experts.
+        # Number of ranks of a stage that hold the same expert shard, over which its state is sharded.
         expert_copies = max(1, copies * layout.tensor // (expert * expert_tensor))
-        # Round up, because the buffers are padded to equal parts.
+        # Round up, because buffers are padded to shards of equal size.
         state = -(-shared * each // copies) - (-experts * each // expert_copies)
     share = megatron["optimizer"]["optimizer_offload_fraction"]
-    # Include copies of float32 weights, and of the gradients that arrive during the backward pass.
+    # Host memory also holds copies of float32 weights, and of the gradients that the backward pass sends.
     overlaps = megatron["distributed_data_parallel_config"]["overlap_grad_reduce"] is not False
     early = gradient * (overlaps and policy["precision"] != "float16")
     in_host = share * state * (each + 4 * (element == 4) + early) / each if share else 0
@@ -226,17 +233,16 @@ def _stage_memory(
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Bytes that the layers of a stage keep of one micro-batch.
+    """Layers of a pipeline stage, with the sizes that determine their activation bytes for one micro-batch.
 
     Attributes:
         kinds: number of layers of each kind.
-        tokens: tokens of the micro-batch on a rank.
+        tokens: tokens of the micro-batch on the rank.
         facts: sizes of the model.
-        tensor: number of tensor-parallel ranks.
-        sequence_parallel: the tensor ranks also divide the activations between the tensor-parallel parts of a
-            layer.
-        expert_tensor: number of ranks that share an expert.
-        kept: sizes of the activations that the operations keep.
+        tensor: tensor-parallel size.
+        sequence_parallel: activations between the tensor-parallel parts of a layer are sharded too.
+        expert_tensor: tensor-parallel size of an expert.
+        kept: activation sizes of the backend's operations.
     """
 
     kinds: Mapping[LayerKind, int]
@@ -248,7 +254,7 @@ class _Layers:
     kept: Operations
 
     def each(self, recomputed: Collection[str] = ()) -> list[int]:
-        """Return the bytes that one layer of each kind keeps."""
+        """Return the activation bytes that one layer stores, for each kind of layer."""
         sizes = (self.facts, self.tokens, self.tensor, self.sequence_parallel)
         return [
             sparse_layer_activation_bytes(*sizes, self.expert_tensor, self.kept, recomputed, kind.mixer)
@@ -258,14 +264,14 @@ class _Layers:
         ]
 
     def whole(self, recomputed: Collection[str] = ()) -> int:
-        """Return the bytes that all layers keep."""
+        """Return the activation bytes that all layers of the stage store."""
         return sum(
             count * kept for count, kept in zip(self.kinds.values(), self.each(recomputed), strict=True)
         )
 
     @property
     def inputs(self) -> int:
-        """Bytes of the inputs of all layers, which alone are kept if whole layers are recomputed."""
+        """Bytes of the inputs of all layers, which is all that full recomputation stores."""
         divided = self.tensor if self.sequence_parallel else 1
         return sum(self.kinds.values()) * (
             self.tokens * self.facts.hidden_size * self.kept.element // divided
@@ -273,21 +279,21 @@ class _Layers:
 
     @property
     def head(self) -> int:
-        """Bytes that the last norm and the output layer keep."""
+        """Activation bytes of the final norm and the output layer."""
         return head_activation_bytes(self.facts, self.tokens, self.tensor, self.sequence_parallel, self.kept)
 
 
 def _recomputed(megatron: MegatronConfig) -> Collection[str] | None:
-    """Return the parts of layers that are recomputed; None if whole layers are."""
+    """Return the parts of layers that are recomputed, empty for none; None if whole layers are recomputed."""
     if not megatron["activation_checkpointing"]:
         return ()
     return megatron["recompute_modules"] if megatron["recompute_granularity"] == "selective" else None
 
 
 def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[int, int]:
-    """Return the bytes that the layers keep of one micro-batch, and the most that a single layer
-    recomputes."""
-    # A chunk that only holds the embedding or the output layer has no layers.
+    """Return (activation bytes that the layers store for one micro-batch, maximum bytes that one layer
+    recomputes)."""
+    # A chunk may have only the embedding or the output layer, and no layers; hence default=0.
     if recomputed is None:
         return layers.inputs, max(layers.each(), default=0)
     again = (whole - kept for whole, kept in zip(layers.each(), layers.each(recomputed), strict=True))
@@ -296,11 +302,11 @@ def _activations(layers: _Layers, recomputed: Collection[str] | None) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Memory of the last stage's output layer.
+    """Memory of the last stage's output layer, in bytes.
 
     Attributes:
         training: the logits, whose memory their gradient reuses, and the gradient of the layer's weight.
-        scoring: the logits of a log-probability pass.
+        scoring: the logits in a log-probability pass.
     """
 
     training: int = 0
@@ -310,12 +316,12 @@ class _Logits:
 def logit_bytes(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, element: int
 ) -> _Logits:
-    """Return the memory of the output layer for logits of ``element`` bytes.
+    """Return the memory of the output layer, for logits of ``element`` bytes.
 
-    The log-probability kernel, and the PyTorch code that handles few rows at a time, do not copy the logits.
-    Their gradient is copied for the matrix products only if the logits are wider than the layers' dtype. With
-    chunks, only one chunk's logits exist at a time, and the weight's gradient is accumulated in float32, next
-    to one chunk's part. The few outputs of a scoring model are not counted.
+    Log-probability kernels do not copy the logits. The logits' gradient is copied for the matmuls only if it
+    is wider than the layers' dtype. With ``logprob_chunk_size``, the logits of one chunk exist at a time; the
+    weight's gradient is then accumulated in float32, in addition to one chunk's contribution. A score head is
+    too small to be counted.
     """
     if facts.head is not None:
         return _Logits()
@@ -346,21 +352,20 @@ def _tokens_on_a_rank(policy: PolicyConfig, layout: Layout, plan: BatchPlan) -> 
 
 
 def _scoring(layers: _Layers, logits: _Logits) -> int:
-    """Return the bytes of a log-probability pass, which keeps no activations: those of one whole layer or of
-    the logits, whichever is larger."""
+    """Return the bytes of a log-probability pass. It stores nothing for a backward pass, so this is the
+    larger of one layer's activations and the logits."""
     return max(*layers.each(), logits.scoring)
 
 
 def generation_cache_bytes(
     kinds: Mapping[LayerKind, int], policy: PolicyConfig, facts: ModelFacts, layout: Layout, element: int
 ) -> int:
-    """Return the bytes of the keys and values of the sequences that are generated at a time, and of the
-    states of gated delta nets; 0 if an engine or nothing generates."""
+    """Return the bytes of the KV cache, and of the recurrent states of gated delta nets, for the sequences
+    that a rank generates at a time; 0 if the policy itself does not generate."""
     if policy["generation"] is None or is_engine(policy["generation"]):
         return 0
     tokens = policy["generation_batch_size"] * policy["max_total_sequence_length"]
-    # With latent attention, count the keys and values of all heads, and not the latents from which they are
-    # projected.
+    # With latent attention, the cache holds the keys and values of all heads, not the latents.
     width = (
         2 * facts.head_dim
         if facts.latent_attention is None
@@ -375,24 +380,25 @@ def generation_cache_bytes(
 
 
 GATHERED_LAYERS = 2
-"""Number of layers whose parameters are gathered at once: the layer that computes, and the next one."""
+"""Layers whose full parameters exist at a time on the DTensor and FSDP1 backends: the one that computes, and
+the prefetched next one."""
 
 
 def estimate_sharded(
     policy: PolicyConfig, facts: ModelFacts, layout: Layout, plan: BatchPlan, *, reference: bool
 ) -> RankMemory:
-    """Return the memory of a rank on a torch backend.
+    """Return the memory of one rank on the DTensor or FSDP1 backend.
 
-    Weights and optimizer state are shards in their storage dtypes, and gradients are float32 shards. In
-    addition, the full parameters of the layers being computed are held in the compute dtype. So are the
-    parameters outside the layers (embedding, last norm, output layer), which stay gathered during a pass.
+    Weights and optimizer state are shards in their storage dtypes, gradients float32 shards. The layers being
+    computed are also held in full, in the compute dtype; so are the parameters outside the layers (embedding,
+    final norm, output layer), which stay gathered for the whole pass.
 
     Args:
-        policy: a checked ``policy`` section with its defaults, on DTensor or FSDP1.
+        policy: a checked ``policy`` section with its defaults.
         facts: sizes of the model.
-        layout: layout of the ranks.
+        layout: sizes of the parallel axes.
         plan: batch sizes.
-        reference: whether there is a reference policy.
+        reference: the run has a reference policy.
     """
     element, shards, backend = (
         BYTES[policy["precision"]],
@@ -408,7 +414,7 @@ def estimate_sharded(
     stepped = kept = weight_bytes(policy)
     trained_parameters, adapters = parameters, adapters_of(policy)
     if adapters is not None:
-        # Weights that are not trained are stored in the dtype of the computation.
+        # Frozen base weights are stored in the compute dtype.
         outside = sum(vocabulary_adapter_parameters(adapters, facts, layout.tensor))
         trained_parameters = -(
             -(outside + adapter_parameters(adapters, facts, range(facts.num_layers), layout.tensor)) // shards
@@ -428,7 +434,7 @@ def estimate_sharded(
     )
     tokens, scored = _tokens_on_a_rank(policy, layout, plan)
     sizes = (facts, layout.tensor, divided, 1, operations(backend, "", element))
-    # The torch backends support neither mixtures of experts nor gated delta nets (rules/not_yet.py).
+    # DTensor and FSDP1 support neither mixture-of-experts layers nor gated delta nets (rules/not_yet.py).
     kinds = {LayerKind("attention", False): facts.num_layers}
     trained = _Layers(kinds, tokens, *sizes)
     logits, (activations, recomputed) = (
@@ -453,13 +459,13 @@ def estimate_sharded(
 
 
 def weight_bytes(policy: PolicyConfig) -> int:
-    """Return the bytes per weight that a torch backend stores and updates."""
+    """Return the bytes per weight in which the DTensor and FSDP1 backends store and update weights."""
     optimizer = policy["optimizer"]
     return BYTES[optimizer["master_dtype"] if optimizer else "float32"]
 
 
 def moment_bytes(policy: PolicyConfig) -> float:
-    """Return the bytes of optimizer moments per parameter on a torch backend."""
+    """Return the bytes per parameter of the optimizer's moments on the DTensor and FSDP1 backends."""
     optimizer = policy["optimizer"]
     if not optimizer:
         return MOMENTS * STORED["float32"]
@@ -467,7 +473,7 @@ def moment_bytes(policy: PolicyConfig) -> float:
 
 
 def _offloads(policy: PolicyConfig) -> bool:
-    """Return whether the shards are offloaded to host memory."""
+    """Return whether a policy on DTensor or FSDP1 keeps its shards in host memory."""
     if enabled_backend(policy) == "dtensor":
         return bool(policy["dtensor_cfg"]["cpu_offload"])
     return bool(policy["fsdp_offload_enabled"])

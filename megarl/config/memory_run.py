@@ -1,5 +1,5 @@
-"""Memory of a run outside the training devices (generation engine, host memory of a node, disk), and the
-memory ledger: the use of a device that policy and engine share, at each moment. All sizes are in bytes."""
+"""Memory of a run outside training itself, in bytes: engine, host memory of a node, disk. The memory ledger
+lists the use of a device that policy and engine share, moment by moment."""
 
 from __future__ import annotations
 
@@ -31,35 +31,33 @@ from megarl.config.sections import ClusterConfig, RunConfig
 GIB = 2**30
 MIB = 2**20
 ASSUMED_DEVICE_GIB = 80.0
-"""Memory of a GPU if ``cluster.device_memory_gib`` is not set."""
+"""Memory of a GPU in GiB if ``cluster.device_memory_gib`` is null."""
 CONTEXT_REST = GIB
-"""Bytes of a process on a device besides its tensors: the CUDA context, kernels, workspaces of libraries.
-Assumed, not measured."""
-NCCL_CHANNELS = 24
-"""Channels of a communicator: the maximum that NCCL 2.28 uses on one node of H100. Assumed, not measured."""
-NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
-"""Bytes of one channel's connection: NCCL_BUFFSIZE, and the buffers of the protocols LL128 (threads, values
-per thread, steps, 8 bytes) and LL (threads, lines per thread, steps, 16 bytes), as in NCCL's ``device.h``."""
-ENGINE_REST = 2 * GIB
-"""Device memory of a sleeping engine's process: context, communicators, CUDA graphs. Assumed, not
+"""Device memory of a process besides its tensors: CUDA context, kernels, library workspaces. Assumed, not
 measured."""
+NCCL_CHANNELS = 24
+"""Channels per NCCL communicator: the maximum of NCCL 2.28 on one H100 node. Assumed, not measured."""
+NCCL_BUFFERS = 4 * MIB + 640 * 120 * 8 * 8 + 512 * 8 * 8 * 16
+"""Bytes per NCCL channel: NCCL_BUFFSIZE, the LL128 buffer (threads, values per thread, steps, 8 bytes), and
+the LL buffer (threads, lines per thread, steps, 16 bytes), as in NCCL's ``device.h``."""
+ENGINE_REST = 2 * GIB
+"""Device memory of a sleeping engine: context, communicators, CUDA graphs. Assumed, not measured."""
 GRAPHS = GIB
-"""Bytes of an engine's CUDA graphs, which are part of vLLM's share. Assumed, not measured."""
+"""Bytes of an engine's CUDA graphs, which count towards its memory budget. Assumed, not measured."""
 SLOT_BYTES, GATHERED_BYTES = GIB // 2, 5 * 64 * 2**20
-"""Minimum bytes of half a refit buffer, and of the weights gathered for it, unless a configured size or a
-larger weight needs more."""
+"""Default bytes of half a refit buffer, and of the weights being gathered for it. A larger weight raises
+them; ``refit_buffer_size_gb`` replaces them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory at one moment on a device that a policy rank shares with an engine rank.
+    """Device memory at one moment of a run, on a device that a policy rank shares with an engine rank.
 
     Attributes:
         name: name of the moment.
-        policy: bytes of the policy's process: parameters, gradients, optimizer state, activations, and the
-            constant overhead of the process.
+        policy: bytes of the policy's processes: tensors, and the constant overhead of a process.
         engine: bytes of the engine's process.
-        transfer: bytes of the buffer for transferred weights, and of the weights gathered for it.
+        transfer: bytes of refit buffers, and of weights gathered for them.
     """
 
     name: str
@@ -81,20 +79,20 @@ def device_ledger(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """Return the moments of a run on a device shared with an engine, in order from the start to the first
-    trained step.
+    """Return the memory of a device that policy and engine share, at each moment from the start to the first
+    training step.
 
-    vLLM starts only if its whole budget is free, so the policy is offloaded first. A checkpoint restores the
-    policy with the optimizer's moments; in a run without a checkpoint, the first step creates them.
+    vLLM starts only if its whole budget is free, so the policy is offloaded before. A resumed policy has the
+    optimizer's moments from its checkpoint, whereas a new run creates them in the first step.
 
     Args:
         policy: a checked ``policy`` section with its defaults.
-        rank: the policy's rank in the fullest stage.
-        engine: the engine's part of the device.
+        rank: the policy's rank with the highest peak.
+        engine: memory of the engine on the device.
         facts: sizes of the model.
-        beside: ranks of the other models in their fullest stages, by the names of their sections. They
-            time-share the device with the policy.
-        rest: memory that an offloaded training process still takes (``process_rest``).
+        beside: fullest rank of each other model on the device, by section path. These models use the device
+            in turn with the policy.
+        rest: device memory that an offloaded training process still takes (``process_rest``).
     """
     slots, gathered = _refit_bytes(policy, facts)
     # Each model has its own processes on the device.
@@ -106,8 +104,8 @@ def device_ledger(
         Moment("policy built, resumed", resumed, 0),
         Moment("engine starts, policy offloaded", rest, engine.budget),
         Moment("engine sleeps, parameters reloaded", parameters, ENGINE_REST),
-        # vLLM keeps its rank's experts of a layer until all of them have arrived, and then loads them into a
-        # new layer.
+        # Twice the experts of a layer: vLLM collects all that belong to its rank, then loads them into a new
+        # layer.
         Moment("refit", parameters, ENGINE_REST + engine.weights + 2 * engine.experts, slots + gathered),
         Moment("generation", rest, engine.budget, slots),
         Moment("log-probabilities", parameters + rank.scoring, ENGINE_REST, slots),
@@ -125,11 +123,11 @@ def moments_apart(
     *,
     rest: int = CONTEXT_REST,
 ) -> list[Moment]:
-    """Return the moments of a run whose engines have separate devices: those of a training device, and those
-    of an engine's device, which holds nothing of the policy.
+    """Return the memory at each moment if engines have separate devices: of a training device, and of an
+    engine's device.
 
-    Both sides keep the transfer buffers of their group as long as the group exists. During a refit, the whole
-    policy is still on its device after training, and the engine keeps its cache.
+    Both keep their refit buffers between refits. During a refit the policy stays on its device with its
+    optimizer state, and the engine keeps its KV cache.
 
     Args:
         policy, rank, engine, facts, beside, rest: as in ``device_ledger``.
@@ -141,37 +139,42 @@ def moments_apart(
         Moment("refit", rest + rank.state, 0, slots + gathered),
         *(Moment(f"{name} active", rest + other.peak, 0, slots) for name, other in beside.items()),
         Moment("generation, a device of an engine", 0, engine.budget, slots),
-        # Count the experts twice, as for an engine that shares the device and has slept until then.
+        # Twice the experts of a layer, as in ``device_ledger``.
         Moment("refit, a device of an engine", 0, engine.budget + 2 * engine.experts, slots),
     ]
 
 
 def _refit_bytes(policy: PolicyConfig, facts: ModelFacts) -> tuple[int, int]:
-    """Return the bytes of the two transfer buffers of a refit, and of the weights gathered for it."""
+    """Return (bytes of a refit's two buffers, bytes of the weights being gathered for them)."""
+    # Assume that the embedding is the largest weight.
     largest = facts.vocab_size * facts.hidden_size * BYTES[policy["precision"]]
     configured = policy["refit_buffer_size_gb"]
     if configured is not None:
-        # A configured size covers both buffers. Each, however, must hold the largest weight, which is
-        # gathered in addition if it exceeds the memory that is reserved for gathering.
+        # A configured size covers both buffers and gathering. Each buffer must hold the largest weight,
+        # however; a weight above the gathering reserve is counted in addition.
         return max(int(configured * GIB), 2 * largest), largest if largest > GATHERED_BYTES else 0
     return 2 * max(SLOT_BYTES, largest), max(GATHERED_BYTES, largest)
 
 
 def device_gib(cluster: ClusterConfig) -> float:
-    """Return the memory of a GPU in GiB, as configured or assumed."""
+    """Return the memory of a GPU in GiB: ``device_memory_gib``, or ``ASSUMED_DEVICE_GIB`` if that is null."""
     given = cluster["device_memory_gib"]
     return ASSUMED_DEVICE_GIB if given is None else float(given)
 
 
 def process_rest(groups: int) -> int:
-    """Return the bytes that a process with this number of NCCL communicators takes on a device besides its
-    tensors, even after these are offloaded."""
+    """Return the device memory in bytes that a training process takes besides its tensors, even when
+    offloaded.
+
+    Args:
+        groups: number of the process's NCCL communicators.
+    """
     return CONTEXT_REST + groups * NCCL_CHANNELS * NCCL_BUFFERS
 
 
 def _moment_bytes(policy: PolicyConfig, rank: RankMemory) -> int:
-    """Return the bytes of optimizer state on the device that the first step creates: the moments, and also
-    the copies of weights if megarl keeps the state."""
+    """Return the bytes of optimizer state that only the first step allocates: the moments, and the float32
+    copies of weights if megarl instead of Megatron-Core holds the state."""
     if enabled_backend(policy) != "megatron" or has_own_states(policy["megatron_cfg"]["optimizer"]):
         return rank.optimizer
     optimizer, element = policy["megatron_cfg"]["optimizer"], BYTES[policy["precision"]]
@@ -189,21 +192,19 @@ def host_memory(
     beside: Mapping[str, Sequence[RankMemory]] = MappingProxyType({}),
     engine: EngineMemory | None = None,
 ) -> int:
-    """Return the bytes of host memory of a node that trains.
+    """Return the host memory in bytes of one training node.
 
-    Each training rank counts the reference policy, and a copy of the weights that it swaps with. It also
-    counts optimizer state that stays in host memory. Other optimizer state and the weights are counted if an
-    engine on the same device or another model offloads them, and optimizer state also if
-    ``offload_optimizer_for_logprob`` is set. Ranks on a CPU count everything. Each rank of a separate engine
-    on the same node counts the host memory of a refit. Adapters on one base have it once. A checkpoint that
-    is written during training is not counted.
+    Each rank needs it for the reference policy, with a swap copy of its weights, and for optimizer state in
+    host memory. With a colocated engine or another model on the device, the rank's weights and optimizer
+    state are offloaded too; with ``offload_optimizer_for_logprob`` the optimizer state. On a CPU everything
+    is in host memory. Ranks of separate engines on the node need it for refits. Models that share base
+    weights count them once. A checkpoint written in the background is not counted.
 
     Args:
         config: a checked run with its defaults.
-        ranks: ranks of the policy.
-        beside: ranks of each other model, by the path of its section. Each model, and then the policy too, is
-            offloaded while another one uses the device.
-        engine: memory of an engine rank; None if there are no engines, or it is unknown.
+        ranks: memory of the policy's ranks, one per pipeline stage.
+        beside: memory of the ranks of each other model, by section path.
+        engine: memory of an engine on a device; None if there is no engine, or its memory is unknown.
     """
     generation = config["policy"]["generation"]
     on_cpu = config["cluster"]["device"] == "cpu"
@@ -219,29 +220,30 @@ def host_memory(
 
     models = (ranks, *beside.values())
     together = sum(max(map(of_rank, each)) for each in models)
-    # Weights of a torch backend on a GPU get new host memory at each offload, so that none is shared.
+    # On a GPU, DTensor and FSDP1 allocate new host memory at each offload, so two models share no base
+    # weights there.
     if on_cpu or enabled_backend(config["policy"]) == "megatron":
         for path, each in beside.items():
             if share_a_base(config["policy"], at(config, path)):
                 together -= min(rank.frozen for rank in (*ranks, *each))
     if on_cpu:
-        # A model has its own base until it is built.
+        # While it is built, each model has base weights of its own.
         together = max(together, sum(max(rank.weights + rank.gradients for rank in each) for each in models))
     view = View(config)
     training, apart = training_shape(view)[1], generation_shape(view)
     found = training * together
-    # With several nodes, separate engines have their own nodes.
+    # With several nodes, separate engines are on other nodes than training.
     if apart is not None and engine is not None and config["cluster"]["num_nodes"] == 1:
         found += apart[1] * (engine.host + on_cpu * engine.budget)
     return int(found)
 
 
 def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
-    """Return the bytes of one checkpoint as the backend writes it: weights, float32 copies of them and the
-    optimizer's moments. With adapters, only these are counted.
+    """Return the bytes of one checkpoint of a model: weights, their float32 copies and the optimizer's
+    moments; with adapters, only those of the adapters.
 
-    Megatron writes the weights in ``policy.precision``, and float32 copies of them with the distributed
-    optimizer or in 16 bit. The torch backends write the weights that they update.
+    Megatron writes weights in ``policy.precision``, and float32 copies if these have 16 bits or the optimizer
+    is distributed. The DTensor and FSDP1 backends write the weights that they update.
     """
     adapters, element = adapters_of(policy), BYTES[policy["precision"]]
     parameters = model_parameters(facts)
@@ -269,8 +271,8 @@ def checkpoint_bytes_beside(config: RunConfig) -> int:
 
 
 def checkpoints_kept(config: RunConfig) -> int:
-    """Return the maximum number of checkpoints on disk at once: those that are kept, the newest one, and the
-    one being written."""
+    """Return the maximum number of checkpoints on disk at a time: the best, the newest, and the one being
+    written."""
     section = config["checkpointing"]
     steps = own_section(config)["max_num_steps"]
     written = -(-steps // section["save_period"])
@@ -278,7 +280,7 @@ def checkpoints_kept(config: RunConfig) -> int:
 
 
 def disk_bytes(config: RunConfig, facts: ModelFacts) -> int:
-    """Return the maximum size of the run's directory: checkpoints and the exported model."""
+    """Return the maximum bytes of checkpoints and exported model in the run directory."""
     section, policy = config["checkpointing"], config["policy"]
     exported = model_parameters(facts) * BYTES[policy["precision"]] if section["export_hf"] else 0
     together = checkpoint_bytes(policy, facts) + checkpoint_bytes_beside(config)

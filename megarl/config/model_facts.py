@@ -1,6 +1,6 @@
-"""Sizes of a model for the rules and the memory estimate, read from its ``config.json`` without transformers.
+"""Sizes of a model for rules and memory estimates, read from its ``config.json`` without transformers.
 
-The sizes of the recipes' models are shipped, so that a dry run knows them before anything is downloaded.
+The configs of popular models are shipped (``KNOWN_MODELS``), so a dry run needs no download for them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megarl.config.tables import KNOWN_MODELS
 from megarl.errors import ConfigError, Violation
 
 KEY = "policy.model_name"
+# Keys of config.json that must be at least 1, because estimates divide by them.
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -34,14 +35,13 @@ _SIZES = (
 
 
 def read_model_facts(model_name: str) -> ModelFacts | None:
-    """Return the sizes of a model on this disk (a directory, or a Hugging Face id whose ``config.json`` has
-    been downloaded before), or of a shipped known model.
+    """Return the sizes of a model: of a directory, of a Hugging Face id in the local cache, or of a shipped
+    known model.
 
-    Returns:
-        None for any other id, which is not an error; the network is never accessed.
+    The network is never accessed. For any other id the sizes are unknown, and the result is None.
 
     Raises:
-        ConfigError: ``model_name`` is a path without a usable model.
+        ConfigError: ``model_name`` is a path without a usable model, or the ``config.json`` cannot be used.
     """
     path = Path(model_name).expanduser()
     if path.is_dir():
@@ -77,8 +77,12 @@ def read_model_facts(model_name: str) -> ModelFacts | None:
 
 
 def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
-    """Return the sizes of the model that a checked ``policy`` section describes, including its score layer if
-    it has one. None and errors are as in ``read_model_facts``."""
+    """Return the sizes of the model of a checked ``policy`` section, including the score head of a reward
+    model; None if they are unknown.
+
+    Raises:
+        ConfigError: ``model_name`` is a path without a usable model, or the ``config.json`` cannot be used.
+    """
     facts = read_model_facts(policy["model_name"])
     if facts is None or not scores(policy):
         return facts
@@ -86,11 +90,11 @@ def facts_of_policy(policy: PolicyConfig) -> ModelFacts | None:
 
 
 def published_config(model_name: str) -> dict[str, Any] | None:
-    """Return the shipped ``config.json`` of a known model that is not on this disk; None for a model that is
-    on this disk or is unknown.
+    """Return the shipped ``config.json`` of a known model that is not on this disk; None if the model is on
+    this disk or unknown.
 
     Raises:
-        ConfigError: ``model_name`` is not a Hugging Face id.
+        ConfigError: ``model_name`` is neither a path nor a Hugging Face id.
     """
     if (
         Path(model_name).expanduser().is_dir()
@@ -102,8 +106,11 @@ def published_config(model_name: str) -> dict[str, Any] | None:
 
 
 def config_file(model_name: str) -> Path | None:
-    """Return the ``config.json`` of a model on this disk, or None if there is none. Errors are those of
-    ``published_config``."""
+    """Return the path of a model's ``config.json`` on this disk (directory or Hugging Face cache), or None.
+
+    Raises:
+        ConfigError: ``model_name`` is neither a path nor a Hugging Face id.
+    """
     directory = Path(model_name).expanduser()
     if not directory.is_dir():
         return None if looks_like_path(model_name) else _cached_config(model_name)
@@ -112,7 +119,8 @@ def config_file(model_name: str) -> Path | None:
 
 
 def looks_like_path(model_name: str) -> bool:
-    """Return whether a name cannot be a Hugging Face id (``name`` or ``owner/name``)."""
+    """Return whether a model name must be a path, because it has not the form of a Hugging Face id (``name``
+    or ``owner/name``)."""
     return model_name.startswith(("/", ".", "~")) or model_name.endswith("/") or model_name.count("/") > 1
 
 
@@ -152,14 +160,13 @@ def _facts_of_file(file: Path, model_name: str) -> ModelFacts:
 
 
 def facts_of(content: dict[str, Any]) -> ModelFacts:
-    """Return the sizes in the content of a ``config.json``, as the model's family in ``converters`` reads
-    them.
+    """Return the sizes in the content of a ``config.json``, as read by the model's family in ``converters``.
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a size is not a number of at least 1.
+        ValueError: a size is not a number of at least 1, or a kind of layer is unknown.
     """
-    # Multimodal models store the sizes of their language model in a section.
+    # Multimodal models keep the sizes of their language model in the section text_config.
     text = content.get("text_config") or content
     for key in _SIZES:
         if text.get(key) is not None and int(text[key]) < 1:
@@ -169,7 +176,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
     model_type = (
         whole.model_type if whole and whole.sees else str(text.get("model_type") or content["model_type"])
     )
-    # Count an unknown family like most others, because the torch backends may support it.
+    # Read an unknown family like the usual ones, because DTensor and FSDP1 may support it.
     family = FAMILIES.get(model_type, USUAL)
     config = {**family.defaults, **text, "model_type": model_type}
     problems: list[str] = []
@@ -178,15 +185,15 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         family.read_latent_attention(config, problems),
     )
     gated_delta = family.read_gated_delta(config, num_layers, problems)
-    # Raise only these problems: the others concern Megatron-Core, which another backend does not use. Layers
-    # of unknown kinds would be counted as if they had attention.
+    # Raise only these problems. The others concern Megatron-Core, which other backends do not use. Layers of
+    # unknown kinds would be counted as attention layers.
     sizes = [
         problem for problem in problems if problem.endswith(SIZE_NEEDED) or problem.startswith("layer_types")
     ]
     if sizes:
         raise ValueError("; ".join(sizes))
     windows = _windows(config, family, num_layers)
-    # A model without dense layers need not state their width.
+    # The config of a model without dense layers may lack their width.
     width = "intermediate_size" if "intermediate_size" in text or mixture is None else "moe_intermediate_size"
     return ModelFacts(
         family=model_type,
@@ -194,7 +201,7 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
         hidden_size=int(text["hidden_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-        # transformers stores this value in the configs of these models.
+        # For latent attention, transformers writes qk_rope_head_dim as head_dim into the config.
         head_dim=latent.qk_rope_head_dim
         if latent
         else int(text.get("head_dim") or int(text["hidden_size"]) // heads),
@@ -215,15 +222,15 @@ def facts_of(content: dict[str, Any]) -> ModelFacts:
 
 
 def _windows(config: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's attention window. A family that ``converters`` does not know has windows by layer
-    only if its ``layer_types`` give them."""
+    """Return the attention window of each layer in tokens, None for full attention. In families unknown to
+    ``converters``, layers differ only if the config has ``layer_types``."""
     by_layer = bool(config.get("layer_types")) if family is USUAL else "layer_types" in family.config_keys
     return read_windows(config, num_layers, uniform=family.has_uniform_window, by_layer=by_layer)
 
 
 def _max_position(text: dict[str, Any]) -> int | None:
-    """Return the maximum sequence length: the model's own bound, or the longer one that rope scaling
-    gives."""
+    """Return the maximum sequence length in tokens: ``max_position_embeddings``, or the length after rope
+    scaling if that is longer; None if the config gives neither."""
     own = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")

@@ -1,8 +1,8 @@
-"""Models of a run other than the policy: their sections have the keys of ``policy``, and inherit absent keys
-from ``policy``.
+"""Sections of models other than the policy. They have the keys of ``policy``, and inherit absent keys from
+it.
 
-To check such a model or to estimate its memory, its section replaces ``policy`` in the configuration. Faults
-are then reported under the section's own name.
+For a check or a memory estimate, such a section is put in the place of ``policy``; violations are then
+renamed to the section's own path.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection, Role
 
 POLICY: Final = "policy"
-# Match the section within a dotted key, but not the word in a sentence.
+# Match policy only as the first part of a dotted key, not as a word of a sentence.
 _OF_POLICY = re.compile(rf"\b{POLICY}(?=\.\w|\[)")
-# Keys that depend on what a model is used for.
+# Keys that depend on a model's role: a critic does not share the policy's adapter, for example.
 _NOT_INHERITED = ("generation", "generation_batch_size", "reward_model_cfg", "peft", "merged_adapter")
 
 
 def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
-    """Return the sections of models other than the policy, by dotted path, of a run's configuration that need
-    not be valid."""
+    """Return the sections of models other than the policy: dotted path -> declaration. The configuration
+    need not be valid."""
     found: dict[str, ModelSection] = {}
     for name, section in models_of(config.get(KEY)).items():
         given = config.get(name)
@@ -41,22 +41,27 @@ def model_sections(config: Mapping[str, Any]) -> dict[str, ModelSection]:
 
 
 def model_roles(config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles of a checked run whose models have workers, the actor first."""
+    """Return the roles of a checked run whose models have worker processes, the actor first."""
     return tuple(role for role in roles(config) if role.has_workers)
 
 
 def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSection) -> Config:
-    """Return a model's section in full: its own keys merged over those of ``policy``, subsections key by key.
+    """Return a model's section with absent keys inherited from ``policy``, subsections merged key by key.
 
-    A scoring model has no ``generation`` section. A language model inherits the policy's, because it
-    determines the distribution that tokens are sampled from, and so the log-probabilities.
+    A reward model or critic gets no ``generation`` section. A language model inherits the policy's, because
+    its log-probabilities depend on the sampling settings there.
+
+    Args:
+        policy: the ``policy`` section.
+        own: the model's section as written.
+        section: declaration of the section.
     """
     of_policy = {key: value for key, value in policy.items() if key not in _NOT_INHERITED}
     if section.scores:
         of_policy["reward_model_cfg"] = {"enabled": True}
     else:
         of_policy |= {key: policy[key] for key in ("generation", "generation_batch_size") if key in policy}
-    # Copy, because a default that is completed for one model must not appear in another.
+    # Copy, because filling in one model's defaults must not change another model's section.
     return merge(copy.deepcopy(of_policy), copy.deepcopy(dict(own)))
 
 
@@ -72,13 +77,13 @@ def renamed(violation: Violation, path: str) -> Violation:
 
 
 def renamed_text(text: str, path: str) -> str:
-    """Return a text in which the keys of ``policy`` are replaced by those of the section at ``path``."""
+    """Return a text in which keys below ``policy`` are renamed to keys below ``path``."""
     return _OF_POLICY.sub(path, text)
 
 
 def as_of_policy(key: str, paths: Iterable[str]) -> str:
-    """Return the key of ``policy`` that corresponds to a dotted key in one of the sections at ``paths``; any
-    other key is returned unchanged."""
+    """Return the key of ``policy`` that corresponds to a dotted key below one of ``paths``; other keys are
+    returned unchanged."""
     for path in paths:
         if key == path or key.startswith(f"{path}."):
             return f"{POLICY}{key.removeprefix(path)}"

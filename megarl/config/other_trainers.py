@@ -1,4 +1,4 @@
-"""Keys and options of other trainers and of earlier versions, each with its replacement."""
+"""Recognition of keys and options of other trainers and of earlier versions, to report their replacement."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ SECTIONS = {
         "experimental",
     ),
 }
-"""Top-level sections of each trainer that megarl does not have. Their unlisted keys are reported as that
-trainer's too."""
+"""Trainer -> its top-level sections that megarl does not have. Any key in them is reported as that
+trainer's, even if ``FOREIGN_KEYS`` does not list it."""
 _MEGATRON = "policy.megatron_cfg"
 _OPTIMIZER = f"{_MEGATRON}.optimizer"
-# Keys of the Megatron backend, and the same keys on the torch backends.
+# Key of the Megatron backend -> key of DTensor or FSDP1 with the same meaning. ``FOREIGN_KEYS`` names only
+# the former.
 _ON_TORCH = {
     f"{_OPTIMIZER}.lr": "policy.optimizer.kwargs.lr",
     f"{_OPTIMIZER}.weight_decay": "policy.optimizer.kwargs.weight_decay",
@@ -49,14 +50,15 @@ _ON_TORCH = {
     f"{_MEGATRON}.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
 }
 _ENTRIES = {key: (trainer, text) for trainer, table in FOREIGN_KEYS.items() for key, text in table.items()}
-# Sections that contain keys of other trainers, and are therefore searched.
+# Dotted paths of sections that contain keys of other trainers, so their keys are checked one by one.
 _ABOVE = {key[: dot.start()] for key in _ENTRIES for dot in re.finditer(r"\.", key)}
+# Matches an entry of ``FOREIGN_KEYS`` that is a key, not a sentence of advice.
 _IS_KEY = re.compile(r"[\w.{}]+")
 
 
 def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Split a configuration into megarl's and unknown keys on one side, and violations for keys of other
-    trainers on the other."""
+    """Return a configuration without the keys of other trainers, and a violation for each of these keys.
+    Unknown keys stay in the configuration."""
     found: list[Violation] = []
     config = _with_one_peft_section(config)
     known = frozenset(known_paths(run_type(config.get(KEY))))
@@ -79,13 +81,13 @@ def without_foreign_keys(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return kept_of(config), found
 
 
-# NeMo-RL's names of the sections for adapters, by backend.
+# Backend section -> name of NeMo-RL's adapter section inside it.
 _PEFT_SECTIONS = {"megatron_cfg": "peft", "dtensor_cfg": "lora_cfg"}
 
 
 def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with the enabled backend's NeMo-RL adapter section moved to ``policy.peft`` if
-    that is absent. The adapter sections of disabled backends are dropped."""
+    """Return a configuration in which the NeMo-RL adapter section of the enabled backend is moved to
+    ``policy.peft``, unless that exists. Adapter sections of disabled backends are dropped."""
     policy = config.get("policy")
     if not isinstance(policy, Mapping):
         return config
@@ -95,7 +97,7 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(section, Mapping) or not isinstance(section.get(name), Mapping):
             continue
         if section.get("enabled") is True:
-            # If both sections exist, leave the second one, which is then an unknown key and thus an error.
+            # If policy.peft exists too, keep NeMo-RL's section, which is then reported as an unknown key.
             if "peft" in policy:
                 continue
             moved["peft"] = _as_peft(section[name])
@@ -104,7 +106,8 @@ def _with_one_peft_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the adapter keys of NeMo-RL's DTensor backend to those of its Megatron backend."""
+    """Return a NeMo-RL adapter section as a ``policy.peft`` section: the keys of its DTensor backend are
+    renamed to those of its Megatron backend."""
     found = {"lora_A_init_method" if key == "lora_A_init" else key: value for key, value in section.items()}
     if found.pop("match_all_linear", None):
         found["target_modules"] = []
@@ -112,7 +115,8 @@ def _as_peft(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violation | None:
-    """Return the violation for a key of another trainer, with its replacement; None for any other key.
+    """Return the violation for a key of another trainer, with its replacement as the fix; None for any other
+    key.
 
     Args:
         path: dotted key that megarl does not have.
@@ -120,7 +124,7 @@ def foreign_fault(path: str, value: object, config: Mapping[str, Any]) -> Violat
         config: the run's configuration as far as it is known; some replacements depend on its algorithm and
             backend.
     """
-    # The section of a critic or a teacher has the keys of policy, and therefore the same foreign keys.
+    # The section of a critic or teacher has the keys of policy, so the same foreign keys are replaced there.
     entry = _ENTRIES.get(path) or _ENTRIES.get(as_of_policy(path, model_sections(config)))
     if entry is not None:
         trainer, text = entry
@@ -139,6 +143,7 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
     text = text.replace("{algorithm}", section)
     if _IS_KEY.fullmatch(text):
         text = f"write {text}={{value}}"
+    # The optimizers of this configuration refer to policy.learning_rate, so that is the key to change.
     if at(config, "policy.learning_rate") is not None:
         text = text.replace(f"write {_OPTIMIZER}.lr=", "write policy.learning_rate=")
     if at(config, "policy.megatron_cfg.enabled") is False or at(config, "policy.optimizer") is not None:
@@ -148,12 +153,13 @@ def _fix(text: str, value: object, config: Mapping[str, Any]) -> str:
 
 
 def _as_word(value: object) -> str:
-    """Return a value in the form that follows ``key=`` on a command line."""
+    """Return a value as it would be written after ``key=`` on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, object]]]:
-    """Split command-line overrides into megarl's, and pairs of key and value for those of other trainers."""
+    """Split command-line overrides into those for megarl, and (key, value) pairs for keys of other
+    trainers."""
     own, foreign = [], []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -166,18 +172,19 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str
 
 
 def override_faults(overrides: Sequence[str]) -> list[Violation]:
-    """Return the faults in overrides that do not depend on the configuration that they change.
+    """Return the violations in overrides that do not depend on the configuration to which they apply: keys
+    of other trainers, unknown keys and wrong types.
 
     Raises:
         OverridesError: an override cannot be parsed.
     """
-    # Skip removed keys: they belong to the configuration, which is not known here.
+    # Skip overrides that remove keys, because the configuration that has them is unknown here.
     added = [override for override in overrides if not override.startswith("~")]
     written = OmegaConf.to_container(parse_hydra_overrides(OmegaConf.create(), added), resolve=False)
     config, found = without_foreign_keys(cast(dict[str, Any], written))
     return [
         *found,
-        # Ignore absent keys, because the configuration may have them.
+        # Ignore missing keys, because the configuration may have them.
         *(fault for fault in check_section(config, run_type(config.get(KEY))) if fault.value is not ABSENT),
     ]
 
@@ -192,13 +199,13 @@ def _value(text: str) -> object:
 def option_faults(
     options: Iterable[tuple[str, object]], config: Mapping[str, Any], own: Sequence[str]
 ) -> Iterator[Violation]:
-    """Yield violations for options that a command does not have and for keys of other trainers, each with its
-    replacement.
+    """Yield a violation for each command-line option that the command does not have, with the option or key
+    to write instead.
 
     Args:
-        options: options with their values; the value is ``True`` for an option without one.
+        options: (option, value) pairs; the value is ``True`` for an option without one.
         config: the run's configuration as far as it is known.
-        own: options that the command has.
+        own: options of the command.
     """
     known = known_paths(run_type(config.get(KEY)))
     for option, value in options:

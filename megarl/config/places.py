@@ -1,6 +1,6 @@
-"""Check that the paths in a configuration respond. Access to a mount whose server is gone hangs forever, so
-each path is checked once, with a deadline, before anything else accesses it. Later reads can be given up too.
-"""
+"""Checks that the paths of a configuration respond. Access to a mount whose server is gone hangs
+indefinitely, so each path is checked once with a time limit before anything else reads it. Later reads can
+have a time limit too."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from megarl.errors import ConfigError, DataError, Violation
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""Seconds that a path may take to respond; a server that is only busy responds sooner."""
+"""Time limit in seconds for a path to respond. A server that is merely busy is faster."""
 
 _LOOK_S = 1.0
-# If the process used more CPU time than this between two checks, it is reading something. The checks
-# themselves use less.
+# CPU seconds between two checks above which the read makes progress. The checks themselves use less.
 _BUSY_S = 0.001
 
 _FIX = "check df and dmesg, remount it (umount -l first), or give another path"
@@ -38,17 +37,17 @@ _PLACES = (
 
 
 def require_answers(places: Mapping[str, str], patience_s: float | None = None) -> None:
-    """Check that paths respond, whether or not they exist.
+    """Check that paths respond in time; they need not exist.
 
     Args:
-        places: paths by the key or argument that gives them.
-        patience_s: seconds that all of them may take together; None for ``PATIENCE_S``.
+        places: paths, by the key or argument that sets them.
+        patience_s: time limit in seconds for all paths together; None for ``PATIENCE_S``.
 
     Raises:
-        ConfigError: some paths do not respond.
+        ConfigError: some paths do not respond; it has one violation for each.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    # Start all checks before waiting for the first, so that several dead mounts take the patience only once.
+    # Start all checks before waiting for any, so that several dead mounts cost the time limit only once.
     looks = {path: _Look(path) for path in set(places.values())}
     end = time.monotonic() + patience_s
     silent = {path for path, look in looks.items() if not look.done.wait(max(end - time.monotonic(), 0.0))}
@@ -60,19 +59,21 @@ def require_answers(places: Mapping[str, str], patience_s: float | None = None) 
 
 
 def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = None) -> T:
-    """Return what ``read`` returns, however long it takes, unless it hangs.
+    """Return the result of ``read``, or abandon it if it hangs. A slow read may take any time as long as the
+    process uses the CPU.
 
-    A path that responds may lead to others that do not, and a client of a network file system may answer from
-    its cache although the server does not.
+    A path that responds may contain links to paths that do not, and a network file system's client may answer
+    from its cache although the server is gone.
 
     Args:
-        read: function without side effects; it runs in its own thread, which is abandoned if it hangs.
+        read: function without side effects. It runs in a thread of its own, which is abandoned if it hangs.
         place: path that is read, for the message.
-        patience_s: seconds without processor time of this process, after which the read is given up; None for
+        patience_s: seconds without CPU use of this process after which the read counts as hanging; None for
             ``PATIENCE_S``.
 
     Raises:
-        DataError: the read hangs. Any error of ``read`` is raised as well.
+        DataError: the read hangs.
+        Exception: any error of ``read``.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     reading = _Reading(read)
@@ -90,12 +91,13 @@ def read_in_time(read: Callable[[], T], place: str, patience_s: float | None = N
 
 
 def _busy_s() -> float:
-    """Return the processor time of this process's other threads, in seconds."""
+    """Return the CPU seconds that all other threads of this process have used."""
+    # Subtract this thread, which does nothing but these checks.
     return time.process_time() - time.thread_time()
 
 
 class _Reading:
-    """A call in its own daemon thread, which does not keep the program from exiting."""
+    """A function call in a daemon thread of its own, which does not keep the program from exiting."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.done = threading.Event()
@@ -107,41 +109,40 @@ class _Reading:
     def _run(self) -> None:
         try:
             self._value = self._read()
-        # Catch every error: without ``done``, a thread that ended would look like a mount that does not
-        # respond.
+        # Catch every error: if the thread ended without setting ``done``, the read would seem to hang.
         except BaseException as error:
             self._error = error
         self.done.set()
 
     def result(self) -> Any:
-        """Return the result of the call, or raise its error."""
+        """Return the result of the finished call, or raise its error."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 class _Look:
-    """A check of a path in its own thread, because a thread that waits for a mount can be neither interrupted
-    nor joined."""
+    """Check of one path in a thread of its own. A thread that waits for a dead mount can be neither
+    interrupted nor joined."""
 
     def __init__(self, path: str) -> None:
         self.done = threading.Event()
         threading.Thread(target=self._look, args=(path,), name=f"look at {path}", daemon=True).start()
 
     def _look(self, path: str) -> None:
-        # A path that does not exist is reported by the code that needs it.
+        # A missing path has responded, too; the code that needs it reports it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             _stat(Path(path).expanduser())
         self.done.set()
 
 
-# Use a name in this module, which a test can replace without changing os for all other code.
+# A name in this module, which tests replace without patching os for all other code.
 _stat: Callable[[Path], object] = os.stat
 
 
 def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys with paths in a configuration, valid or not, and the paths. Hugging Face ids are
-    included like any other name."""
+    """Yield (dotted key, path) for each key of a configuration that may hold a path; Hugging Face ids are
+    included. The configuration need not be valid."""
     of_models = [f"{path}.{key}" for path in (POLICY, *model_sections(config)) for key in _OF_MODELS]
     for key in ("run_dir", *of_models, *_PLACES):
         value = at(config, key)
@@ -156,10 +157,10 @@ def places_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def nearest_directory(path: Path) -> Path:
-    """Return the directory itself, or its nearest existing parent.
+    """Return ``path`` if it exists, else its nearest existing parent.
 
     Raises:
-        OSError: the path is a file, or below one.
+        OSError: the result is not a directory, or cannot be accessed.
     """
     while not path.exists():
         path = path.parent

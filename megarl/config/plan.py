@@ -1,5 +1,6 @@
-"""The memory plan of a whole run, and the check that it fits the devices. A run that certainly does not fit
-is refused; one that probably does not is reported."""
+"""Memory plan of a whole run, and the check that the devices have enough memory for it. A run whose weights,
+gradients and optimizer state exceed a device is refused; if only the complete estimate does, there is a
+warning."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from megarl.errors import Violation
 
 
 def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
-    """Return the batch sizes of one step of a checked run."""
+    """Return the batch sizes of one training step of a checked run."""
     policy = config["policy"]
     (prompts, generations), rows = step_size(config), rows_of_record(config)
     packing, batching = policy["sequence_packing"], policy["dynamic_batching"]
@@ -48,13 +49,13 @@ def batch_plan(config: RunConfig, layout: Layout) -> BatchPlan:
 
 
 def has_reference_policy(config: RunConfig) -> bool:
-    """Return whether the run keeps its initial weights as the reference policy."""
+    """Return whether a checked run keeps its initial weights as a reference policy."""
     return any(role.name == "reference" for role in roles(config))
 
 
 def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
-    """Return the rank layout of a checked run, and the memory of one rank of each pipeline stage; empty if
-    the model's sizes are unknown."""
+    """Return the rank layout of a checked run's policy, and the memory of one rank per pipeline stage (an
+    empty list if the model's sizes are unknown)."""
     layout = layout_of(View(config))
     facts = facts_of_policy(config["policy"])
     return layout, [] if facts is None else _memory(
@@ -63,14 +64,14 @@ def memory_of_run(config: RunConfig) -> tuple[Layout, list[RankMemory]]:
 
 
 def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
-    """Return the memory of one rank of each pipeline stage, for each model of a checked run other than the
-    policy. Keys are the dotted paths of the models' sections; models of unknown size are left out."""
+    """Return the memory of one rank per pipeline stage for each model other than the policy, by the dotted
+    path of its section. Models of unknown size are left out."""
     found = {}
     for path, section in model_sections(config).items():
         facts = facts_of_policy(at(config, path))
         if facts is None:
             continue
-        # Remove the generation section, because only the policy generates: the other models have no KV cache.
+        # Only the policy generates, so the other models have no KV cache.
         seen = put(cast(RunConfig, with_model_as_policy(config, path)), "policy.generation", None)
         layout = layout_of(View(seen))
         found[path] = (
@@ -82,8 +83,14 @@ def memory_of_models(config: RunConfig) -> dict[str, list[RankMemory]]:
 
 
 def memory_of_reader(config: RunConfig, facts: ModelFacts, layout: Layout) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage of a model that is not trained. Its section is
-    ``policy`` of ``config``. Megatron allocates gradient buffers even for such a model."""
+    """Return the memory of one rank per pipeline stage of a model that is not trained. Megatron allocates
+    gradient buffers for it nevertheless.
+
+    Args:
+        config: a run in which the model's section replaces ``policy``.
+        facts: sizes of the model.
+        layout: sizes of the parallel axes.
+    """
     ranks = _memory(config, facts, layout, reference=False)
     is_megatron = enabled_backend(config["policy"]) == "megatron"
     return [
@@ -107,14 +114,14 @@ def _memory(config: RunConfig, facts: ModelFacts, layout: Layout, *, reference: 
 
 
 def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> list[Moment]:
-    """Return the memory of the fullest device at each moment of a start, if an engine shares it. If engines
-    have separate devices, return that of the fullest training device and of an engine's device. Empty if the
-    policy itself generates, or if the engine's size is unknown.
+    """Return the memory of the fullest device at each moment of a run, from ``device_ledger`` if policy and
+    engine share devices, else from ``moments_apart``. Empty if the policy itself generates, or if the
+    engine's memory is unknown.
 
     Args:
         config: a checked run with its defaults.
-        facts: sizes of the model.
-        ranks: result of ``memory_of_run``.
+        facts: sizes of the policy's model.
+        ranks: memory of the policy's ranks, from ``memory_of_run``.
     """
     engine = engine_memory_of(config, facts)
     if engine is None:
@@ -128,7 +135,7 @@ def ledger(config: RunConfig, facts: ModelFacts, ranks: list[RankMemory]) -> lis
 
 
 def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | None:
-    """Return the memory of the run's engine on one device; None if there is no engine, or its memory is
+    """Return the memory of the run's engine on one device; None if there is no engine or its memory is
     unknown."""
     if not generates(config) or config["cluster"]["device"] == "cpu":
         return None
@@ -138,10 +145,10 @@ def engine_memory_of(config: RunConfig, facts: ModelFacts) -> EngineMemory | Non
 
 
 def communicators(layout: Layout, policy: PolicyConfig) -> int:
-    """Return the number of process groups with several ranks for which a training rank has an NCCL
-    communicator."""
+    """Return the number of NCCL communicators of a training rank: one for each of its process groups with
+    more than one rank."""
     megatron = policy["megatron_cfg"]
-    # A section that is not enabled is not completed with defaults.
+    # A disabled megatron_cfg has no defaults filled in.
     experts = (megatron.get("expert_model_parallel_size", 1), megatron.get("expert_tensor_parallel_size", 1))
     sharing = layout.data * layout.context
     # A group of one rank needs no communicator.
@@ -154,12 +161,13 @@ def communicators(layout: Layout, policy: PolicyConfig) -> int:
         layout.pipeline * layout.tensor,
         *experts,
     )
-    # Data and context ranks reduce gradients in a common group. Without context ranks, it is the data group.
+    # Gradients are reduced over data- and context-parallel ranks together. Without context parallelism, that
+    # group is the data group.
     return sum(size > 1 for size in (*sizes, sharing * (layout.context > 1)))
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as text in binary units."""
+    """Return a number of bytes as text with a binary unit."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -168,17 +176,18 @@ def size_text(size: int) -> str:
     return f"{amount:.2f} TiB"
 
 
-# Whether the run fits into memory.
+# Check of the plan against the devices' memory.
 
 
 def fullest_moment(config: RunConfig) -> Moment | None:
-    """Return the moment of a checked run at which a training device has the least free memory; None if the
+    """Return the moment at which a training device of a checked run has the least free memory; None if the
     model's sizes are unknown."""
     facts = facts_of_policy(config["policy"])
     if facts is None:
         return None
     layout, ranks = memory_of_run(config)
     moments = ledger(config, facts, ranks)
+    # Without an engine there is no ledger; the peaks of the models decide.
     if not moments:
         rest = process_rest(communicators(layout, config["policy"]))
         beside = memory_of_models(config)
@@ -197,8 +206,8 @@ def state_bytes(config: RunConfig) -> int:
 
 
 def state_fits(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if weights, gradients and optimizer state alone exceed a device's memory, so that
-    training would fail in its first step."""
+    """Yield a violation if weights, gradients and optimizer state alone exceed
+    ``cluster.device_memory_gib``, because training would fail in its first step."""
     cluster, key = config.get("cluster") or {}, "cluster.device_memory_gib"
     gib = cluster.get("device_memory_gib")
     if gib is None or cluster["device"] == "cpu" or cluster["memory_check"] != "refuse":
@@ -218,12 +227,12 @@ def state_fits(config: RunConfig) -> Iterator[Violation]:
 
 
 def doubt(config: RunConfig, is_valid: Callable[[RunConfig], bool]) -> str | None:
-    """Return a warning that a checked run probably does not fit its devices, with changes that would make it
-    fit. None if the run fits, or if the sizes are unknown.
+    """Return a warning, with changes that would help, if a checked run probably exceeds the memory of its
+    devices; None if it does not, or if sizes are unknown.
 
     Args:
-        config: the run, with its defaults.
-        is_valid: returns whether a configuration breaks no rule.
+        config: the run with its defaults.
+        is_valid: returns whether a configuration satisfies all rules.
     """
     moment, gib = fullest_moment(config), device_gib(config["cluster"])
     if moment is None or config["cluster"]["device"] == "cpu" or moment.total <= gib * GIB:
@@ -256,12 +265,13 @@ _MOST_RANKS_A_NODE, _MOST_NODES = 8, 64
 
 
 def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapping[str, object]]:
-    """Yield changes with which the plan fits: changes of one key first, then of two; for the same keys, the
-    smallest change first. They may break rules.
+    """Yield changes of keys with which the memory plan fits the devices: first of one key, then of two keys,
+    each with the smallest sufficient change. They may violate rules.
 
     Args:
         config: a run with its defaults.
-        whole: leave out changes with which only weights, gradients and optimizer state fit.
+        whole: yield only changes with which the complete plan fits; otherwise, changes with which only
+            weights, gradients and optimizer state fit follow at the end.
     """
     kinds: list[Sequence[Mapping[str, object]]]
     kinds = list(itertools.starmap(each_of, _remedies(config).items()))
@@ -271,7 +281,7 @@ def changes_that_fit(config: RunConfig, *, whole: bool = False) -> Iterator[Mapp
     state_only: list[Mapping[str, object]] = []
     for kind in kinds:
         first = next((change for change in kind if _fits(_changed(config, change), whole=True)), None)
-        # Skip a pair if one of its changes is enough by itself.
+        # Skip a pair of changes if one of them suffices alone.
         if first is not None and not any(known.items() <= first.items() for known in fitting):
             fitting.append(first)
             yield first
@@ -298,8 +308,8 @@ def _fits(config: RunConfig, *, whole: bool) -> bool:
 
 
 def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
-    """Return, by key, the values that take less memory, the closest to the present value first. Keys that
-    cost speed come before keys that cost devices."""
+    """Return, by dotted key, values that reduce memory, the closest to the current value first. Keys that
+    cost only speed precede keys that need more devices."""
     policy, cluster, backend = config["policy"], config["cluster"], enabled_backend(config["policy"])
     by_tokens = next(
         (key for key in ("sequence_packing", "dynamic_batching") if policy[key]["enabled"]), None
@@ -323,7 +333,7 @@ def _remedies(config: RunConfig) -> dict[str, Sequence[object]]:
         found[recompute] = [True]
     generation = generation_of(policy) if generates(config) else None
     if generation is not None and generation["backend"] in OF_THE_POLICY:
-        # Halve the size of the KV cache that the policy, or an engine of its own backend, allocates.
+        # The KV cache of the policy, or of an engine on its backend, is proportional to this.
         found["policy.generation_batch_size"] = _halves(policy["generation_batch_size"], 1)
     share = "policy.generation.vllm_cfg.gpu_memory_utilization"
     if (given := at(config, share)) is not None:

@@ -1,7 +1,4 @@
-"""Declarations of what can be plugged in: roles of models, algorithms, and kinds of rollout engines.
-
-Importing this module imports neither torch nor Ray.
-"""
+"""Interfaces of plug-ins, without torch or Ray: roles of models, algorithms, and kinds of rollout engines."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from megarl.errors import Violation
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of a model in an algorithm.
+    """Role of a model in an algorithm, such as actor or critic.
 
     Attributes:
         name: name of the role.
-        directory: subdirectory of a checkpoint for its weights, optimizer state and tokenizer; None for a
-            model that is not trained.
-        has_workers: the model has its own workers, trained or not; otherwise another role's workers hold its
+        directory: subdirectory of a checkpoint with the model's weights, optimizer state and tokenizer; None
+            if the model is not trained.
+        has_workers: the model has worker processes of its own; otherwise another role's workers hold its
             weights.
-        section: dotted path of the configuration section that the model is built from.
+        section: dotted path of the configuration section that describes the model.
     """
 
     name: str
@@ -41,33 +38,33 @@ class Role:
 
 
 ACTOR = Role("actor", "policy")
-"""The policy that is trained."""
+"""Role of the policy that is trained."""
 
 REFERENCE = Role("reference", None, has_workers=False)
-"""The policy as it was before training. The actor's workers keep its weights."""
+"""Role of the policy's initial weights, the reference of the KL. The actor's workers hold them."""
 
 CRITIC = Role("critic", "critic", section="critic")
-"""The model that estimates the value of the actor's states."""
+"""Role of the value model, which estimates the returns of the actor's responses."""
 
 
 REWARD_MODEL = Role("reward_model", None, section="reward_model")
-"""A model that scores responses and is not trained."""
+"""Role of a model that scores responses and is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """Configuration section of a model other than the policy. It has the keys of ``policy``, and inherits
-    absent keys from it.
+    """Declaration of a configuration section for a model other than the policy. The section has the keys of
+    ``policy``, and inherits absent keys from it.
 
     Attributes:
-        meaning: description in words, without a full stop.
-        scores: the model has a score layer and generates nothing. Otherwise it is a language model, whose
-            log-probabilities follow from how the policy's responses are sampled.
+        meaning: text for the table of keys; it ends with a full stop.
+        scores: the model has a score head and generates nothing; otherwise it is a language model, whose
+            log-probabilities depend on the policy's sampling settings.
         is_trained: the model has an optimizer.
         has_backbone_of_policy: the model has the policy's family and sizes.
-        by_name: the section holds several models under user-chosen names.
-        is_optional: the model exists only if the section does. Otherwise the model can be built from
-            ``policy`` alone.
+        by_name: the section contains several models under user-chosen names.
+        is_optional: the model exists only if the section does; otherwise it can be built from ``policy``
+            alone.
     """
 
     meaning: str
@@ -79,22 +76,22 @@ class ModelSection:
 
 
 class AlgorithmSpec:
-    """Declaration of an algorithm to the configuration.
+    """Declaration of an algorithm, as far as the configuration needs it.
 
     Attributes:
-        SECTIONS: configuration sections that the algorithm needs, TypedDicts by name. Its own section comes
-            first and has ``max_num_steps``. A run also uses ``max_num_epochs``, ``val_period``,
-            ``val_at_start`` and ``val_at_end`` of that section if it has them.
-        OPTIONAL: sections of ``SECTIONS`` that a run may lack; rules decide when.
-        MODELS: sections of models other than the policy, by name. A role gives its section as ``section``:
-            ``NAME``, or ``NAME.NAME_OF_THE_USER``.
-        GENERATES: a step samples responses, so that ``policy.generation``, ``env`` and prompts are needed;
-            otherwise the data contain the answers.
-        PAIRS: the data are pairs of a better and a worse answer, which become two consecutive rows of a
-            batch; ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
-        SCORES: the actor is a scoring model (``policy.reward_model_cfg``).
+        SECTIONS: configuration sections that the algorithm reads, name -> TypedDict. The first one is the
+            algorithm's own section and has ``max_num_steps``. The run loop also reads ``max_num_epochs``,
+            ``val_period``, ``val_at_start`` and ``val_at_end`` there, if the section has them.
+        OPTIONAL: names of the ``SECTIONS`` that a run may lack; rules decide when.
+        MODELS: sections of models other than the policy, by name. ``Role.section`` refers to such a section
+            as ``NAME``, or ``NAME.USER_NAME`` if it contains several models.
+        GENERATES: steps sample responses, so ``policy.generation``, ``env`` and prompts are needed; otherwise
+            the data contain the answers.
+        PAIRS: records are pairs of a chosen and a rejected answer, which become two adjacent rows of a batch;
+            ``policy.train_global_batch_size`` and ``policy.train_micro_batch_size`` count pairs.
+        SCORES: the actor is a reward model (``policy.reward_model_cfg``).
         PROMPTS: dotted key of the number of prompts per step; None for ``policy.train_global_batch_size``.
-        GENERATIONS: dotted key of the number of responses per prompt; None for one.
+        GENERATIONS: dotted key of the number of responses per prompt; None for one response.
     """
 
     SECTIONS: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -108,12 +105,13 @@ class AlgorithmSpec:
 
     @classmethod
     def section(cls) -> str:
-        """Return the name of the algorithm's own section."""
+        """Return the name of the algorithm's own section, the first of ``SECTIONS``."""
         return next(iter(cls.SECTIONS))
 
     @classmethod
     def roles(cls, config: RunConfig) -> tuple[Role, ...]:
-        """Return the roles of the models that a run needs, the actor first."""
+        """Return the roles of the models that a run needs, the actor first. The default is the actor
+        alone."""
         del config
         return (ACTOR,)
 
@@ -123,14 +121,15 @@ class EngineMemory:
     """Memory of a rollout engine on one device, in bytes.
 
     Attributes:
-        weights: the device's part of the model.
-        budget: device memory that the engine may use.
-        token: keys and values of one token, and its share of the states of a full-length sequence.
-        share: the budget in words.
-        rest: the engine's other memory within the budget: counters of its sampler, CUDA graphs.
-        experts: the device's part of one layer's routed experts.
-        host: host memory that a rank takes while weights arrive.
-        ranks: number of devices that share one engine.
+        weights: the device's shard of the model's weights.
+        budget: device memory that the engine may use in total.
+        token: KV cache of one token, plus the token's share of the recurrent state of a sequence of maximum
+            length.
+        share: description of the budget for people.
+        rest: memory inside the budget for other purposes: token counts of the sampler, CUDA graphs.
+        experts: the device's shard of the routed experts of one layer.
+        host: host memory that a rank needs while it receives weights.
+        ranks: number of devices of one engine.
     """
 
     weights: int
@@ -144,27 +143,28 @@ class EngineMemory:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of tokens whose keys and values fit next to the weights and the rest; 0 if there is
-        no room."""
+        """Number of tokens whose KV cache fits into the budget next to ``weights`` and ``rest``; 0 if these
+        already exceed it."""
         return max(0, self.budget - self.weights - self.rest) // max(self.token, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A kind of rollout engine.
+    """Description of a kind of rollout engine, by which megarl checks, plans and starts it.
 
     Attributes:
         title: name of the engine for people.
-        start: starts a run's engines and returns a ``RolloutEngine``; called with the ``RayVirtualCluster``
-            and the whole configuration.
-        complete: fills in the ``generation`` section; called with it and the ``policy`` section.
-        section: TypedDict (of ``typing_extensions``) of ``policy.generation.engine_cfg``, the engine's own
-            keys; None if it has none.
+        start: starts the engines of a run; called with the ``RayVirtualCluster`` and the run's configuration,
+            returns a ``RolloutEngine``.
+        complete: fills in defaults; called with the ``generation`` and the ``policy`` section, returns the
+            completed ``generation`` section.
+        section: TypedDict (of ``typing_extensions``) with the keys of ``policy.generation.engine_cfg``; None
+            for no such keys.
         rules: rules on the engine's part of the configuration.
-        memory: returns the engine's memory on one device; called with a checked run's configuration and the
-            model's sizes. None if the memory is unknown.
-        distributions: names of Python distributions, one of which must be installed; empty for none.
-        extra: megarl's extra that installs one of them, in words.
+        memory: returns the engine's memory on one device; called with a checked run and the model's sizes.
+            None if the memory is unknown.
+        distributions: names of Python distributions of which one must be installed; empty for none.
+        extra: the megarl extra that installs such a distribution, for messages.
     """
 
     title: str
@@ -179,6 +179,7 @@ class EngineKind:
     extra: str = ""
 
     def missing_package(self) -> str | None:
-        """Return the name of the engine's package if it is not installed, otherwise None."""
+        """Return the first of ``distributions`` if none of them is installed, else None."""
+        # One is enough: the same package may have distributions for CPUs and for GPUs.
         is_there = not self.distributions or any(map(installed_version, self.distributions))
         return None if is_there else self.distributions[0]

@@ -2,7 +2,7 @@
 
 The sections are plain TypedDicts, so importing this module imports neither torch nor Ray.
 ``megarl.config.schema`` checks values against them, ``megarl.config.defaults`` fills in optional keys, and
-``megarl.config.rules`` has the rules between keys.
+``megarl.config.rules`` checks which values are compatible with each other.
 """
 
 from __future__ import annotations
@@ -19,40 +19,45 @@ MomentDtype: TypeAlias = Literal["float32", "bfloat16", "8bit"]
 _FirstMoment: TypeAlias = Annotated[
     MomentDtype,
     Key(
-        "dtype of the first moment of Adam and AdamW: 4, 2 or 1 byte a parameter. Below float32 it is "
-        "rounded stochastically; ``8bit`` has a float32 scale for each 256 numbers. Checkpoints hold "
-        "float32, so that any dtype resumes from any other.",
+        "dtype of Adam's and AdamW's first moment (running mean of the gradient): 4, 2 or 1 bytes "
+        "per parameter. Below float32 it is rounded stochastically; ``8bit`` keeps one float32 "
+        "scale per 256 numbers. Checkpoints store float32, so a run with one dtype can resume from "
+        "a run with another.",
         default="float32",
     ),
 ]
 _SecondMoment: TypeAlias = Annotated[
     MomentDtype,
-    Key("dtype of the second moment of Adam and AdamW; values as of ``exp_avg_dtype``.", default="float32"),
+    Key(
+        "dtype of Adam's and AdamW's second moment (running mean of the squared gradient), with the "
+        "same values as ``exp_avg_dtype``.",
+        default="float32",
+    ),
 ]
 MOMENT_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 STATE_KEYS = ("master_dtype", *MOMENT_KEYS)
-"""Keys of an optimizer section that set how its states are stored."""
+"""Keys of an optimizer section that set the dtypes of the optimizer state."""
 _Master: TypeAlias = Annotated[
     Literal["float32", "bfloat16"],
     Key(
-        "dtype of the weights that the optimizer updates: ``float32`` keeps copies of 16-bit weights; "
-        "``bfloat16`` updates the bfloat16 weights themselves with stochastic rounding, so that small "
-        "steps are not lost on average.",
+        "dtype of the weights that the optimizer updates: ``float32`` keeps float32 copies of "
+        "16-bit weights; ``bfloat16`` updates the bfloat16 weights in place with stochastic "
+        "rounding, so updates smaller than a rounding step count on average.",
         default="float32",
     ),
 ]
 
 
 class DTensorConfig(TypedDict):
-    """The DTensor/FSDP2 backend."""
+    """Settings of the DTensor/FSDP2 backend."""
 
-    enabled: Annotated[bool, Key("use this backend.")]
+    enabled: Annotated[bool, Key("use the DTensor/FSDP2 backend.")]
     cpu_offload: NotRequired[
         Annotated[
             bool,
             Key(
-                "keep parameters, gradients and optimizer state in host memory between uses; the CPU steps "
-                "them there.",
+                "keep parameters, gradients and optimizer state in host memory between uses; the optimizer "
+                "step runs on the CPU.",
                 default=False,
             ),
         ]
@@ -60,25 +65,40 @@ class DTensorConfig(TypedDict):
     sequence_parallel: NotRequired[
         Annotated[
             bool,
-            Key("shard the activations between tensor-parallel regions over the sequence.", default=False),
+            Key(
+                "also shard activations over the sequence on the tensor-parallel ranks, wherever the layers "
+                "there are not tensor-parallel (norms, residuals).",
+                default=False,
+            ),
         ]
     ]
     activation_checkpointing: NotRequired[
-        Annotated[bool, Key("recompute every layer in the backward pass.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "recompute the activations of every layer in the backward pass instead of storing them.",
+                default=False,
+            ),
+        ]
     ]
     tensor_parallel_size: NotRequired[
-        Annotated[int, Key("tensor-parallel ranks, which share each layer.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("number of tensor-parallel ranks over which each layer is split.", AT_LEAST_1, default=1)
+        ]
     ]
     context_parallel_size: NotRequired[
-        Annotated[int, Key("context-parallel ranks, which share each sequence.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key("number of context-parallel ranks over which each sequence is split.", AT_LEAST_1, default=1),
+        ]
     ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets the keys and values of the other ranks: ``all_gather``, the faster, "
-                "gathers all of them on every rank; ``p2p``, ring attention, holds at most those of two "
-                "ranks, for long sequences. null is all_gather.",
+                "how attention obtains the keys and values of the other context-parallel ranks: "
+                "``all_gather`` gathers all of them on every rank, and is faster; ``p2p`` (ring attention) "
+                "holds those of at most two ranks at a time, for long sequences. null means all_gather.",
                 default=None,
             ),
         ]
@@ -87,34 +107,49 @@ class DTensorConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "import path of a plan, or of a function that returns one; null uses the built-in plan of "
-                "the model. It is applied unchanged: a replicated parameter whose module works on a shard "
-                "of an activation, such as a norm of attention heads, needs "
-                "``replicated_with_grad_allreduce`` or ``sequence_parallel``, or its gradient is wrong.",
+                "import path of a tensor-parallel plan, or of a function that returns one; null uses the "
+                "model's built-in plan. The plan is applied unchanged: a replicated parameter whose module "
+                "works on a shard of an activation, such as a norm of attention heads, needs "
+                "``replicated_with_grad_allreduce`` or ``sequence_parallel``, else its gradient is wrong.",
                 default=None,
             ),
         ]
     ]
     env_vars: NotRequired[
-        Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]
+        Annotated[
+            dict[str, str] | None,
+            Key(
+                "environment variables set in the policy's worker processes, by name; null for none.",
+                default={},
+            ),
+        ]
     ]
 
 
 class SequencePackingConfig(TypedDict):
-    """Packing of several sequences into one row, with at most ``*_mb_tokens`` tokens per micro-batch."""
+    """Packing of several sequences into one row. Micro-batches are limited by tokens (``*_mb_tokens``), not
+    by samples."""
 
-    enabled: Annotated[bool, Key("pack sequences.")]
+    enabled: Annotated[bool, Key("pack several sequences into one row, without padding between them.")]
+    # ``auto`` needs no type here: ``token_budget`` replaces it by a number before types are checked.
     train_mb_tokens: NotRequired[
         Annotated[
             int,
             Key(
-                "tokens of a micro-batch in training; ``auto``: as many as fit by the memory plan.",
+                "maximum number of tokens of a micro-batch in training; ``auto`` takes as many as the "
+                "memory plan allows on a GPU of ``cluster.device_memory_gib``.",
                 AT_LEAST_1,
             ),
         ]
     ]
     logprob_mb_tokens: NotRequired[
-        Annotated[int, Key("tokens of a micro-batch when log-probabilities are computed.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "maximum number of tokens of a micro-batch in a pass that only computes log-probabilities.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
     algorithm: NotRequired[
         Annotated[
@@ -125,50 +160,82 @@ class SequencePackingConfig(TypedDict):
                 "modified_first_fit_decreasing",
                 "best_fit_decreasing",
             ],
-            Key("packing algorithm (default best_fit_decreasing)."),
+            Key("bin-packing algorithm that chooses the sequences of a row (default best_fit_decreasing)."),
         ]
     ]
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of sequences of similar length, with at most ``*_mb_tokens`` padded tokens each."""
+    """Micro-batches of sequences of similar length, limited by padded tokens (``*_mb_tokens``), not by
+    samples."""
 
-    enabled: Annotated[bool, Key("form micro-batches by length.")]
+    enabled: Annotated[
+        bool, Key("form micro-batches of sequences of similar length, so that less is padded.")
+    ]
+    # ``auto`` needs no type here: ``token_budget`` replaces it by a number before types are checked.
     train_mb_tokens: NotRequired[
         Annotated[
             int,
-            Key("tokens of a micro-batch in training, padding included; ``auto`` as in packing.", AT_LEAST_1),
+            Key(
+                "maximum number of tokens, padding included, of a micro-batch in training; ``auto`` takes "
+                "as many as the memory plan allows on a GPU of ``cluster.device_memory_gib``.",
+                AT_LEAST_1,
+            ),
         ]
     ]
     logprob_mb_tokens: NotRequired[
         Annotated[
             int,
-            Key("tokens of a micro-batch when log-probabilities are computed, padding included.", AT_LEAST_1),
+            Key(
+                "maximum number of tokens, padding included, of a micro-batch in a pass that only computes "
+                "log-probabilities.",
+                AT_LEAST_1,
+            ),
         ]
     ]
     sequence_length_round: NotRequired[
-        Annotated[int, Key("sequence lengths are rounded up to a multiple of this.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "number of tokens to whose multiples the padded length of a micro-batch is rounded up "
+                "(default 64).",
+                AT_LEAST_1,
+            ),
+        ]
     ]
 
 
 class MegatronOptimizerConfig(TypedDict):
-    """Megatron-Core's optimizer."""
+    """Settings of Megatron-Core's optimizer."""
 
-    lr: Annotated[float, Key("maximum learning rate.", ABOVE_0)]
-    optimizer: NotRequired[Annotated[Literal["adam", "sgd"], Key("kind of optimizer.", default="adam")]]
-    min_lr: NotRequired[Annotated[float, Key("learning rate after the decay.", AT_LEAST_0, default=0.0)]]
+    lr: Annotated[float, Key("maximum learning rate, reached at the end of the warm-up.", ABOVE_0)]
+    optimizer: NotRequired[
+        Annotated[
+            Literal["adam", "sgd"],
+            Key("optimizer: ``adam`` (AdamW, with decoupled weight decay) or ``sgd``.", default="adam"),
+        ]
+    ]
+    min_lr: NotRequired[
+        Annotated[
+            float, Key("learning rate at the end of the decay, and afterwards.", AT_LEAST_0, default=0.0)
+        ]
+    ]
     weight_decay: NotRequired[
         Annotated[
             float,
-            Key("decoupled weight decay; ``scheduler`` may change it over time.", AT_LEAST_0, default=0.01),
+            Key(
+                "decoupled weight decay; constant unless ``scheduler.weight_decay_incr_style`` lets it grow.",
+                AT_LEAST_0,
+                default=0.01,
+            ),
         ]
     ]
     bf16: NotRequired[
         Annotated[
             bool,
             Key(
-                "train bfloat16 weights, with float32 copies in the optimizer; must follow "
-                "``policy.precision``."
+                "train bfloat16 weights, with float32 copies in the optimizer; derived from "
+                "``policy.precision`` when absent, and must agree with it."
             ),
         ]
     ]
@@ -176,26 +243,46 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "train float16 weights, with float32 copies in the optimizer and loss scaling; must follow "
-                "``policy.precision``."
+                "train float16 weights, with loss scaling and float32 copies in the optimizer; derived from "
+                "``policy.precision`` when absent, and must agree with it."
             ),
         ]
     ]
-    # Accept the other dtypes too, because NeMo-RL's configurations have them and a rule refuses them with its
-    # reason.
+    # The schema allows the other dtypes because NeMo-RL's configurations have them; a rule refuses them with
+    # the reason.
     params_dtype: NotRequired[
-        Annotated[Precision, Key("dtype of the parameters that the optimizer updates.", default="float32")]
+        Annotated[
+            Precision,
+            Key("must be float32: dtype of the parameters that the optimizer updates.", default="float32"),
+        ]
     ]
     adam_beta1: NotRequired[
-        Annotated[float, Key("decay rate of the gradient's running mean.", DECAY, default=0.9)]
+        Annotated[
+            float,
+            Key("decay rate of Adam's running mean of the gradient, per optimizer step.", DECAY, default=0.9),
+        ]
     ]
     adam_beta2: NotRequired[
-        Annotated[float, Key("decay rate of the squared gradient's running mean.", DECAY, default=0.999)]
+        Annotated[
+            float,
+            Key(
+                "decay rate of Adam's running mean of the squared gradient, per optimizer step.",
+                DECAY,
+                default=0.999,
+            ),
+        ]
     ]
     adam_eps: NotRequired[
-        Annotated[float, Key("added to the root of the mean square.", ABOVE_0, default=1e-08)]
+        Annotated[
+            float,
+            Key(
+                "epsilon that Adam adds to the square root of the second moment, against division by 0.",
+                ABOVE_0,
+                default=1e-08,
+            ),
+        ]
     ]
-    sgd_momentum: NotRequired[Annotated[float, Key("momentum of SGD.", DECAY, default=0.9)]]
+    sgd_momentum: NotRequired[Annotated[float, Key("momentum of ``sgd``; 0 for none.", DECAY, default=0.9)]]
     use_distributed_optimizer: NotRequired[
         Annotated[bool, Key("shard the optimizer state over the data-parallel ranks.", default=True)]
     ]
@@ -206,9 +293,8 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "must be false: Transformer Engine's optimizer with state below float32. Use "
-                "``master_dtype``, ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` instead, which work on every "
-                "device.",
+                "must be false: Transformer Engine's optimizer with states below float32 is not supported. "
+                "``master_dtype``, ``exp_avg_dtype`` and ``exp_avg_sq_dtype`` do the same on every device.",
                 default=False,
             ),
         ]
@@ -217,9 +303,9 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "must be false: Megatron-Core's own optimizer in host memory needs Transformer Engine, and "
-                "takes a step with random gradients before it reads a checkpoint, which changes the "
-                "weights. Use ``optimizer_offload_fraction`` instead.",
+                "must be false: Megatron-Core's own CPU offload needs Transformer Engine, and changes the "
+                "weights by a step with random gradients before it reads a checkpoint. Use "
+                "``optimizer_offload_fraction``.",
                 default=False,
             ),
         ]
@@ -228,69 +314,116 @@ class MegatronOptimizerConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "share of the optimizer state, including float32 copies of the weights, that stays in "
-                "page-locked host memory, where the CPU updates it to the same bits (many times slower for "
-                "states below float32). Gradients and weights stay on the device; gradients are also "
-                "copied into 2 or 4 more bytes of host memory a number during the backward pass. The "
-                "update starts after it, and runs in parallel with what follows until weights are read. "
-                "(``offload_optimizer_for_logprob`` moves states away between steps; the torch backends "
-                "keep all of them in host memory with ``dtensor_cfg.cpu_offload`` and "
-                "``fsdp_offload_enabled``.)",
+                "share of the optimizer state (moments and float32 copies of the weights) that is kept in "
+                "page-locked host memory and updated by the CPU, with bitwise equal results; 0 keeps all on "
+                "the device. CPU updates of states below float32 are many times slower. Weights and "
+                "gradients stay on the device; the backward pass also copies each gradient to host memory "
+                "(2 or 4 bytes per parameter). The update starts after the backward pass and overlaps with "
+                "whatever follows until weights are read. (To move states away only between steps, see "
+                "``offload_optimizer_for_logprob``; the torch backends have ``dtensor_cfg.cpu_offload`` and "
+                "``fsdp_offload_enabled`` for all states.)",
                 SHARE,
                 default=0.0,
             ),
         ]
     ]
     clip_grad: NotRequired[
-        Annotated[float, Key("maximum norm of the full model's gradient; 0 turns clipping off.", AT_LEAST_0)]
+        Annotated[
+            float,
+            Key(
+                "maximum norm of the gradient of all parameters together, 0 for no clipping; derived from "
+                "``policy.max_grad_norm`` when absent, and must agree with it.",
+                AT_LEAST_0,
+            ),
+        ]
     ]
 
 
 class MegatronSchedulerConfig(TypedDict):
-    """Schedule of learning rate and weight decay. The unit of ``*_iters`` is one call of ``train``."""
+    """Schedule of learning rate and weight decay. ``*_iters`` count ``train`` calls of the policy: one per
+    training step (PPO: one per epoch of a step), however many optimizer steps a call takes."""
 
-    start_weight_decay: NotRequired[Annotated[float, Key("weight decay at the start.", AT_LEAST_0)]]
-    end_weight_decay: NotRequired[Annotated[float, Key("weight decay at the end.", AT_LEAST_0)]]
+    start_weight_decay: NotRequired[
+        Annotated[
+            float,
+            Key("weight decay at the start of the run; ``optimizer.weight_decay`` when absent.", AT_LEAST_0),
+        ]
+    ]
+    end_weight_decay: NotRequired[
+        Annotated[
+            float,
+            Key(
+                "weight decay after ``lr_decay_iters`` steps, at least ``start_weight_decay``; "
+                "``optimizer.weight_decay`` when absent.",
+                AT_LEAST_0,
+            ),
+        ]
+    ]
     weight_decay_incr_style: NotRequired[
         Annotated[
             Literal["constant", "linear", "cosine"],
-            Key("how weight decay goes from the start value to the end value.", default="constant"),
+            Key(
+                "curve by which weight decay grows from the start value to the end value.", default="constant"
+            ),
         ]
     ]
     lr_decay_style: NotRequired[
         Annotated[
             Literal["constant", "linear", "cosine", "inverse-square-root"],
-            Key("how the learning rate decays from ``lr`` to ``min_lr``.", default="constant"),
+            Key(
+                "curve by which the learning rate falls from ``optimizer.lr`` to ``optimizer.min_lr``; "
+                "``constant`` keeps ``optimizer.lr``.",
+                default="constant",
+            ),
         ]
     ]
     lr_decay_iters: NotRequired[
         Annotated[
             int | None,
             Key(
-                "calls until ``min_lr`` is reached; null is allowed only with a constant learning rate.",
+                "number of training steps (PPO: epochs, `ppo_epochs` per step), however many optimizer "
+                "steps each takes, until the learning rate reaches `optimizer.min_lr`, warm-up included; "
+                "null is allowed only with a constant learning rate and weight decay.",
                 AT_LEAST_1,
                 default=None,
             ),
         ]
     ]
-    lr_warmup_iters: NotRequired[Annotated[int, Key("calls of linear warm-up.", AT_LEAST_0, default=0)]]
+    lr_warmup_iters: NotRequired[
+        Annotated[
+            int,
+            Key(
+                "number of training steps (PPO: epochs, `ppo_epochs` per step) in which the learning rate "
+                "rises linearly to ``optimizer.lr``; 0 for no warm-up.",
+                AT_LEAST_0,
+                default=0,
+            ),
+        ]
+    ]
     lr_warmup_init: NotRequired[
         Annotated[float, Key("learning rate at the start of the warm-up.", AT_LEAST_0, default=0.0)]
     ]
 
 
 class MegatronDDPConfig(TypedDict):
-    """Megatron-Core's data parallelism."""
+    """Settings of Megatron-Core's distributed data parallelism."""
 
     grad_reduce_in_fp32: NotRequired[
-        Annotated[bool, Key("accumulate and reduce gradients in float32.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "accumulate and reduce gradients in float32 instead of the dtype of the weights.",
+                default=False,
+            ),
+        ]
     ]
     overlap_grad_reduce: NotRequired[
         Annotated[
             bool | None,
             Key(
-                "reduce gradients while the backward pass runs; null does so if several data- or "
-                "context-parallel ranks share them, and if ``optimizer_offload_fraction`` is above 0.",
+                "overlap gradient reduction with the backward pass. null does so if there are several data- "
+                "or context-parallel ranks, if ``overlap_param_gather`` is true, or if "
+                "``optimizer_offload_fraction`` is above 0.",
                 default=None,
             ),
         ]
@@ -299,7 +432,8 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "gather parameters while the forward pass runs; needs the distributed optimizer.",
+                "overlap the all-gather of updated parameters with the forward pass; needs "
+                "``use_distributed_optimizer``.",
                 default=False,
             ),
         ]
@@ -308,7 +442,8 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "must be false: losses are normalised globally, so that gradients have to be summed.",
+                "must be false: losses are normalised over the global batch, so gradients are summed over "
+                "ranks, not averaged.",
                 default=False,
             ),
         ]
@@ -317,8 +452,8 @@ class MegatronDDPConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "parameters per collective, if communication overlaps computation; null for Megatron's "
-                "choice.",
+                "number of parameters per gradient bucket, which is reduced by one collective when "
+                "communication overlaps computation; null for Megatron's default.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -336,15 +471,15 @@ class MegatronDDPConfig(TypedDict):
 
 
 class MegatronConfig(TypedDict):
-    """The Megatron-Core backend."""
+    """Settings of the Megatron-Core backend."""
 
-    enabled: Annotated[bool, Key("use this backend.")]
+    enabled: Annotated[bool, Key("use the Megatron-Core backend.")]
     empty_unused_memory_level: NotRequired[
         Annotated[
             Literal[0, 1, 2],
             Key(
-                "when to return cached device memory: 0 never, 1 after forward and backward, 2 also after "
-                "the optimizer step.",
+                "when to free PyTorch's cached device memory: 0 never, 1 after each forward and backward "
+                "pass, 2 also after each optimizer step.",
                 default=0,
             ),
         ]
@@ -353,8 +488,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "recompute layers, or parts of them, in the backward pass instead of storing their "
-                "activations.",
+                "recompute the activations of layers, or of parts of them, in the backward pass instead of "
+                "storing them; see ``recompute_granularity``.",
                 default=False,
             ),
         ]
@@ -363,8 +498,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["full", "selective"],
             Key(
-                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` the "
-                "parts of a layer that ``recompute_modules`` names.",
+                "what ``activation_checkpointing`` recomputes: ``full`` every layer, ``selective`` only the "
+                "parts of a layer that ``recompute_modules`` lists.",
                 default="full",
             ),
         ]
@@ -373,8 +508,9 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[Literal["core_attn", "mlp", "moe"]],
             Key(
-                "parts of a layer to recompute: ``core_attn`` attention between its projections, ``mlp`` "
-                "the MLP of a dense layer, ``moe`` router and experts of a mixture's layer.",
+                "parts of a layer that ``selective`` recomputes: ``core_attn`` the attention between its "
+                "projections, ``mlp`` the MLP of a dense layer, ``moe`` router and experts of a "
+                "mixture-of-experts layer.",
                 default=["core_attn"],
             ),
         ]
@@ -383,8 +519,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             str,
             Key(
-                "accepted for old configurations; it must name the model's own family "
-                "(``Qwen2ForCausalLM``), which is used anyway."
+                "accepted for old configurations, without effect: it must be the architecture of the model "
+                "(``Qwen2ForCausalLM``)."
             ),
         ]
     ]
@@ -392,8 +528,9 @@ class MegatronConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "Python file that defines the model's family (``megarl convert --family-file``); it must "
-                "exist on every machine, and is executed. null for the built-in families.",
+                "Python file that defines the model's architecture family (``megarl convert "
+                "--family-file``). It is executed, and must exist on every node. null for the built-in "
+                "families.",
                 default=None,
             ),
         ]
@@ -402,8 +539,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "keys of the model's ``config.json`` that do not affect it but would be refused otherwise "
-                "(``megarl convert --ignore-config-key``).",
+                "keys of the model's ``config.json`` that are unknown to megarl and do not affect the "
+                "model; other unknown keys are refused (``megarl convert --ignore-config-key``).",
                 default=[],
             ),
         ]
@@ -412,76 +549,125 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["gpt", "hybrid"] | None,
             Key(
-                "Megatron-Core's model class: ``gpt`` for GPTModel, ``hybrid`` for its successor "
-                "HybridModel (release 0.19.2 or later); null uses GPTModel if the release has it, else "
-                "HybridModel. Checkpoints are the same.",
+                "Megatron-Core's model class: ``gpt`` is GPTModel, ``hybrid`` its successor HybridModel "
+                "(release 0.19.2 or later); null uses GPTModel if the installed release has it, else "
+                "HybridModel. Checkpoints have the same format.",
                 default=None,
             ),
         ]
     ]
     tensor_model_parallel_size: NotRequired[
-        Annotated[int, Key("tensor-parallel ranks, which share each layer.", AT_LEAST_1, default=1)]
+        Annotated[
+            int, Key("number of tensor-parallel ranks over which each layer is split.", AT_LEAST_1, default=1)
+        ]
     ]
     pipeline_model_parallel_size: NotRequired[
-        Annotated[int, Key("pipeline stages that the layers are divided over.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key("number of pipeline stages over which the layers are distributed.", AT_LEAST_1, default=1),
+        ]
     ]
     virtual_pipeline_model_parallel_size: NotRequired[
-        Annotated[int | None, Key("model chunks per pipeline stage; null for one.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key(
+                "number of model chunks per pipeline stage (interleaved schedule); null for one.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
     ]
     pipeline_model_parallel_layout: NotRequired[
         Annotated[
             str | None,
             Key(
                 'layers of each model chunk, in Megatron-Core\'s notation (``"Et*2|(tt|)*2tL"``); null '
-                "derives them from the other keys.",
+                "distributes them according to the other pipeline keys.",
                 default=None,
             ),
         ]
     ]
     num_layers_in_first_pipeline_stage: NotRequired[
-        Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key(
+                "number of layers in the first pipeline stage; null gives it an equal share.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
     ]
     num_layers_in_last_pipeline_stage: NotRequired[
-        Annotated[int | None, Key("null divides evenly.", AT_LEAST_1, default=None)]
+        Annotated[
+            int | None,
+            Key(
+                "number of layers in the last pipeline stage; null gives it an equal share.",
+                AT_LEAST_1,
+                default=None,
+            ),
+        ]
     ]
     context_parallel_size: NotRequired[
-        Annotated[int, Key("context-parallel ranks, which share each sequence.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key("number of context-parallel ranks over which each sequence is split.", AT_LEAST_1, default=1),
+        ]
     ]
     context_parallel_comm_type: NotRequired[
         Annotated[
             Literal["all_gather", "p2p"] | None,
             Key(
-                "how attention gets the keys and values of the other ranks: ``all_gather``, the faster, "
-                "gathers all of them on every rank; ``p2p``, ring attention, holds at most those of two "
-                "ranks, for long sequences. null is all_gather, but p2p with Transformer Engine.",
+                "how attention obtains the keys and values of the other context-parallel ranks: "
+                "``all_gather`` gathers all of them on every rank, and is faster; ``p2p`` (ring attention) "
+                "holds those of at most two ranks at a time, for long sequences. null means all_gather, and "
+                "p2p with Transformer Engine.",
                 default=None,
             ),
         ]
     ]
     pipeline_dtype: NotRequired[
         Annotated[
-            Precision, Key("dtype of the activations sent between stages; must be ``policy.precision``.")
+            Precision,
+            Key(
+                "dtype of the activations sent between pipeline stages; ``policy.precision`` when absent, "
+                "and must equal it."
+            ),
         ]
     ]
     sequence_parallel: NotRequired[
         Annotated[
             bool,
-            Key("shard the activations between tensor-parallel regions over the sequence.", default=False),
+            Key(
+                "also shard activations over the sequence on the tensor-parallel ranks, wherever the layers "
+                "there are not tensor-parallel (norms, residuals).",
+                default=False,
+            ),
         ]
     ]
     expert_tensor_parallel_size: NotRequired[
-        Annotated[int, Key("tensor-parallel ranks of one expert.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key("number of tensor-parallel ranks over which each expert is split.", AT_LEAST_1, default=1),
+        ]
     ]
     expert_model_parallel_size: NotRequired[
-        Annotated[int, Key("ranks that the experts are divided over.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key(
+                "number of expert-parallel ranks over which the experts of a layer are distributed.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
     ]
     moe_token_dispatcher_type: NotRequired[
         Annotated[
             Literal["allgather", "alltoall", "flex"],
             Key(
-                "how tokens reach their experts: ``alltoall`` sends them to the ranks of their experts, "
-                "``allgather`` gives every rank all of them, ``flex`` sends them once to each rank with "
-                "the kernels of DeepEP (GPUs, bfloat16; not run on one yet).",
+                "token exchange between expert-parallel ranks: ``alltoall`` sends a token to each of its "
+                "experts, ``allgather`` sends all tokens to all ranks, ``flex`` sends a token only once to "
+                "a rank with several of its experts, with DeepEP's kernels (GPUs and bfloat16 only; not "
+                "tested on a GPU yet).",
                 default="alltoall",
             ),
         ]
@@ -490,8 +676,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "sort tokens by expert in kernels of Transformer Engine, which needs GPUs (not run on one "
-                "yet).",
+                "sort tokens by expert with Transformer Engine's fused kernels (GPUs only; not tested on a "
+                "GPU yet).",
                 default=False,
             ),
         ]
@@ -500,26 +686,31 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool | None,
             Key(
-                "run the experts of a rank as one grouped matrix product instead of one after another; "
-                "null does so on CUDA devices. Checkpoints are the same.",
+                "compute all experts of a rank with one grouped matmul instead of one after another; null "
+                "does so on CUDA devices. Checkpoints have the same format.",
                 default=None,
             ),
         ]
     ]
-    freeze_moe_router: NotRequired[Annotated[bool, Key("do not train the routers.", default=False)]]
+    freeze_moe_router: NotRequired[
+        Annotated[bool, Key("keep the routers' weights unchanged in training.", default=False)]
+    ]
     moe_router_dtype: NotRequired[
         Annotated[
             Literal["fp32", "fp64"] | None,
-            Key("dtype of the routers' computation; null for the model's.", default=None),
+            Key(
+                "dtype in which routers compute; null for the dtype of the model's own implementation.",
+                default=None,
+            ),
         ]
     ]
     moe_router_load_balancing_type: NotRequired[
         Annotated[
             Literal["none", "aux_loss", "seq_aux_loss"],
             Key(
-                "load-balancing loss of the routers: ``aux_loss`` balances the global batch, and costs one "
-                "more forward pass of each micro-batch, which counts the tokens of each expert; "
-                "``seq_aux_loss`` balances each sequence.",
+                "auxiliary loss that balances the load of the experts: ``aux_loss`` over the global batch, "
+                "at the cost of one more forward pass per micro-batch to count the tokens of each expert; "
+                "``seq_aux_loss`` over each sequence; ``none`` adds no such loss.",
                 default="none",
             ),
         ]
@@ -528,7 +719,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "weight of that loss, per layer; null for the model's own ``router_aux_loss_coef``.",
+                "weight of the load-balancing loss of each layer; null for ``router_aux_loss_coef`` in the "
+                "model's ``config.json``.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -538,7 +730,8 @@ class MegatronConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "weight of the mean squared log-sum-exp of the routers' logits, per layer; null for none.",
+                "weight of the z-loss of each layer, the mean squared log-sum-exp of the router's logits; "
+                "null for no z-loss.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -548,8 +741,7 @@ class MegatronConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "step size of the routers' bias update; must be 0, because the routers of the families "
-                "here have no such bias.",
+                "must be 0: the supported model families have no router bias that is updated in training.",
                 AT_LEAST_0,
                 default=0.0,
             ),
@@ -559,10 +751,9 @@ class MegatronConfig(TypedDict):
         Annotated[
             Literal["auto"] | bool,
             Key(
-                "whether to use Transformer Engine's layers: ``auto`` uses them if the ranks run on GPUs "
-                "and it works on all of them, except for dense models in bfloat16, which trained faster "
-                "without when measured; true refuses to start if it does not work, with its error; false "
-                "uses the portable layers.",
+                "use Transformer Engine's layers: ``auto`` does so if all ranks run on GPUs where it works, "
+                "except for dense bfloat16 models, which trained faster without it when measured; true "
+                "refuses to start, with the error, if it does not work; false uses the portable layers.",
                 default="auto",
             ),
         ]
@@ -571,46 +762,65 @@ class MegatronConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "keep the logits of 16-bit weights in float32, as their products were summed, instead of "
-                "rounding them to 16 bits; it takes twice the memory.",
+                "keep the logits of 16-bit models in float32, as the output layer accumulates them, instead "
+                "of rounding them to 16 bits; they take twice the memory.",
                 default=False,
             ),
         ]
     ]
     apply_rope_fusion: NotRequired[
-        Annotated[bool, Key("fuse the rotary embedding if a kernel for it exists.")]
+        Annotated[
+            bool,
+            Key(
+                "with Transformer Engine: apply the rotary embedding with a fused kernel (default true); "
+                "not for latent attention."
+            ),
+        ]
     ]
     env_vars: NotRequired[
-        Annotated[dict[str, str] | None, Key("environment variables of the workers.", default={})]
+        Annotated[
+            dict[str, str] | None,
+            Key(
+                "environment variables set in the policy's worker processes, by name; null for none.",
+                default={},
+            ),
+        ]
     ]
     optimizer: NotRequired[
         Annotated[
-            MegatronOptimizerConfig, Key("the optimizer; may be absent when the policy is never trained.")
+            MegatronOptimizerConfig,
+            Key("settings of the optimizer; may be absent if the model is never trained."),
         ]
     ]
     scheduler: NotRequired[
-        Annotated[MegatronSchedulerConfig, Key("learning rate and weight decay over time.")]
+        Annotated[MegatronSchedulerConfig, Key("schedule of learning rate and weight decay.")]
     ]
-    distributed_data_parallel_config: NotRequired[Annotated[MegatronDDPConfig, Key("data parallelism.")]]
+    distributed_data_parallel_config: NotRequired[
+        Annotated[
+            MegatronDDPConfig,
+            Key("settings of data parallelism: reduction of gradients and gathering of parameters."),
+        ]
+    ]
 
 
 class RewardModelConfig(TypedDict):
-    """A scoring model: a linear layer with one output replaces the output layer. It is ``score.weight`` of
-    transformers' ``...ForSequenceClassification``; a language model gets a new one, sampled from the seed."""
+    """Score head of a reward model or critic: a linear layer with one output replaces the output layer. Its
+    weight is ``score.weight`` of transformers' ``...ForSequenceClassification``; a language model gets a new
+    one, initialised from the seed."""
 
     enabled: Annotated[
         bool,
         Key(
-            "let the model score: it has no log-probabilities, generates nothing, and is trained with "
-            "losses of values."
+            "give the model a scalar score head in place of its output layer: it has no "
+            "log-probabilities, generates nothing, and is trained with losses on scores."
         ),
     ]
     reward_model_type: NotRequired[
         Annotated[
             Literal["bradley_terry"],
             Key(
-                "``bradley_terry``: one score, without a bias; differences of scores are log-odds of "
-                "preferences.",
+                "``bradley_terry``: one score per sequence, from a head without bias; the difference of two "
+                "scores is the log-odds that the first answer is preferred.",
                 default="bradley_terry",
             ),
         ]
@@ -618,8 +828,8 @@ class RewardModelConfig(TypedDict):
 
 
 class PeftConfig(TypedDict):
-    """Low-rank adapters (LoRA): next to selected linear layers W, only the product (alpha / dim) B A is
-    trained.
+    """Low-rank adapters (LoRA): the product (alpha / dim) B A is added to selected linear layers W, and only
+    A and B are trained.
 
     Each of a layer's query, key, value, gate and up matrices has its own adapter, as in PEFT, on every
     backend. NeMo-RL's ``policy.megatron_cfg.peft`` and ``policy.dtensor_cfg.lora_cfg`` are read as this
@@ -627,7 +837,7 @@ class PeftConfig(TypedDict):
     """
 
     enabled: Annotated[
-        bool, Key("train adapters; the model's own weights stay unchanged and are the reference policy.")
+        bool, Key("train low-rank adapters; the base weights stay frozen, and serve as the reference policy.")
     ]
     target_modules: NotRequired[
         Annotated[
@@ -636,8 +846,8 @@ class PeftConfig(TypedDict):
                 "linear layers that get an adapter: names, or ends of names, of Hugging Face modules "
                 "(``q_proj``), names with ``*``, or Megatron-Core's ``linear_qkv``, ``linear_proj``, "
                 "``linear_fc1`` and ``linear_fc2``. An empty list selects all linear layers of attention "
-                "and dense MLPs. ``embed_tokens`` and ``lm_head`` get one if a name matches them and they "
-                "are not tied; on Megatron, so does each expert that a name matches "
+                "and dense MLPs. ``embed_tokens`` and ``lm_head`` get an adapter if a name matches them and "
+                "the two are not tied; on Megatron, each expert that a name matches gets its own "
                 "(``*.experts.*.down_proj``).",
                 default=[],
             ),
@@ -647,9 +857,9 @@ class PeftConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "stacked weights of experts that get an adapter, as in PEFT's key of this name: "
-                "``experts.gate_up_proj``, ``experts.down_proj``. Each expert has factors of its own, and "
-                "its gate and up matrices share A. Megatron only, without dropout.",
+                "stacked expert weights that get adapters, as in PEFT's key of this name: "
+                "``experts.gate_up_proj``, ``experts.down_proj``. Each expert has its own factors A and B; "
+                "its gate and up matrices share A. Megatron only, and only without dropout.",
                 default=[],
             ),
         ]
@@ -658,27 +868,45 @@ class PeftConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "layers that get no adapter although ``target_modules`` selects them, in the same forms.",
+                "layers that get no adapter although ``target_modules`` selects them, named in the same "
+                "forms.",
                 default=[],
             ),
         ]
     ]
-    dim: NotRequired[Annotated[int, Key("rank of every adapter.", AT_LEAST_1, default=8)]]
+    dim: NotRequired[
+        Annotated[
+            int, Key("rank of every adapter: the inner size of its product B A.", AT_LEAST_1, default=8)
+        ]
+    ]
     alpha: NotRequired[
         Annotated[
             float,
-            Key("scale of the adapters: their product is multiplied by alpha / dim.", ABOVE_0, default=32.0),
+            Key(
+                "scale of the adapters: the product B A is multiplied by alpha / dim.", ABOVE_0, default=32.0
+            ),
         ]
     ]
     use_rslora: NotRequired[
-        Annotated[bool, Key("multiply by alpha / sqrt(dim) instead (rsLoRA).", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "multiply the product B A by alpha / sqrt(dim) instead of alpha / dim (rsLoRA).",
+                default=False,
+            ),
+        ]
     ]
-    dropout: NotRequired[Annotated[float, Key("dropout probability in training.", DECAY, default=0.0)]]
+    dropout: NotRequired[
+        Annotated[
+            float,
+            Key("dropout probability of the adapters in training; 0 for no dropout.", DECAY, default=0.0),
+        ]
+    ]
     dropout_position: NotRequired[
         Annotated[
             Literal["pre", "post"],
             Key(
-                "drop values of the adapter's input (``pre``, as PEFT does) or of its output (``post``).",
+                "apply dropout to the adapter's input (``pre``, as PEFT does) or to its output (``post``).",
                 default="pre",
             ),
         ]
@@ -687,9 +915,9 @@ class PeftConfig(TypedDict):
         Annotated[
             Literal["kaiming", "xavier", "normal"],
             Key(
-                "initial values of A: ``kaiming`` uniform up to 1 / sqrt(inputs), PEFT's default; "
-                "``xavier`` normal with variance 2 / (inputs + dim); ``normal`` with standard deviation 1 "
-                "/ dim. A seed gives the same values on every layout and backend.",
+                "initial values of A: ``kaiming`` uniform within 1 / sqrt(inputs), PEFT's default; "
+                "``xavier`` normal with variance 2 / (inputs + dim); ``normal`` with standard deviation 1 / "
+                "dim. A seed gives the same values on every layout and backend.",
                 default="kaiming",
             ),
         ]
@@ -697,14 +925,14 @@ class PeftConfig(TypedDict):
     lora_B_init_method: NotRequired[
         Annotated[
             Literal["zero"],
-            Key("initial values of B: zero, so that a new adapter changes nothing.", default="zero"),
+            Key("initial values of B: zero, so a new adapter does not change the model.", default="zero"),
         ]
     ]
     lora_dtype: NotRequired[
         Annotated[
             Precision | None,
             Key(
-                "dtype of the adapters' computation: ``policy.precision``, or null for the same.",
+                "dtype in which the adapters compute; must be ``policy.precision``, which null means too.",
                 default=None,
             ),
         ]
@@ -714,7 +942,7 @@ class PeftConfig(TypedDict):
             str | None,
             Key(
                 "directory of a PEFT adapter with the same modules, rank and scale, from which training "
-                "continues; null starts new adapters.",
+                "starts; null starts from new adapters.",
                 default=None,
             ),
         ]
@@ -722,54 +950,57 @@ class PeftConfig(TypedDict):
 
 
 class TokenizerConfig(TypedDict):
-    """The tokenizer."""
+    """Tokenizer and chat template."""
 
-    name: Annotated[str, Key("Hugging Face id or local directory.")]
+    name: Annotated[str, Key("tokenizer: Hugging Face id or local directory.")]
     chat_template: NotRequired[
         Annotated[
             str | None,
             Key(
-                "a Jinja template, \"default\" for the tokenizer's own, null to concatenate the messages' "
-                "contents, for prompts that were rendered beforehand; an export keeps the tokenizer's own."
+                'a Jinja template; "default" for the tokenizer\'s own; null for prompts that are already '
+                "rendered, whose messages' contents are concatenated. An exported model keeps the "
+                "tokenizer's own template in any case."
             ),
         ]
     ]
     chat_template_kwargs: NotRequired[
         Annotated[
             dict[str, Any] | None,
-            Key("values that the chat template reads, for example ``{enable_thinking: false}``."),
+            Key(
+                "values of variables that the chat template reads, for example ``{enable_thinking: "
+                "false}``; null for none."
+            ),
         ]
     ]
     template_date: NotRequired[
         Annotated[
             str | None,
             Key(
-                "day that a chat template reads from its clock, as `2026-11-27`; null or absent for the day "
-                "of the run's first start, "
-                "which its checkpoints keep."
+                "date, as `2026-11-27`, for a chat template that reads the current date; null or absent for "
+                "the day of the run's first start, which its checkpoints store."
             ),
         ]
     ]
 
 
 class PytorchOptimizerConfig(TypedDict):
-    """An optimizer of the torch backends."""
+    """Optimizer of the DTensor and FSDP1 backends."""
 
-    name: Annotated[str, Key("import path of the class, for example ``torch.optim.AdamW``.")]
+    name: Annotated[str, Key("import path of the optimizer class, for example ``torch.optim.AdamW``.")]
     kwargs: Annotated[
         dict[str, Any],
         Key(
-            "keyword arguments of the optimizer. Unless they name ``fused``, ``foreach``, ``capturable`` "
-            "or ``differentiable``, Adam and AdamW use torch's fused kernel, and a resumed run uses the "
-            "kernel that its checkpoint was written with."
+            "keyword arguments of the optimizer class. Adam and AdamW use torch's fused kernel, unless "
+            "``fused``, ``foreach``, ``capturable`` or ``differentiable`` is given here; a resumed run "
+            "uses the kernel with which its checkpoint was written."
         ),
     ]
     weight_decay_on_vectors: NotRequired[
         Annotated[
             bool,
             Key(
-                "apply ``kwargs.weight_decay`` to biases and norms (parameters of one dimension) too, as "
-                "torch does; false leaves them out, as Megatron does.",
+                "apply ``kwargs.weight_decay`` also to one-dimensional parameters (biases and norms), as "
+                "torch does; false does not, as Megatron does.",
                 default=True,
             ),
         ]
@@ -780,37 +1011,54 @@ class PytorchOptimizerConfig(TypedDict):
 
 
 class SinglePytorchSchedulerConfig(TypedDict):
-    """A learning-rate scheduler of the torch backends."""
+    """Learning-rate scheduler of the DTensor and FSDP1 backends."""
 
-    name: Annotated[str, Key("import path of the class, for example ``torch.optim.lr_scheduler.LinearLR``.")]
-    kwargs: Annotated[dict[str, Any], Key("keyword arguments of the scheduler.")]
+    name: Annotated[
+        str, Key("import path of the scheduler class, for example ``torch.optim.lr_scheduler.LinearLR``.")
+    ]
+    kwargs: Annotated[dict[str, Any], Key("keyword arguments of the scheduler class, without the optimizer.")]
 
 
 SchedulerMilestones: TypeAlias = dict[str, list[int]]
-"""``{"milestones": [...]}``: the steps at which the next scheduler in a list takes over."""
+"""``{"milestones": [...]}``: numbers of ``train`` calls after which the next scheduler of a list takes
+over."""
 
 
 class PolicyConfig(TypedDict):
-    """A policy: its model, its batches and its backend. At most one backend may be enabled; with none
-    enabled, FSDP1 is used."""
+    """A model with its batch sizes and its backend. At most one of ``megatron_cfg`` and ``dtensor_cfg`` may
+    be enabled; with neither, the backend is FSDP1."""
 
-    model_name: Annotated[str, Key("Hugging Face id or local directory.")]
-    tokenizer: Annotated[TokenizerConfig, Key("the tokenizer and its chat template.")]
+    model_name: Annotated[str, Key("model to train: Hugging Face id or local directory.")]
+    tokenizer: Annotated[TokenizerConfig, Key("tokenizer and chat template of the model.")]
     trust_remote_code: NotRequired[
-        Annotated[bool, Key("run Python code that comes with the model (default false).", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "run Python code from the model's repository; false refuses models that need such code.",
+                default=False,
+            ),
+        ]
     ]
     train_global_batch_size: Annotated[
-        int, Key("samples (DPO: pairs) per optimizer step, over all ranks.", AT_LEAST_1)
+        int,
+        Key(
+            "number of samples (DPO and reward models: pairs) per optimizer step, over all ranks.", AT_LEAST_1
+        ),
     ]
     train_micro_batch_size: Annotated[
-        int, Key("samples (DPO: pairs) per forward pass on one data-parallel rank.", AT_LEAST_1)
+        int,
+        Key(
+            "number of samples (DPO and reward models: pairs) per forward pass on one data-parallel rank.",
+            AT_LEAST_1,
+        ),
     ]
     learning_rate: NotRequired[
         Annotated[
             float,
             Key(
-                "a value that the optimizer of any backend may refer to as ``${policy.learning_rate}``; it "
-                "has no other effect. If given, it must equal the optimizer's learning rate."
+                "a number to which the optimizer section of any backend may refer as "
+                "``${policy.learning_rate}``; it has no other effect, and must equal the optimizer's "
+                "learning rate if given."
             ),
         ]
     ]
@@ -818,7 +1066,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "samples per forward pass when log-probabilities are computed.",
+                "number of samples per forward pass on one data-parallel rank when only log-probabilities "
+                "are computed; ``train_micro_batch_size`` when absent.",
                 AT_LEAST_1,
                 follows="train_micro_batch_size",
             ),
@@ -828,10 +1077,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "number of positions whose logits a rank has in memory at a time, in training and in "
-                "log-probability passes: the output layer and the log-probabilities are computed part by "
-                "part, and the backward pass computes the logits once more. null computes those of a whole "
-                "micro-batch at once.",
+                "number of token positions whose logits a rank holds at a time, in training and in "
+                "log-probability passes. The output layer and the log-probabilities are computed chunk by "
+                "chunk, and the backward pass recomputes the logits. null computes a whole micro-batch at "
+                "once.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -840,22 +1089,30 @@ class PolicyConfig(TypedDict):
     generation: NotRequired[
         Annotated[
             GenerationConfig | None,
-            Key("generation; null or absent for a policy that never generates.", default=None),
+            Key("generation of responses; null or absent for a policy that never generates.", default=None),
         ]
     ]
     generation_batch_size: NotRequired[
-        Annotated[int, Key("samples that a rank generates at a time.", AT_LEAST_1)]
+        Annotated[
+            int,
+            Key(
+                "number of responses that a data-parallel rank generates at a time, if the policy itself "
+                "generates; ``logprob_batch_size`` when absent.",
+                AT_LEAST_1,
+            ),
+        ]
     ]
-    precision: Annotated[Precision, Key("dtype of the weights and activations in the model.")]
+    precision: Annotated[Precision, Key("dtype of the model's weights and activations.")]
     reward_model_cfg: NotRequired[
         Annotated[
             RewardModelConfig | None,
-            Key("settings of a model that scores; null or absent for a language model.", default=None),
+            Key("score head of a reward model or critic; null or absent for a language model.", default=None),
         ]
     ]
     peft: NotRequired[
         Annotated[
-            PeftConfig | None, Key("low-rank adapters; null or absent trains all weights.", default=None)
+            PeftConfig | None,
+            Key("low-rank adapters (LoRA); null or absent trains all weights.", default=None),
         ]
     ]
     merged_adapter: NotRequired[
@@ -863,35 +1120,56 @@ class PolicyConfig(TypedDict):
             str | None,
             Key(
                 "directory of a LoRA adapter of PEFT or Megatron-Bridge that is merged into the weights of "
-                "``model_name`` as they are read (``megarl eval --adapter``); null for none.",
+                "``model_name`` when they are read (``megarl eval --adapter``); null for none.",
                 default=None,
             ),
         ]
     ]
     dtensor_cfg: NotRequired[
-        Annotated[DTensorConfig, Key("the DTensor/FSDP2 backend.", default={"enabled": False})]
+        Annotated[DTensorConfig, Key("settings of the DTensor/FSDP2 backend.", default={"enabled": False})]
     ]
     megatron_cfg: NotRequired[
-        Annotated[MegatronConfig, Key("the Megatron-Core backend.", default={"enabled": False})]
+        Annotated[MegatronConfig, Key("settings of the Megatron-Core backend.", default={"enabled": False})]
     ]
     dynamic_batching: NotRequired[
-        Annotated[DynamicBatchingConfig, Key("micro-batches formed by length.", default={"enabled": False})]
+        Annotated[
+            DynamicBatchingConfig,
+            Key(
+                "micro-batches of sequences of similar length, limited by their number of tokens.",
+                default={"enabled": False},
+            ),
+        ]
     ]
     sequence_packing: NotRequired[
-        Annotated[SequencePackingConfig, Key("several sequences per row.", default={"enabled": False})]
+        Annotated[
+            SequencePackingConfig,
+            Key(
+                "micro-batches of several sequences per row, limited by their number of tokens.",
+                default={"enabled": False},
+            ),
+        ]
     ]
     make_sequence_length_divisible_by: NotRequired[
-        Annotated[int, Key("pad batches to a multiple of this length.", AT_LEAST_1, default=1)]
+        Annotated[
+            int,
+            Key(
+                "number of tokens to whose multiples the length of a batch is padded; when absent, the "
+                "smallest number that the tensor- and context-parallel ranks can divide evenly.",
+                AT_LEAST_1,
+                default=1,
+            ),
+        ]
     ]
     max_total_sequence_length: Annotated[
         # The minimum is 2, because prompt and response have at least one token each.
-        int, Key("maximum sequence length in tokens, prompt and response together.", Range(low=2))
+        int, Key("maximum number of tokens of a sequence, prompt and response together.", Range(low=2))
     ]
     max_grad_norm: NotRequired[
         Annotated[
             float | None,
             Key(
-                "maximum norm of the full model's gradient; null turns clipping off.",
+                "maximum norm of the gradient of all parameters together; a larger gradient is scaled down "
+                "to it. null turns clipping off.",
                 ABOVE_0,
                 default=1.0,
                 advice="write null to turn clipping off",
@@ -902,9 +1180,9 @@ class PolicyConfig(TypedDict):
         Annotated[
             Literal["skip", "raise"],
             Key(
-                "what happens if a loss or gradient is not finite on some rank: ``skip`` takes no "
-                "optimizer step for that global batch, ``raise`` ends the run. Weights, optimizer and "
-                "schedule stay unchanged, and the batch is saved in the run's directory.",
+                "what happens if a loss or gradient is NaN or infinite on some rank: ``skip`` leaves out "
+                "the optimizer step of that global batch, ``raise`` ends the run. In both cases weights, "
+                "optimizer state and schedule stay unchanged, and the batch is saved in the run directory.",
                 default="skip",
             ),
         ]
@@ -913,10 +1191,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "on GPUs: make a run give the same bits again on the same kind and number of devices, "
-                "layout and versions, as it does on CPUs anyway. It uses slower kernels; an operation "
-                "without a deterministic kernel ends the run with its name. What vLLM generates is not "
-                "covered. Not tried on a GPU yet.",
+                "on GPUs: give the same bits in every run with the same layout, kind and number of devices, "
+                "and versions; runs on CPUs do so anyway. It uses slower kernels, and an operation without "
+                "a deterministic kernel ends the run with an error that names it. Tokens sampled by vLLM "
+                "are not covered. Not tested on a GPU yet.",
                 default=False,
             ),
         ]
@@ -925,8 +1203,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "maximum number of consecutive steps that are skipped by ``on_nonfinite``, or that have no "
-                "response to train on (all truncated, for example), before the run ends.",
+                "the run ends after this number of consecutive steps that ``on_nonfinite`` skipped, or that "
+                "had no response to train on (all truncated, for example).",
                 AT_LEAST_1,
                 default=3,
             ),
@@ -936,9 +1214,10 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "move gradients and optimizer state from a GPU to host memory while log-probabilities are "
-                "computed and while the policy itself generates: 24 bytes a parameter, there and back, in "
-                "each step. They are always moved for an engine that shares the GPU.",
+                "on GPUs: move gradients and optimizer state to host memory while log-probabilities are "
+                "computed and while the policy itself generates, and back afterwards: 24 bytes per "
+                "parameter in each step, both directions together. For an engine on the same GPU they are "
+                "moved in any case.",
                 default=False,
             ),
         ]
@@ -947,13 +1226,13 @@ class PolicyConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "GiB that a refit may use on a rank of the policy. It covers the buffer through which "
-                "weights pass to an engine on the same device (both halves together), or two buffers for "
-                "engines elsewhere, which take as much on each of their ranks; the weights being gathered "
-                "for them; and on a CPU the lists of what the buffers hold. A parameter larger than a "
-                "sixteenth of it is gathered anyway, and FSDP1 gathers a layer at a time, whatever its "
-                "size. null uses half a GiB for each half (on a GPU less, if less is free), more if the "
-                "largest weight needs it, and 64 MiB for each of up to five buckets being gathered.",
+                "device memory in GiB that a refit may use on a rank of the policy: the buffers through "
+                "which weights are sent (for an engine on the same device one, with two halves; for other "
+                "engines two, which each receiving rank needs as well), the weights that are being gathered "
+                "into them, and on a CPU the lists of their contents. A parameter larger than a sixteenth "
+                "of this is gathered anyway, and FSDP1 always gathers a whole layer. null uses 0.5 GiB per "
+                "half (less if a GPU has less free; more if the largest weight needs it), and 64 MiB for "
+                "each of up to five buckets that are being gathered.",
                 ABOVE_0,
                 default=None,
             ),
@@ -963,8 +1242,8 @@ class PolicyConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "send a checksum with each group of weights; an engine refuses a group that was changed on "
-                "the way.",
+                "send a checksum with each bucket of weights in a refit; an engine refuses a bucket that "
+                "does not match.",
                 default=False,
             ),
         ]
@@ -974,23 +1253,39 @@ class PolicyConfig(TypedDict):
             bool,
             Key(
                 "FSDP1 only: keep parameters, gradients and optimizer state in host memory between uses; "
-                "the CPU steps them there.",
+                "the optimizer step runs on the CPU.",
                 default=False,
             ),
         ]
     ]
     activation_checkpointing_enabled: NotRequired[
-        Annotated[bool, Key("FSDP1 only: recompute layers in the backward pass.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "FSDP1 only: recompute the activations of every layer in the backward pass instead of "
+                "storing them.",
+                default=False,
+            ),
+        ]
     ]
     optimizer: NotRequired[
         Annotated[
             PytorchOptimizerConfig | None,
-            Key("optimizer of the torch backends; null with Megatron.", default=None),
+            Key(
+                "optimizer of the DTensor and FSDP1 backends; null with Megatron, whose optimizer is in "
+                "``megatron_cfg``.",
+                default=None,
+            ),
         ]
     ]
     scheduler: NotRequired[
         Annotated[
             list[SinglePytorchSchedulerConfig | SchedulerMilestones] | SinglePytorchSchedulerConfig | None,
-            Key("learning-rate schedule of the torch backends; null keeps it constant.", default=None),
+            Key(
+                "learning-rate schedule of the DTensor and FSDP1 backends: one scheduler, or a list of them "
+                "that take over from each other at ``milestones`` (numbers of ``train`` calls); null keeps "
+                "the learning rate constant.",
+                default=None,
+            ),
         ]
     ]

@@ -1,5 +1,5 @@
-"""Search for values that satisfy all rules of a configuration at once, among the values that single rules
-propose."""
+"""Search for changes of keys after which a configuration satisfies all rules at once, among the values that
+the violated rules propose."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.config.sections import Config
 from megarl.errors import ConfigError, Violation
 
 Changes = Mapping[str, object]
-# Limit the validations, each of which takes some milliseconds.
+# Maximum number of validations, each of which takes a few milliseconds.
 _MOST_TRIALS = 400
-# Maximum number of candidates of different rules that are combined.
+# Maximum number of candidates, of different rules, in one fix.
 _MOST_STEPS = 3
 
 
 Followers = Mapping[str, Sequence[str]]
-"""Keys that are written as a reference to another key, listed by that other key."""
+"""Key -> the keys that are written as a reference to it, and so change with it."""
 
 
 def valid(
@@ -28,20 +28,21 @@ def valid(
     examine: Callable[[Mapping[str, Any]], tuple[Config, list[Violation]]],
     followers: Callable[[], Followers],
 ) -> Config:
-    """Return the configuration with its defaults, or raise an error with proposals if it has violations.
+    """Return the configuration with its defaults, or raise its violations with tested proposals.
 
     Args:
-        given: the configuration, plain containers.
+        given: the configuration as plain containers.
         examine: returns a configuration with its defaults, and its violations.
-        followers: returns the keys that are written as references to another key; called only if there are
+        followers: returns the keys that are written as references to other keys; called only if there are
             violations.
 
     Raises:
-        ConfigError: has the violations, with proposals that were tested on the whole configuration.
+        ConfigError: there are violations; each proposal was tested on the whole configuration.
     """
     completed, violations = examine(given)
     if not violations:
         return completed
+    # Only candidates need the references, for which the files are read again.
     follow = followers() if any(violation.candidates for violation in violations) else {}
 
     def violations_after(changes: Mapping[str, object]) -> list[Violation]:
@@ -49,7 +50,7 @@ def valid(
         while pending:
             key, value = pending.popitem()
             raw = put(raw, key, value)
-            # A key that is written as a reference to a changed key changes with it.
+            # Keys written as references to this key change with it.
             pending |= {other: value for other in follow.get(key, ()) if other not in changes}
         return examine(raw)[1]
 
@@ -59,14 +60,14 @@ def valid(
 def with_proposals(
     violations: Sequence[Violation], violations_after: Callable[[Changes], Sequence[Violation]]
 ) -> list[Violation]:
-    """Return violations whose fixes are compatible: with all of them applied, none of their keys breaks a
-    rule, and no other key newly breaks one.
+    """Return the violations with fixes that work together: with all of them applied, none of the violated
+    keys breaks a rule, and no other key newly breaks one.
 
-    A violation keeps its rule's advice if it has no candidates, or if none of its candidates passes.
+    A violation keeps its own fix text if it has no candidates, or if none of them works.
 
     Args:
         violations: violations of a configuration.
-        violations_after: returns the violations after dotted keys are set to other values.
+        violations_after: returns the violations that remain after changes of dotted keys.
     """
     search = _Search(violations, violations_after)
     groups: dict[str, Changes] = {}
@@ -74,7 +75,7 @@ def with_proposals(
         before = {violation.key for violation in search.after(search.chosen)}
         group = search.settle(key) if key in before else None
         if group is not None:
-            # One change may correct several keys, which then share the fix.
+            # One change may fix several keys, which then have the same fix text.
             gone = before - {violation.key for violation in search.after(search.chosen)}
             groups |= dict.fromkeys(gone, group)
     return [
@@ -92,10 +93,10 @@ def _text(key: str, changes: Changes) -> str:
 
 
 class _Search:
-    """A search for changes that fix one key after another.
+    """Search for changes, which fixes one key after another and keeps the changes found for earlier keys.
 
     Attributes:
-        chosen: changes so far, for all keys that are fixed.
+        chosen: changes of all keys that are fixed so far.
     """
 
     def __init__(
@@ -104,18 +105,20 @@ class _Search:
         self.chosen: dict[str, object] = {}
         self._open = {violation.key for violation in violations}
         self._violations_after = violations_after
-        # Known results, by the changes as JSON. The result without changes is known from the start.
+        # Cache of violations by the changes as JSON; those without changes are known.
         self._known: dict[str, Sequence[Violation]] = {"{}": violations}
 
     def after(self, changes: Changes) -> Sequence[Violation]:
-        """Return the violations that remain after some changes; each set of changes is tried once."""
+        """Return the violations that remain after changes; results are cached."""
         name = json.dumps(changes, sort_keys=True)
         if name not in self._known:
             self._known[name] = self._violations_after(changes)
         return self._known[name]
 
     def settle(self, key: str) -> Changes | None:
-        """Fix a key with as few changes as possible. Return the changes, or None if there are none."""
+        """Fix one key with as few changes as possible, and add them to ``chosen``. Return the changes, or
+        None if there are none that work."""
+        # Iterative deepening finds the fix with the fewest changes.
         for steps in range(1, _MOST_STEPS + 1):
             found = self._mended(key, self.chosen, steps)
             if found is not None:
@@ -126,11 +129,11 @@ class _Search:
         return None
 
     def _mended(self, key: str, changes: dict[str, object], steps: int) -> dict[str, object] | None:
-        """Return ``changes`` plus further ones, after which neither ``key`` nor a changed key nor a
-        previously valid key breaks a rule; None if none are found."""
+        """Return ``changes`` with at most ``steps`` more changes, after which neither ``key``, nor a changed
+        key, nor a key that was valid before breaks a rule; None if there are no such changes."""
         if len(self._known) > _MOST_TRIALS:
             return None
-        # Tolerate faults of other keys, which are corrected later.
+        # Ignore violations of keys that are still to be fixed.
         tolerated = self._open - {key, *changes}
         faults = [violation for violation in self.after(changes) if violation.key not in tolerated]
         if not faults:
@@ -145,7 +148,7 @@ class _Search:
 
 
 def _candidates(faults: Collection[Violation], key: str) -> Iterator[Changes]:
-    """Yield the candidate fixes of all violations of a key."""
+    """Yield the candidate fixes in all violations of a key."""
     for fault in faults:
         if fault.key == key:
             yield from fault.candidates

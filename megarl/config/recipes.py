@@ -1,4 +1,4 @@
-"""Recipes: configurations that ship with megarl, found by name both in a clone and in an installed
+"""Recipes: configurations that are shipped with megarl, found by name in a clone and in an installed
 package."""
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from megarl.config.schema import ABSENT
 from megarl.errors import ConfigError, Violation
 
 PARTS = ("", "quickstart", "base")
-"""Subdirectories of the recipe directory."""
+"""Subdirectories of the recipe directory; "" is the directory itself."""
 _SUFFIXES = frozenset({".yaml", ".yml"})
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A shipped configuration: that of a whole run, or a file in ``base`` or ``quickstart`` that is merged
-    over one.
+    """A shipped configuration: of a whole run, or a file in ``base`` or ``quickstart`` to merge over one.
 
     Attributes:
-        name: the name for ``megarl train`` and ``--with``.
-        path: path of its file.
-        summary: the first sentences of its first comment.
+        name: name for ``megarl train`` and ``--with``.
+        path: path of the YAML file.
+        summary: first sentences of the comment at its top.
     """
 
     name: str
@@ -37,14 +36,15 @@ class Recipe:
 
 
 def directory() -> Path:
-    """Return the recipe directory: ``megarl/recipes`` in an installed package, ``configs`` in a clone."""
+    """Return the directory of the recipes: ``megarl/recipes`` of an installed package, else ``configs`` of
+    the clone."""
     package = Path(megarl.__file__).resolve().parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def recipes(part: str = "") -> Iterator[Recipe]:
-    """Yield all recipes in order of their names, or the files in ``base`` or ``quickstart``."""
+    """Yield the recipes of one of ``PARTS``, sorted by name."""
     for path in sorted((directory() / part).glob("*.yaml")):
         yield Recipe(
             f"{part}/{path.stem}" if part else path.stem, path, _summary(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def recipes(part: str = "") -> Iterator[Recipe]:
 
 
 def _summary(text: str) -> str:
-    """Return the sentences of a file's first comment that begin in its first line, even if they end in a
+    """Return the sentences that begin in the first line of a file's first comment, even if they end in a
     later line."""
     lines = [
         line.removeprefix("#").strip()
@@ -66,23 +66,24 @@ def _summary(text: str) -> str:
 
 
 def inherited(name: str, start: Path) -> Path:
-    """Return the file that a name in ``defaults`` refers to: a file relative to ``start``, or else a shipped
-    one."""
+    """Return the file to which a name in ``defaults`` refers: a file relative to ``start`` if it exists,
+    else a shipped file."""
     path = start / Path(name).expanduser()
     return path if path.is_file() else _shipped(name) or path
 
 
 def find(text: str) -> Path:
-    """Return the file that a command-line word refers to: a path, or the name of a recipe or of a file in
-    ``base`` or ``quickstart``.
+    """Return the configuration file that a command-line word names: a path, a recipe, or a file in ``base``
+    or ``quickstart``. A path need not exist.
 
     Raises:
-        ConfigError: the word looks like a name, and there is no such recipe.
+        ConfigError: the word is not a path, and there is no such recipe.
     """
     path = Path(text)
+    # An existing file takes precedence over a recipe of the same name.
     is_yaml = path.suffix in _SUFFIXES
     if path.is_file() or (is_yaml and path.parent != Path()):
-        # The documents write the name as a path within a clone.
+        # The documentation writes recipes as configs/NAME.yaml, which exists only in a clone.
         name = "/".join((*path.parts[:-1], path.stem)).removeprefix("configs/")
         if path.parts[0] == "configs" and not path.exists() and _shipped(name) is not None:
             raise ConfigError(f"{text}: there is no such file here. Fix: write {name}, which is shipped")
@@ -91,9 +92,10 @@ def find(text: str) -> Path:
     if shipped is not None:
         return shipped
     if path.exists() or len(path.parts) > 1 or is_yaml:
-        # The code that reads the file reports that it does not exist.
+        # ``load_config`` reports a file that does not exist.
         return path
     names = [recipe.name for part in PARTS for recipe in recipes(part)]
+    # A beginning of a name is a better hint than mere similarity.
     near = [each for each in names if each.startswith(text)] or difflib.get_close_matches(
         text, names, n=3, cutoff=0.3
     )
@@ -126,8 +128,8 @@ def missing_recipe(words: Iterable[str]) -> Violation:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a configuration: a recipe's name with its directory, or the file name without its
-    suffix. Names may contain dots."""
+    """Return the name of a configuration: a recipe's name with its subdirectory, or a file's name without
+    ``.yaml``. Names may contain dots."""
     shipped = path.resolve()
     if shipped.is_relative_to(directory()):
         shipped = shipped.relative_to(directory())
@@ -136,27 +138,28 @@ def name_of(path: Path) -> str:
 
 
 def misnamed_directory(text: str, run_dir: str) -> str | None:
-    """Return the run directory that versions up to 0.1 used for a configuration, if it holds a run; otherwise
-    None.
+    """Return the run directory that versions up to 0.1 used for a configuration, if there is a run in it,
+    else None.
 
-    Those versions truncated a name at its last dot, so that several recipes shared a directory.
+    Those versions truncated a name at its last dot, so several recipes shared a directory.
 
     Args:
-        text: recipe or file, as the command line names it.
+        text: recipe or file, as written on the command line.
         run_dir: run directory of this launch.
     """
     old = Path("runs") / Path(text).stem
-    # Use os.path, which treats a name that no file can have as absent; the run itself refuses such a name.
+    # os.path, unlike pathlib, returns False for names that no file can have; the run itself refuses them.
     is_misnamed = old != Path(run_dir) and not os.path.exists(run_dir) and os.path.isfile(old / "config.yaml")
     return str(old) if is_misnamed else None
 
 
 def other_run_of(text: str, run_dir: str) -> str | None:
-    """Return the run directory that a configuration is stored in, if it is not that of this launch; otherwise
-    None. A directory that was copied or renamed keeps its configuration, which names the earlier directory.
+    """Return the run directory from which a ``config.yaml`` was taken, if it is not that of this launch,
+    else None. A copied or renamed run directory has a ``config.yaml`` that still names the earlier one.
 
     Args:
-        text, run_dir: as of ``misnamed_directory``.
+        text: recipe or file, as written on the command line.
+        run_dir: run directory of this launch.
     """
     place = os.path.dirname(text) or os.curdir
     is_stored = os.path.basename(text) == "config.yaml" and os.path.isfile(f"{place}/launches.jsonl")
@@ -165,7 +168,8 @@ def other_run_of(text: str, run_dir: str) -> str | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the shipped file with this name, given with or without its suffix; names may contain dots."""
+    """Return the shipped file with this name, or None; ``.yaml`` may be left out, and names may contain
+    dots."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     path = directory() / f"{stem}.yaml"
     return path if stem and path.is_file() else None

@@ -1,7 +1,8 @@
-"""Write the generated tables of the configuration pages: ``python -m megarl.config.reference configs``.
+"""Generator of the tables in ``configs/README.md`` and ``configs/KEYS.md``: ``python -m
+megarl.config.reference configs``.
 
-``README.md`` has tables of recipes, from their dry runs. ``KEYS.md`` has a table of keys for every section:
-keys from the TypedDicts that configurations are checked against, meanings and defaults from their fields.
+``README.md`` gets tables of recipes, from their dry runs; ``KEYS.md`` a table of keys per section, from the
+TypedDicts and their ``Key`` annotations.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _WORDS = {
 _BEGIN, _END = "<!-- generated: {} -->", "<!-- end: {} -->"
 _MISSING = object()
 PAGES: Mapping[str, str] = {"README.md": "recipes", "KEYS.md": "keys"}
-"""File name of each page to the name of its generated table."""
+"""File name of each page -> name of its generated table."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Update the tables of both pages in the recipe directory."""
+    """Update both pages in the directory ``arguments[0]``, and return the exit code."""
     configs = Path(arguments[0])
     for name in PAGES:
         page = configs / name
@@ -54,10 +55,10 @@ def updated(page: str, name: str, configs: Path) -> str:
     """Return the text of a page with its generated table replaced by the current one.
 
     Args:
-        page: the text, in which the table that ``PAGES`` names for it is between the lines ``<!-- generated:
-            TABLE -->`` and ``<!-- end: TABLE -->``.
+        page: text of the page, with the table between the lines ``<!-- generated: TABLE -->`` and ``<!-- end:
+            TABLE -->``, where TABLE is the page's entry in ``PAGES``.
         name: file name of the page.
-        configs: recipe directory.
+        configs: directory of the recipes.
 
     Raises:
         ValueError: one of these lines is missing or repeated.
@@ -74,7 +75,7 @@ def updated(page: str, name: str, configs: Path) -> str:
 
 
 def recipe_table(configs: Path) -> Iterator[str]:
-    """Yield the table's header and one row per recipe: its ranks, the size of its micro-batches, and the
+    """Yield the lines of a Markdown table of recipes: ranks, parallel sizes, tokens per micro-batch, and
     memory of the fullest rank."""
     yield (
         "| recipe | nodes x ranks | pipeline, data, tensor, expert | tokens a micro-batch | recompute | "
@@ -88,6 +89,7 @@ def recipe_table(configs: Path) -> Iterator[str]:
         megatron, dtensor = policy["megatron_cfg"], policy["dtensor_cfg"]
         packing = policy["sequence_packing"]
         tokens = batch_plan(config, layout).tokens_per_micro_batch
+        # Only sections of enabled backends have their defaults, hence ``get``.
         recompute = (
             megatron.get("activation_checkpointing")
             or dtensor.get("activation_checkpointing")
@@ -108,8 +110,8 @@ def recipe_table(configs: Path) -> Iterator[str]:
 
 
 def ledger_table(configs: Path) -> Iterator[str]:
-    """Yield the table's header and one row per recipe whose engine shares the policy's devices: the total GiB
-    on the fullest device at each moment of a start."""
+    """Yield the lines of a Markdown table of the recipes whose engine shares the policy's devices: GiB in
+    use on the fullest device at each moment of a run."""
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         config = validate_config(load_config(path), name=path.stem)
@@ -125,7 +127,8 @@ def ledger_table(configs: Path) -> Iterator[str]:
 
 
 def key_tables() -> Iterator[str]:
-    """Yield a table for every section, in the order in which a configuration is written."""
+    """Yield the lines of a Markdown table for every section, in the order in which a configuration is
+    written."""
     for number, (path, section) in enumerate(_sections("", run_type(None))):
         if number:
             yield ""
@@ -140,7 +143,7 @@ def key_tables() -> Iterator[str]:
 
 
 def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each key of a section with its kind of value, its default and its meaning."""
+    """Yield (key, allowed values in words, default, meaning) for each key of a section."""
     fields = fields_of(section)
     for key, annotation in keys_of(section).items():
         full = f"{path}.{key}" if path else key
@@ -156,11 +159,11 @@ def _rows(path: str, section: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def search_keys(words: Sequence[str]) -> Iterator[str]:
-    """Yield a paragraph for every key whose name, kind or meaning contains all of the words, ignoring case.
-    Keys of other trainers follow.
+    """Yield a paragraph for every key whose dotted name, allowed values or meaning contain all words,
+    ignoring case; keys of other trainers come last.
 
     Args:
-        words: words to search for; without any, all of megarl's keys are given.
+        words: words to search for; without any, all of megarl's own keys match.
     """
     wanted = [word.lower() for word in words]
     for path, section in _sections("", run_type(None)):
@@ -177,7 +180,7 @@ def search_keys(words: Sequence[str]) -> Iterator[str]:
 
 
 def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a section and its subsections, each with its dotted path."""
+    """Yield (dotted path, TypedDict) of a section and of all its subsections."""
     yield path, section
     for key, annotation in keys_of(section).items():
         # Remove duplicates: a key may accept a section or a list of sections, both with the same keys.
@@ -188,7 +191,8 @@ def _sections(path: str, section: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
-    """Describe in words the values that an annotation allows, without the refused ones."""
+    """Describe the values that an annotation allows in words, without the values that a rule always
+    refuses."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in {NotRequired, Annotated}:
         return _kind(parts[0], refused)
@@ -208,7 +212,8 @@ def _kind(annotation: Any, refused: frozenset[Any] = frozenset()) -> str:
 
 
 def _default(annotation: Any, first: Any, second: Any) -> str:
-    """Describe the default of a key. If it differs between two examples, it follows from other keys."""
+    """Return the table's text for a key's default. A default that differs between two example configurations
+    is derived from other keys (``follows``)."""
     if get_origin(annotation) is not NotRequired:
         return "required"
     if first is _MISSING or (isinstance(first, Mapping) and any(True for _ in section_types(annotation))):
@@ -219,8 +224,9 @@ def _default(annotation: Any, first: Any, second: Any) -> str:
 
 
 def _absent_values(path: str) -> Iterator[Any]:
-    """Yield the default of a key in two example configurations that differ in all their sizes."""
-    # A default that is equal in both examples is a constant, whereas one that follows another key differs.
+    """Yield the value that an absent key gets, in each of two example configurations that differ in all
+    sizes."""
+    # A default that is the same in both examples is a constant; one that is derived from another key differs.
     for size in (8, 24):
         example = _example(size)
         *parents, key = path.split(".")
@@ -239,8 +245,8 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _example(size: int) -> dict[str, Any]:
-    """Return a configuration with required keys only. Two examples of different sizes differ in every default
-    that follows from another key."""
+    """Return a configuration with required keys only. Examples of different sizes differ in every default
+    that is derived from other keys."""
     source = {"path": "train.jsonl", "prompt_key": "prompt", "answer_key": "answer"}
     megatron = {"enabled": True, "optimizer": {"lr": 1e-6 * size}, "tensor_model_parallel_size": size // 4}
     sections = {"generation": {"max_new_tokens": size}, "reward_model_cfg": {"enabled": True}}
@@ -249,7 +255,7 @@ def _example(size: int) -> dict[str, Any]:
         "train_micro_batch_size": size // 8,
         "max_total_sequence_length": size,
     }
-    # Enable both, because only then are their sections completed; no rule checks these examples.
+    # Enable both backends, because only enabled sections get their defaults. No rule checks these examples.
     backends = {
         "precision": "bfloat16" if size == 8 else "float32",
         "megatron_cfg": megatron,

@@ -1,5 +1,4 @@
-"""The report of ``--dry-run``: the resolved configuration, the ranks, the batches and the memory of a
-rank."""
+"""Report of ``megarl train --dry-run``: resolved configuration, rank layout, batch sizes and memory plan."""
 
 from __future__ import annotations
 
@@ -41,8 +40,9 @@ from megarl.config.validation_sets import set_plans, validation_sources
 from megarl.redaction import redacted
 
 WIDTH = 100
+# More ranks than this are abbreviated, because large runs have thousands.
 RANKS_SHOWN = 32
-# Names of the terms of a rank's memory, as they are shown.
+# Attribute of ``RankMemory`` -> its label in the table.
 _TERMS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -57,26 +57,28 @@ _TERMS = {
 
 class _Output(Console):
     def on_broken_pipe(self) -> NoReturn:
-        # By default rich exits with 1. The command line gives all commands one exit code.
+        # By default rich exits with code 1. Raise instead, so that ``quiet_without_reader`` gives all
+        # commands the same exit code.
         raise BrokenPipeError
 
 
 def output_console(*, highlight: bool = False) -> Console:
-    """Return the console of standard output, as wide as a terminal, otherwise of ``WIDTH`` columns."""
+    """Return a console for standard output, as wide as the terminal, or ``WIDTH`` columns if it is not a
+    terminal."""
     return _Output(highlight=highlight, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) -> None:
-    """Print the whole report.
+    """Print the complete dry-run report.
 
     Args:
         config: a checked run with its defaults.
-        facts: sizes of the model, None if unknown.
-        console: console to print to; 100 columns are enough.
+        facts: sizes of the policy's model; None if unknown, which leaves out the memory tables.
+        console: console to print to, at least 100 columns wide.
     """
     layout = layout_of(View(config))
     console.rule("configuration")
-    # Redact before the console breaks lines, because half a secret would not be recognised.
+    # Redact before the console wraps lines, because half of a secret would not be recognised.
     shown = redacted(config)
     console.print(yaml.safe_dump(shown, sort_keys=False, width=WIDTH - 4), markup=False, highlight=False)
     console.print(layout_table(layout))
@@ -102,8 +104,8 @@ def print_report(config: RunConfig, facts: ModelFacts | None, console: Console) 
 
 
 def layout_table(layout: Layout) -> Table:
-    """Return a table with each rank's pipeline, data, context and tensor index and its node. If there are
-    many ranks, it shows the first and last ones."""
+    """Return a table of the ranks: index on each parallel axis, node, and rank on the node. With more than
+    ``RANKS_SHOWN`` ranks, only the first and last ones are listed."""
     sizes = (
         f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
     )
@@ -136,8 +138,13 @@ def _shown(ranks: int) -> Iterable[int | None]:
 
 
 def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
-    """Return a table of the batch arithmetic of a step, one quantity per line. ``answers_to`` names the
-    records that have several responses or answers; None if they have one."""
+    """Return a table of the batch sizes of one step, with the arithmetic behind each.
+
+    Args:
+        plan: batch sizes of the step.
+        answers_to: noun for records with several responses or answers (``prompts``, ``pairs``); None if each
+            record is one sample.
+    """
     table = Table(title="batches of a step", show_header=False)
     table.add_column("quantity")
     table.add_column("arithmetic")
@@ -180,7 +187,8 @@ def batch_table(plan: BatchPlan, answers_to: str | None) -> Table:
 
 
 def validation_table(config: RunConfig) -> Table:
-    """Return a table of the validation sets of a checked run that generates, one per row."""
+    """Return a table with one row per validation set: sources, prompts, responses per prompt and sampling.
+    The run must be checked, and its algorithm must generate responses."""
     table = Table(title="validation")
     for heading in ("set", "sources", "prompts", "responses a prompt", "sampling"):
         table.add_column(
@@ -197,10 +205,14 @@ def validation_table(config: RunConfig) -> Table:
 
 
 def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
-    """Return a table of a rank's memory, one column per pipeline stage. If there are many stages, it shows
-    the first, second and last one. ``model`` is the section of a model other than the policy."""
-    # The first stage has the embedding and the last one the output layer. The stages between them are much
-    # alike.
+    """Return a table of the memory of a rank, one column per pipeline stage. With more than four stages, it
+    shows the first two and the last one.
+
+    Args:
+        rows: memory of one rank of each stage.
+        model: dotted path of the model's section, for the title; None for the policy.
+    """
+    # The first stage has the embedding, the last one the output layer. The stages in between differ little.
     shown = rows if len(rows) <= 4 else [rows[0], rows[1], rows[-1]]
     whose = "" if model is None else f"{model}: "
     table = Table(title=f"{whose}estimated memory of a rank, by pipeline stage (parameters are exact)")
@@ -214,6 +226,7 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
     table.add_section()
     table.add_row("peak", *(size_text(row.peak) for row in shown))
     if model is None:
+        # Models other than the policy have no reference.
         table.add_row("reference policy, host memory", *(size_text(row.reference_weights) for row in shown))
     if any(row.host_optimizer for row in shown):
         table.add_row("optimizer, host memory", *(size_text(row.host_optimizer) for row in shown))
@@ -223,8 +236,8 @@ def memory_table(rows: list[RankMemory], model: str | None = None) -> Table:
 def surroundings_table(
     config: RunConfig, facts: ModelFacts, ranks: list[RankMemory], beside: Mapping[str, list[RankMemory]]
 ) -> Table:
-    """Return a table of what the run needs besides the training devices: engine, host memory of a
-    node, disk."""
+    """Return a table of the run's memory outside the training devices: engine, host memory of a node, and
+    disk."""
     table = Table(title="engine, host memory and disk (estimated)", show_header=False)
     table.add_column("quantity")
     table.add_column("value", justify="right")
@@ -253,8 +266,15 @@ def surroundings_table(
 
 
 def ledger_table(moments: list[Moment], device_gib: float, *, shares: bool = True) -> Table:
-    """Return a table of a run's moments and the free device memory at each, on a device that the engine
-    shares, or on a training device and an engine's device."""
+    """Return a table of device memory at each moment of a run: policy, engine, transfer buffers, sum and
+    free memory.
+
+    Args:
+        moments: result of ``megarl.config.plan.ledger``.
+        device_gib: memory of a device in GiB.
+        shares: policy and engine are on the same device; otherwise a row describes a training device or an
+            engine's device.
+    """
     which = "a device that policy and engine share" if shares else "a device of training, or of an engine"
     table = Table(title=f"{which}, {device_gib:g} GiB (estimated)")
     for heading in ("moment", "policy", "engine", "transfer", "together", "free"):

@@ -1,4 +1,4 @@
-"""Changes of a configuration, and their effect on a run that resumes from a checkpoint. Pure Python."""
+"""Check of configuration changes when a run resumes from a checkpoint. Pure Python, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarl.config.nested import at
 from megarl.config.policy import STATE_KEYS
 from megarl.errors import ConfigError, Violation
 
-# A checkpoint's optimizer state contains these values, so that other ones would be ignored.
+# A checkpoint's optimizer state contains the values of these sections, and loading it would overwrite
+# changes.
 _KEPT_BY_STATE = ("policy.optimizer", "policy.megatron_cfg.optimizer")
 # Keys that define a schedule. Changes take effect, because the schedule continues from the checkpoint's step.
 _SCHEDULE = (
@@ -24,10 +25,10 @@ _SCHEDULE = (
     "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.scheduler",
 )
-# The state of this optimizer has another format, which the other optimizer cannot read.
+# With and without the distributed optimizer, the saved state has different formats.
 _DISTRIBUTED = "policy.megatron_cfg.optimizer.use_distributed_optimizer"
-# Keys for how a step is computed, and not for its result: every setting reads the state of every other one.
-# The distributed optimizer has a separate rule.
+# Keys that affect how a step is computed, not its result: a state saved with one value loads with any other.
+# ``_other_form`` checks ``_DISTRIBUTED``.
 _FREE = (
     _DISTRIBUTED,
     *(
@@ -38,8 +39,8 @@ _FREE = (
     *(f"policy.optimizer.{key}" for key in STATE_KEYS),
     *(f"policy.optimizer.kwargs.{key}" for key in ("foreach", "fused", "capturable", "differentiable")),
 )
-# Keys that must stay the same during a run. The location of the data may change, because a fingerprint
-# compares its content.
+# Keys that must not change during a run unless accept_changes is true. The location of the data may change,
+# because the data sources' fingerprint is compared.
 _PROMISED = (
     "algorithm",
     "recipe",
@@ -64,18 +65,19 @@ _PLACES_OF_DATA = (
     "data.cache_dir",
     "data.cache_gib",
 )
+# If data.train is a list, the dotted keys of its sources have an index.
 _PLACE_IN_LIST = re.compile(r"data\.train\.\d+\.(path|name)")
 
 
-# Sections with keys that megarl does not know.
+# Sections whose keys users choose freely.
 _BY_A_PERSON = frozenset({"kwargs", "options", "engine_cfg", "vllm_kwargs"})
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys whose values differ between two configurations, with both values.
+    """Return the dotted keys whose values differ between two configurations -> (old value, new value).
 
-    A key that only one of them has was added or removed by another version of megarl, and is ignored. Inside
-    ``kwargs`` and options, which the user writes, such a key counts as a change from or to None.
+    A key that only one of the two has is ignored, because another version of megarl added or removed it.
+    Inside ``kwargs``, ``options`` and the like, which users write, an absent key counts as None instead.
     """
     changes: dict[str, tuple[Any, Any]] = {}
     for key in before:
@@ -83,6 +85,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
             continue
         old, new = _by_place(before[key], now[key])
         if isinstance(old, Mapping) and isinstance(new, Mapping):
+            # No other version of megarl adds keys here, so a missing key was removed by the user.
             if key in _BY_A_PERSON:
                 absent = dict.fromkeys([*old, *new])
                 old, new = {**absent, **old}, {**absent, **new}
@@ -105,24 +108,24 @@ def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
 def check_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str, accepted: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the changed keys of a run that resumes from a checkpoint, after checking that the changes are
-    allowed.
+    """Return the changed keys (old value, new value) of a run that resumes from a checkpoint, after checking
+    that all are allowed.
 
     Args:
-        before: the configuration that the checkpoint was written with.
-        now: the present one.
-        checkpoint: name of the checkpoint for messages.
-        accepted: ``checkpointing.accept_changes``.
+        before: configuration with which the checkpoint was written.
+        now: current configuration.
+        checkpoint: name of the checkpoint, for messages.
+        accepted: value of ``checkpointing.accept_changes``.
 
     Raises:
-        ConfigError: a change cannot take effect; or it changes what defines the run, such as its data or
-            schedule, and is not accepted.
+        ConfigError: a change cannot take effect, or changes what defines the run (data, seed, schedule) and
+            is not accepted.
     """
     changes, models = changed_keys(before, now), model_sections(now)
     trained = [path for path, section in models.items() if section.is_trained]
     others = [path for path in models if path not in trained]
     violations = list(_other_backend(before, now, [POLICY, *trained], checkpoint))
-    # Leave out models that are not trained, because they have no state.
+    # Models that are not trained have no optimizer state that could conflict.
     of_state = {key: values for key, values in changes.items() if not _is_below(key, others)}
     violations += [
         *_other_form(of_state, trained, checkpoint),

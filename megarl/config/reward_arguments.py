@@ -1,8 +1,8 @@
-"""Arguments of a user's reward function, which are determined by the names of its parameters.
+"""Arguments of a custom reward function, chosen by the names of its parameters.
 
 A function may be written for megarl, for verl's ``compute_score``, for TRL's ``reward_funcs`` or for
-verifiers' rubrics: the names of its parameters decide which values they get. Parameters for values of several
-responses (``completions``) get lists with one item, and the function returns a list with one item.
+verifiers' rubrics. If its parameters are names of lists (``completions``), it gets lists with one item and
+returns such a list.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SINGLE: Mapping[str, str] = MappingProxyType(
         "state": STATE,
     }
 )
-"""Name of each parameter that holds a single value, to the kind of value."""
+"""Parameter name -> kind of its value, for parameters with a single value."""
 
 SEVERAL: Mapping[str, str] = MappingProxyType(
     {
@@ -54,7 +54,7 @@ SEVERAL: Mapping[str, str] = MappingProxyType(
         "data_sources": SOURCE,
     }
 )
-"""Name of each parameter that holds a list, to the kind of value in the list."""
+"""Parameter name -> kind of the items, for parameters with a list."""
 
 GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -65,9 +65,10 @@ GIVEN_BY_CALLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "state": ("prompt", "completion", "answer", "info", "task"),
     }
 )
-"""Arguments that verl, TRL and verifiers pass by name in addition to the response, which ``**kwargs`` may
-expect."""
+"""Parameter name by which a function for verl, TRL or verifiers is recognised -> further arguments that this
+library passes by keyword, and ``**kwargs`` may therefore expect."""
 
+# Parameter names by which a function is recognised as a rubric of verifiers.
 _OF_VERIFIERS = frozenset({"info", "task", "state"})
 _NAMED = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -78,16 +79,16 @@ _NAMED = (
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments for a call of a reward function.
+    """Arguments with which a reward function is called.
 
     Attributes:
         positional, keywords: names of the parameters that get values, in order.
-        optional: names of those with a default, which a column of that name replaces.
-        takes_rest: the function has ``**kwargs``, which get the values that no parameter names: columns of
-            the record, and the other arguments of the library that the function was written for.
-        is_of_several: the function takes lists of responses and returns a list of numbers.
-        takes_messages: in a conversation, the response is passed as a list of messages, as TRL and verifiers
-            do.
+        optional: names of parameters with a default; a record field of the same name replaces it.
+        takes_rest: the function has ``**kwargs``, which get all remaining record fields, and the further
+            arguments of the library for which the function was written.
+        is_of_several: the function takes lists with one item per response, and returns a list of numbers.
+        takes_messages: for records with messages, the response is passed as a list of messages, as TRL and
+            verifiers do.
     """
 
     positional: tuple[str, ...]
@@ -99,22 +100,22 @@ class Arguments:
 
     @property
     def reads_record(self) -> bool:
-        """True if the function may read any field of the record."""
+        """True if a required parameter or ``**kwargs`` may get a field of the record."""
         read = {SEVERAL.get(name) or SINGLE.get(name) for name in (*self.positional, *self.keywords)}
         return self.takes_rest or not read <= {RESPONSE, ANSWER}
 
     @property
     def wants_record(self) -> bool:
-        """True if the function reads more than the response and the reference answer."""
+        """True if the function may read more than the response and the reference answer."""
         return self.reads_record or bool(self.optional)
 
 
 def arguments_of(function: Callable[..., Any]) -> Arguments:
-    """Return the arguments that a reward function takes. ``unknown_parameters`` checks that their names are
-    known."""
+    """Return the arguments with which a reward function is called. Unknown parameter names are not reported
+    here, see ``unknown_parameters``."""
     parameters = _parameters_of(function)
     if parameters is None:
-        # Some functions in C have no signature, and therefore no names of parameters.
+        # Functions in C may have no signature; call them with response and reference answer.
         return Arguments((RESPONSE, ANSWER), ())
     positional, keywords, optional, names, takes_rest = [], [], [], set(), False
     for each in parameters:
@@ -143,11 +144,11 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
 
 
 def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = ()) -> list[str]:
-    """Return the parameters without a default for which there is no value.
+    """Return the names of required parameters for which there is no value.
 
     Args:
-        function: the user's function.
-        columns: data fields that records keep (``extra_keys``); a parameter may have the name of one.
+        function: the custom reward function.
+        columns: record fields that parameters may be named after (``extra_keys``).
     """
     unknown = []
     for each in _parameters_of(function) or ():
@@ -158,14 +159,14 @@ def unknown_parameters(function: Callable[..., Any], columns: Collection[str] = 
 
 
 def takes_a_response(function: Callable[..., Any]) -> bool:
-    """Return whether a function reads the response, which it needs in order to score anything."""
+    """Return whether a function has a parameter for the response, without which it cannot score anything."""
     arguments = arguments_of(function)
     names = (*arguments.positional, *arguments.keywords)
     return any((SEVERAL.get(name) or SINGLE.get(name)) in (RESPONSE, STATE) for name in names)
 
 
 def known_names() -> str:
-    """Return the known parameter names in words, for messages."""
+    """Return the known parameter names as text for messages."""
     ways: dict[str, list[str]] = {}
     for name, meaning in SINGLE.items():
         ways.setdefault(meaning, []).append(name)
@@ -178,12 +179,12 @@ def known_names() -> str:
 def values_for(
     arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and the keyword arguments of a call.
+    """Return the positional and keyword arguments for a call of a reward function.
 
     Args:
-        arguments: arguments that the function takes.
-        values: values by kind, ``PROMPT`` to ``STATE``.
-        columns: fields of the record.
+        arguments: result of ``arguments_of``.
+        values: value of each kind (``PROMPT``, ``RESPONSE``, ... ``STATE``).
+        columns: fields of the record that are passed on.
     """
     named = {
         name: _value(name, arguments, values, columns)
@@ -204,9 +205,9 @@ def values_for(
 
 
 def _value(name: str, arguments: Arguments, values: Mapping[str, Any], columns: Mapping[str, Any]) -> Any:
-    # Prefer a field of the data with this name, because the function was written for it: verl's extra_info,
-    # TRL's ground_truth. But prompt and response are never taken from the data, whatever columns they have.
-    # The list that verl calls extra_infos is of its field extra_info.
+    # Prefer a record field of this name (verl's extra_info, TRL's ground_truth), because the function was
+    # written for it. Never take prompt or response from the record. For verl's list extra_infos, use the
+    # field extra_info.
     column = name.removesuffix("s") if name in SEVERAL and name not in columns else name
     if column in columns and (SINGLE.get(name) or SEVERAL.get(name)) not in (RESPONSE, PROMPT, STATE):
         found = columns[column]
@@ -230,7 +231,7 @@ def _is_known(name: str) -> bool:
 
 
 def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of a function, or None if it has no readable signature."""
+    """Return the parameters of a function, or None if Python cannot determine them (some functions in C)."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -238,7 +239,12 @@ def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | No
 
 
 def describe_faults(function: Callable[..., Any], columns: Collection[str]) -> Iterator[str]:
-    """Yield descriptions of the faults in a reward function's parameters."""
+    """Yield what is wrong with a reward function's parameters, if anything.
+
+    Args:
+        function: the custom reward function.
+        columns: record fields that parameters may be named after (``extra_keys``).
+    """
     unknown = unknown_parameters(function, columns)
     if unknown:
         yield (

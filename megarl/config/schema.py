@@ -1,5 +1,5 @@
-"""Check a configuration against the TypedDicts: types, missing keys, unknown keys. The rules between keys are
-in ``megarl.config.rules``."""
+"""Check of a configuration against the TypedDicts: types, missing keys and unknown keys.
+``megarl.config.rules`` checks which values are compatible with each other."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ): "it was removed, as its loss depended on the division of a batch: write "
     "aux_loss (over the global batch) or seq_aux_loss (over each sequence)",
 }
-"""Values that keys had in earlier versions, by the last word of the key, with the replacement."""
+"""(last part of a key, value that an earlier version allowed) -> advice on its replacement."""
 
 
 Steps: TypeAlias = tuple[tuple[int | str, bool], ...]
 
-# Be strict: a text never becomes a number, and a number never becomes a flag.
+# Strict: pydantic must not convert texts to numbers, or numbers to booleans.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 EXPECTED = {
@@ -52,11 +52,12 @@ EXPECTED = {
 
 IN_PLACE_OF_A_SECTION = "set its keys one by one, or merge a file that has the section by --with FILE"
 _SIMILAR = 0.5
-"""Least similarity of a value that was meant, as of fp16 and float16."""
+"""Minimum similarity at which an allowed value is proposed for a wrong one, low enough for fp16 and
+float16."""
 
 
 class Absent:
-    """Placeholder in a violation for the value of an absent key."""
+    """Type of ``ABSENT``, the value of an absent key in a violation."""
 
     def __repr__(self) -> str:
         return "<absent>"
@@ -67,8 +68,8 @@ ABSENT = Absent()
 
 @cache
 def known_paths(section: Any) -> tuple[str, ...]:
-    """Return every dotted path that a TypedDict allows, sections included. NAME stands for a user-chosen
-    name."""
+    """Return every dotted path that a section's TypedDict allows, subsections included. NAME stands for a
+    name that users choose."""
     paths: list[str] = []
     for key, annotation in keys_of(section).items():
         paths.append(key)
@@ -81,12 +82,12 @@ def known_paths(section: Any) -> tuple[str, ...]:
 
 @cache
 def _adapter(section: Any) -> TypeAdapter[Any]:
-    """Return the validator of a TypedDict, with every section inside it made strict."""
+    """Return pydantic's validator of a TypedDict, strict in all of its subsections."""
     pending = [section]
     while pending:
         current = pending.pop()
-        # pydantic reads this attribute from each TypedDict separately: a section without it would accept
-        # unknown keys and convert texts to numbers.
+        # pydantic reads this attribute of each TypedDict separately. A section without it would accept
+        # unknown keys, and convert texts to numbers.
         current.__pydantic_config__ = STRICT
         for annotation in keys_of(current).values():
             pending += [*section_types(annotation), *named_section_types(annotation)]
@@ -94,13 +95,12 @@ def _adapter(section: Any) -> TypeAdapter[Any]:
 
 
 def check_run(config: Mapping[str, Any]) -> list[Violation]:
-    """Return all schema violations of a whole run's configuration."""
+    """Return the schema violations of a run's configuration."""
     name, env = config.get("algorithm"), config.get("env")
     named: Mapping[str, Any] = {}
     if isinstance(env, Mapping):
         named = named_environments(env)
-        # Check named environments as separate sections: the user chooses their names, so that no TypedDict
-        # can have them as keys.
+        # Check named environments separately, because no TypedDict can contain names that users choose.
         config = {**config, "env": {key: value for key, value in env.items() if key not in named}}
     violations = check_section(config, run_type(name))
     for environment, section in named.items():
@@ -109,7 +109,8 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
     for path, model in model_sections(config).items():
         violations += _violations_of_model(config, path, model, known)
     if isinstance(name, str) and is_import_path(name) and not sections_of(name):
-        # Only the algorithm knows which sections such a run has, and it cannot be loaded.
+        # The custom algorithm cannot be loaded, so its sections are unknown and must not be reported as
+        # unknown keys.
         return [violation for violation in violations if violation.key in ORDER or "." in violation.key]
     return violations
 
@@ -117,13 +118,14 @@ def check_run(config: Mapping[str, Any]) -> list[Violation]:
 def _violations_of_model(
     config: Mapping[str, Any], path: str, model: ModelSection, known: set[str]
 ) -> Iterator[Violation]:
-    """Yield the schema violations of a section that inherits from ``policy``, without those that it inherits.
+    """Yield the schema violations of a section that inherits from ``policy``. Faults of inherited values are
+    left out, because they are reported for ``policy``.
 
     Args:
         config: the run's configuration.
         path: dotted path of the section.
         model: declaration of the section.
-        known: dotted keys of violations that are reported already.
+        known: dotted keys of the violations that are reported already.
     """
     policy, own = config.get(POLICY), at(config, path)
     own = {} if own is None else own
@@ -137,17 +139,17 @@ def _violations_of_model(
 
 
 def check_policy(config: Mapping[str, Any]) -> list[Violation]:
-    """Return all schema violations of a ``policy`` section; their keys start with ``policy``."""
+    """Return the schema violations of a ``policy`` section; their keys begin with ``policy``."""
     return check_section(config, PolicyConfig, prefix="policy")
 
 
 def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> list[Violation]:
-    """Return all schema violations of a section.
+    """Return the schema violations of a section, at most one per key.
 
     Args:
-        config: plain containers.
-        section: a TypedDict.
-        prefix: dotted path of ``config`` in the whole configuration.
+        config: the section as plain containers.
+        section: its TypedDict.
+        prefix: dotted path of the section, with which the keys of violations begin.
     """
     try:
         _adapter(section).validate_python(config)
@@ -155,20 +157,20 @@ def check_section(config: Mapping[str, Any], section: Any, prefix: str = "") -> 
         faults = error.errors(include_url=False)
     else:
         return []
-    # For a union, pydantic reports the faults of all members. If the user wrote a section, the faults of the
-    # list would hide the relevant one.
+    # For a union such as "section or list of sections", pydantic reports the errors of all members. Keep
+    # those of the member that the user meant.
     located = _likeliest_members([(_steps(config, fault), fault) for fault in faults])
     violations = list[Violation]()
     for steps, fault in located:
         location = tuple(part for part, real in steps if real)
         violations.append(_violation(fault, location, section, prefix))
-    # Return only the first violation of each key, in the order in which they were found.
+    # Keep the first violation of each key, in the original order.
     return list({violation.key: violation for violation in reversed(violations)}.values())[::-1]
 
 
 def _steps(config: Any, fault: Any) -> Steps:
-    """Return the parts of a validator's location, each with whether it is a step inside ``config``. Other
-    parts name a member of a union."""
+    """Return the parts of a pydantic error's location, each with True if it is a key or index inside
+    ``config``, and False if it names a member of a union."""
     steps: list[tuple[int | str, bool]] = []
     current = config
     for position, part in enumerate(fault["loc"]):
@@ -185,8 +187,8 @@ def _steps(config: Any, fault: Any) -> Steps:
 
 
 def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, Any]]:
-    """Keep, for each union, only the faults of the member that was most likely meant: the one whose faults
-    are deepest, and then the one with the fewest."""
+    """Keep, for each union, only the errors of the member that the user most likely meant: the one whose
+    errors are deepest, and among equals the one with the fewest errors."""
     kept = located
     for level in range(max((len(steps) for steps, _ in located), default=0)):
         members: dict[Steps, dict[int | str, list[tuple[Steps, Any]]]] = {}
@@ -199,7 +201,7 @@ def _likeliest_members(located: list[tuple[Steps, Any]]) -> list[tuple[Steps, An
                 faults_by_member.values(),
                 key=lambda faults: (max(len(steps) for steps, _ in faults), -len(faults)),
             )
-            # Compare by identity, because a fault is a dictionary, which a set cannot hold.
+            # Compare by identity, because errors are dictionaries, which are not hashable.
             dropped = set[int]()
             for faults in faults_by_member.values():
                 dropped.update(map(id, faults if faults is not best else ()))
@@ -229,6 +231,7 @@ def _violation(fault: Any, location: tuple[int | str, ...], section: Any, prefix
     wanted = known_paths(section)
     inner = [name for name in ("path", "name") if f"{path}.{name}" in wanted]
     if kind == "dict_type" and isinstance(value, str) and inner:
+        # A plain word is more likely the name of a data set than a path.
         is_name = "name" in inner and not any(mark in value for mark in "/.")
         return Violation(
             key, value, _expected(fault), f"write {key}.{'name' if is_name else inner[0]}={value}"
@@ -269,7 +272,7 @@ def _repair(fault: Any, value: object) -> str:
 
 
 def _whole(value: object) -> int | None:
-    """Return the whole number that a value such as 1e3 or "1e3" means; None if there is none."""
+    """Return the whole number that a value such as 1000.0, 1e3 or "1e3" denotes, or None."""
     try:
         is_written = isinstance(value, str) and not value.isdigit()
         number = float(value) if is_written or isinstance(value, float) else math.nan  # type: ignore[arg-type]
@@ -289,8 +292,8 @@ def _reads_as_number_or_flag(text: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Return the allowed dotted path that was most likely meant: a key with a similar name in the same
-    section, or else one with the same name elsewhere."""
+    """Return the allowed dotted path that the user most likely meant by an unknown one, or None: a similar
+    name in the same section, else the same name elsewhere, else a similar path."""
     parent, _, name = path.rpartition(".")
     paths = list(known)
     siblings = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == parent}

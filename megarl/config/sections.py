@@ -1,5 +1,5 @@
-"""Schema of a run's configuration, with one TypedDict per section. The policy's section is in
-``megarl.config.policy``."""
+"""Schema of a run's configuration, one TypedDict per section. ``megarl.config.policy`` has the ``policy``
+section."""
 
 from __future__ import annotations
 
@@ -15,29 +15,43 @@ from megarl.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Key, Range
 
 
 class CheckpointingConfig(TypedDict):
-    """Checkpoints."""
+    """Settings of checkpoints."""
 
-    enabled: Annotated[bool, Key("write checkpoints.", default=False)]
+    enabled: Annotated[bool, Key("write checkpoints during the run and at its end.", default=False)]
     checkpoint_dir: NotRequired[
         Annotated[
-            str, Key("directory of the checkpoints; ``checkpoints`` in the run's directory when absent.")
+            str,
+            Key(
+                "directory in which checkpoints are written; ``checkpoints`` in the run directory when "
+                "absent."
+            ),
         ]
     ]
     metric_name: NotRequired[
         Annotated[
             str | None,
-            Key("metric by which the best checkpoints are kept; null keeps the newest.", default=None),
+            Key(
+                "metric that ranks checkpoints for ``keep_top_k``, such as `validation/accuracy` or "
+                "`train/loss`; null ranks the newest first.",
+                default=None,
+            ),
         ]
     ]
     higher_is_better: NotRequired[
-        Annotated[bool, Key("true if a higher value of that metric is better.", default=True)]
+        Annotated[
+            bool,
+            Key(
+                "true if a higher value of ``metric_name`` is better, false if a lower one is.", default=True
+            ),
+        ]
     ]
     save_period: NotRequired[Annotated[int, Key("steps between checkpoints.", AT_LEAST_1, default=10)]]
     keep_top_k: NotRequired[
         Annotated[
             int | None,
             Key(
-                "number of best checkpoints to keep, besides the newest; null keeps all.",
+                "number of best checkpoints (by `metric_name`) to keep, in addition to the newest one; the "
+                "others are deleted. null keeps all.",
                 AT_LEAST_1,
                 default=None,
             ),
@@ -47,9 +61,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             Literal["auto", "never"],
             Key(
-                "``auto`` continues from the newest valid checkpoint, and refuses to start if there are "
-                "checkpoints but none is valid; ``never`` starts over, refuses to do so if a valid "
-                "checkpoint exists, and keeps the old rows of ``metrics.jsonl`` in another file.",
+                "``auto`` continues from the newest valid checkpoint; if there are checkpoints but none is "
+                "valid, the run does not start. ``never`` starts from the beginning, and moves old rows of "
+                "``metrics.jsonl`` to another file; if there is a valid checkpoint, the run does not start.",
                 default="auto",
             ),
         ]
@@ -58,9 +72,9 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "resume from a checkpoint although data, seed, batch, model, learning rate or schedule "
-                "differ from those it was trained with. A changed schedule continues at the checkpoint's "
-                "step, counted from the run's beginning; the optimizer's state stays.",
+                "resume from a checkpoint even if data, seed, batch size, model, learning rate or schedule "
+                "have changed since it was written; false refuses to. A changed schedule continues at the "
+                "checkpoint's step, counted from the beginning of the run; the optimizer state is kept.",
                 default=False,
             ),
         ]
@@ -69,10 +83,10 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             bool,
             Key(
-                "write checkpoints while training goes on: each rank copies its part to shared memory of "
-                "its node, and a process per node writes it from there. The last checkpoint, and one for "
-                "which a node lacks memory, is written synchronously. The memory is kept from one "
-                "checkpoint to the next.",
+                "write checkpoints in the background while training continues: each rank copies its shard "
+                "to shared memory, and one process per node writes it to disk. The last checkpoint, and one "
+                "for which a node lacks memory, is written synchronously. The shared memory stays allocated "
+                "between checkpoints.",
                 default=False,
             ),
         ]
@@ -81,24 +95,29 @@ class CheckpointingConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "maximum number of consecutive checkpoints that cannot be written (no space, a storage "
-                "error) before the run ends; until then each is removed with a warning. A last checkpoint"
-                " that fails ends the run too.",
+                "the run ends when this number of consecutive checkpoints cannot be written (full disk, "
+                "storage error); before that, a failed checkpoint is deleted with a warning. A failure of "
+                "the last checkpoint always ends the run.",
                 AT_LEAST_1,
                 default=3,
             ),
         ]
     ]
     export_hf: NotRequired[
-        Annotated[bool, Key("write the final weights as a Hugging Face model too.", default=False)]
+        Annotated[
+            bool,
+            Key(
+                "at the end of the run, also write the final weights as a Hugging Face model.", default=False
+            ),
+        ]
     ]
     signing_key_file: NotRequired[
         Annotated[
             str | None,
             Key(
-                "file with a secret of 32 bytes or more, of mode 0600, which signs checkpoints; a "
-                "checkpoint without its signature, or with other bytes, is skipped like a damaged one. "
-                "Keep the file where those who can write the checkpoints cannot read it.",
+                "file (mode 0600) with a secret of at least 32 bytes, by which checkpoints are signed. A "
+                "checkpoint without this signature, or with changed bytes, is skipped like a damaged one. "
+                "Whoever can write checkpoints must not be able to read the file. null signs nothing.",
                 default=None,
             ),
         ]
@@ -106,27 +125,42 @@ class CheckpointingConfig(TypedDict):
 
 
 class WandbConfig(TypedDict):
-    """Weights & Biases."""
+    """Settings of Weights & Biases, passed to ``wandb.init``."""
 
-    project: Annotated[str, Key("the project.")]
+    project: Annotated[str, Key("project in Weights & Biases to which the run belongs.")]
     name: NotRequired[
-        Annotated[str | None, Key("name of the run in the service; null lets the service choose one.")]
+        Annotated[str | None, Key("name of the run in Weights & Biases; null lets the service choose one.")]
     ]
-    entity: NotRequired[Annotated[str | None, Key("team or user; null for the one that is logged in.")]]
-    group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
-    tags: NotRequired[Annotated[list[str] | None, Key("tags of the run.")]]
+    entity: NotRequired[
+        Annotated[
+            str | None, Key("team or user that owns the project; null for the logged-in user's default.")
+        ]
+    ]
+    group: NotRequired[
+        Annotated[str | None, Key("name under which the service groups related runs; null for none.")]
+    ]
+    tags: NotRequired[Annotated[list[str] | None, Key("list of tags of the run; null for none.")]]
     mode: NotRequired[
         Annotated[
             Literal["online", "offline"],
-            Key("``offline`` keeps the files on this machine until ``wandb sync``."),
+            Key(
+                "``online`` (the service's default) sends rows during the run; ``offline`` keeps them in "
+                "files on this machine until ``wandb sync``."
+            ),
         ]
     ]
 
 
 class MlflowConfig(TypedDict):
-    """MLflow."""
+    """Settings of MLflow."""
 
-    experiment_name: Annotated[str, Key("the experiment; created if the server has none of that name.")]
+    experiment_name: Annotated[
+        str,
+        Key(
+            "MLflow experiment to which the run belongs; created if the server has no experiment of "
+            "that name."
+        ),
+    ]
     run_name: NotRequired[
         Annotated[str | None, Key("name of the run in MLflow; null lets MLflow choose one.")]
     ]
@@ -134,48 +168,65 @@ class MlflowConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "address of the server, or a local store; null for ``MLFLOW_TRACKING_URI``, else MLflow's "
-                "own default."
+                "address of the tracking server, or path of a local store; null for "
+                "``MLFLOW_TRACKING_URI``, or MLflow's own default if that is not set."
             ),
         ]
     ]
 
 
 class TrackioConfig(TypedDict):
-    """Trackio."""
+    """Settings of Trackio, passed to ``trackio.init``."""
 
-    project: Annotated[str, Key("the project.")]
-    name: NotRequired[Annotated[str | None, Key("name of the run in Trackio; a random number is appended.")]]
-    group: NotRequired[Annotated[str | None, Key("group of runs that belong together.")]]
+    project: Annotated[str, Key("project in Trackio to which the run belongs.")]
+    name: NotRequired[
+        Annotated[
+            str | None,
+            Key(
+                "name of the run in Trackio, to which a random suffix is added; null leaves the suffix alone."
+            ),
+        ]
+    ]
+    group: NotRequired[
+        Annotated[str | None, Key("name under which Trackio groups related runs; null for none.")]
+    ]
     space_id: NotRequired[
-        Annotated[str | None, Key("Hugging Face Space that shows the runs; null keeps them on this machine.")]
+        Annotated[
+            str | None,
+            Key(
+                "id of the Hugging Face Space that stores and shows the runs; null keeps them on this "
+                "machine."
+            ),
+        ]
     ]
 
 
 class TensorboardConfig(TypedDict):
-    """TensorBoard."""
+    """Settings of TensorBoard."""
 
     log_dir: NotRequired[
         Annotated[
             str | None,
             Key(
-                "directory of TensorBoard's files; ``tensorboard`` in the logger's directory when "
-                "absent or null."
+                "directory of TensorBoard's event files; ``tensorboard`` in the directory "
+                "``logger.log_dir`` when absent or null."
             ),
         ]
     ]
 
 
 class SamplesConfig(TypedDict):
-    """Prompts and responses that a run writes for people to read, if its algorithm generates responses. They
-    are in ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run directory."""
+    """Sample files: prompts and responses that a run writes for people to read, if its algorithm generates
+    responses. They are ``samples/train_step_N.jsonl`` and ``samples/validation_step_N.jsonl`` in the run
+    directory."""
 
-    enabled: NotRequired[Annotated[bool, Key("write them.", default=True)]]
+    enabled: NotRequired[Annotated[bool, Key("write sample files.", default=True)]]
     num_train_samples: NotRequired[
         Annotated[
             int | None,
             Key(
-                "samples to keep per training step, the first ones; 0 for none, null for all.",
+                "number of samples written per training step, the first of its batch; 0 writes none, null "
+                "all.",
                 AT_LEAST_0,
                 default=32,
             ),
@@ -185,7 +236,7 @@ class SamplesConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "samples to keep per validation set, the first ones; 0 for none, null for all.",
+                "number of samples written per validation set, the first ones; 0 writes none, null all.",
                 AT_LEAST_0,
                 default=64,
             ),
@@ -195,8 +246,8 @@ class SamplesConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "training steps between two records of samples; those of the first step and of every "
-                "validation are always written.",
+                "number of training steps between sample files; the first step and every validation are "
+                "always written.",
                 AT_LEAST_1,
                 default=1,
             ),
@@ -206,7 +257,8 @@ class SamplesConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "maximum characters of a prompt, a response or a reference; longer texts lose their middle.",
+                "maximum number of characters of a prompt, response or reference in the sample files; the "
+                "middle of a longer text is left out. Training is not affected.",
                 AT_LEAST_1,
                 default=16384,
             ),
@@ -216,21 +268,22 @@ class SamplesConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "maximum number of files for training steps, and as many for validations; the oldest and "
-                "the newest stay, null keeps all.",
+                "maximum number of sample files of training steps, and of sample files of validations; when "
+                "there are more, the first file and the newest ones are kept. null keeps all.",
+                # The first and the newest file are always kept.
                 Range(low=2),
                 default=200,
             ),
         ]
     ]
     token_ids: NotRequired[
-        Annotated[bool, Key("also record the token ids of prompt and response.", default=False)]
+        Annotated[bool, Key("also write the token ids of prompt and response.", default=False)]
     ]
     wandb_table: NotRequired[
         Annotated[
             bool,
             Key(
-                "send them to Weights & Biases too, as the tables ``samples/train`` and "
+                "also send the samples to Weights & Biases, as the tables ``samples/train`` and "
                 "``samples/validation``.",
                 default=False,
             ),
@@ -239,19 +292,21 @@ class SamplesConfig(TypedDict):
 
 
 class LoggerConfig(TypedDict):
-    """Sinks of metrics besides ``metrics.jsonl``, which is always written, and the stored samples."""
+    """Sample files, and sinks of metrics in addition to ``metrics.jsonl``, which every run writes."""
 
     log_dir: NotRequired[
         Annotated[
             str,
             Key(
-                "where TensorBoard, Weights & Biases and sinks of your own put their files; the run's "
+                "directory for the files of TensorBoard, Weights & Biases and custom sinks; the run "
                 "directory when absent."
             ),
         ]
     ]
     wandb_enabled: NotRequired[Annotated[bool, Key("send metrics to Weights & Biases.", default=False)]]
-    tensorboard_enabled: NotRequired[Annotated[bool, Key("write TensorBoard files.", default=False)]]
+    tensorboard_enabled: NotRequired[
+        Annotated[bool, Key("write metrics as TensorBoard event files.", default=False)]
+    ]
     mlflow_enabled: NotRequired[Annotated[bool, Key("send metrics to MLflow.", default=False)]]
     trackio_enabled: NotRequired[Annotated[bool, Key("send metrics to Trackio.", default=False)]]
     wandb: NotRequired[Annotated[WandbConfig | None, Key("settings of Weights & Biases.")]]
@@ -262,25 +317,39 @@ class LoggerConfig(TypedDict):
         Annotated[
             list[str],
             Key(
-                "import paths of classes that also get every row of metrics, ``path/to/file.py:Name`` or "
-                "``package.module:Name``, see ``megarl.observe.sinks:Sink``."
+                "import paths of custom classes that receive every row of metrics, ``path/to/file.py:Name`` "
+                "or ``package.module:Name``, see ``megarl.observe.sinks:Sink``."
             ),
         ]
     ]
-    samples: NotRequired[Annotated[SamplesConfig, Key("prompts and responses to read.", default={})]]
+    samples: NotRequired[
+        Annotated[
+            SamplesConfig,
+            Key("sample files: prompts and responses of the run, for people to read.", default={}),
+        ]
+    ]
 
 
 class ClusterConfig(TypedDict):
     """Nodes and devices of the run."""
 
-    gpus_per_node: Annotated[int, Key("worker ranks per node, also if the ranks run on a CPU.", AT_LEAST_1)]
-    num_nodes: Annotated[int, Key("number of nodes.", AT_LEAST_1)]
+    gpus_per_node: Annotated[
+        int,
+        Key(
+            "number of ranks (worker processes) per node: one per GPU, or the number of CPU processes "
+            "if the ranks run on CPUs.",
+            AT_LEAST_1,
+        ),
+    ]
+    num_nodes: Annotated[
+        int, Key("number of nodes that the run uses, nodes of engines included.", AT_LEAST_1)
+    ]
     device: NotRequired[
         Annotated[
             Literal["auto", "cpu", "cuda"],
             Key(
-                'device of the ranks: "auto" takes GPUs if Ray has some, else the CPU; in a Slurm job, or'
-                " if the machine has GPUs that Ray does not see, it refuses to start on the CPU.",
+                'device of the ranks: "auto" takes GPUs if Ray has any, else CPUs; it refuses CPUs in a '
+                "Slurm job, and on a machine with GPUs that Ray does not see.",
                 default="auto",
             ),
         ]
@@ -289,8 +358,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             float | None,
             Key(
-                "memory of a GPU in GiB, compared with the memory plan before anything starts; null if "
-                "unknown: then only an engine whose weights exceed its share of 80 GiB is refused.",
+                "memory of one GPU in GiB, with which the memory plan is compared before anything starts. "
+                "null skips the comparison; only an engine whose weights exceed its share of 80 GiB is then "
+                "refused.",
                 ABOVE_0,
                 default=None,
             ),
@@ -300,9 +370,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             Literal["refuse", "warn"],
             Key(
-                "reaction if the weights, gradients and optimizer state of a rank alone exceed "
-                '`device_memory_gib`: "refuse" or "warn". If only the rest of the plan exceeds it, there '
-                "is a warning.",
+                "what happens if the weights, gradients and optimizer state of a rank exceed "
+                '`device_memory_gib`: "refuse" does not start the run, "warn" starts it with a warning. If '
+                "only the complete plan, with activations, exceeds it, there is a warning in either case.",
                 default="refuse",
             ),
         ]
@@ -311,9 +381,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             int | None,
             Key(
-                "maximum number of worker restarts in one launch, each from the newest complete "
-                "checkpoint, after a worker or its node is lost or hangs; then the launch ends with exit "
-                "code 4. null for 3 in a Slurm job, else 0.",
+                "maximum number of restarts of workers in one launch. When a worker or its node is lost or "
+                "hangs, new workers continue from the newest complete checkpoint; when no restart is left, "
+                "the launch ends with exit code 4. null for 3 in a Slurm job, else 0.",
                 AT_LEAST_0,
                 default=None,
             ),
@@ -323,9 +393,9 @@ class ClusterConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "maximum number of rollout engine restarts in one launch, after an engine is killed or "
-                "hangs; each restart refits the engines and samples the step's responses again with the "
-                "same seeds.",
+                "maximum number of rollout engine restarts in one launch. When an engine is killed or "
+                "hangs, new engines get the weights by a refit, and sample the step's responses again with "
+                "the same seeds.",
                 AT_LEAST_0,
                 default=3,
             ),
@@ -334,17 +404,17 @@ class ClusterConfig(TypedDict):
 
 
 class DeadlinesConfig(TypedDict):
-    """Time limits in seconds for the phases of a run. A phase that exceeds its limit ends the run with exit
-    code 4, and the stacks of the workers are printed. The limit is ``multiple`` times the slowest of the
-    phase's last ten executions, at least ``least_s`` and at most the phase's own key. Before anything is
-    measured, the limit is ``first_s``. Workers that are stopped, or that all make no progress, are detected
+    """Time limits in seconds for the phases of a run. When a phase exceeds its limit, the stacks of the
+    workers are printed, and the run ends with exit code 4. The limit is ``multiple`` times the slowest of the
+    phase's last ten executions, but at least ``least_s`` and at most the phase's own key. Before the first
+    measurement it is ``first_s``. Suspended workers, and workers that all make no progress, are detected
     earlier (see ``least_s``)."""
 
     init_s: NotRequired[
         Annotated[
             float,
             Key(
-                "maximum seconds for starting Ray and building all workers; reading a checkpoint has "
+                "time limit in seconds for starting Ray and building all workers; reading a checkpoint has "
                 "``load_s`` in addition.",
                 ABOVE_0,
                 default=1800.0,
@@ -355,8 +425,8 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for training on the batch of a step, and for work that belongs to no other "
-                "phase.",
+                "time limit in seconds for training on the batch of a step, and for every call of workers "
+                "that belongs to no other phase.",
                 ABOVE_0,
                 default=3600.0,
             ),
@@ -366,7 +436,8 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for the log-probabilities of a step's batch; ``step_s`` when absent.",
+                "time limit in seconds for computing the log-probabilities of a step's batch; ``step_s`` "
+                "when absent.",
                 ABOVE_0,
                 follows="step_s",
             ),
@@ -376,7 +447,7 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for sampling the responses of a step; ``step_s`` when absent.",
+                "time limit in seconds for sampling the responses of a step; ``step_s`` when absent.",
                 ABOVE_0,
                 follows="step_s",
             ),
@@ -384,14 +455,21 @@ class DeadlinesConfig(TypedDict):
     ]
     save_s: NotRequired[
         Annotated[
-            float, Key("maximum seconds for writing a checkpoint or the export.", ABOVE_0, default=1800.0)
+            float,
+            Key(
+                "time limit in seconds for writing a checkpoint or the Hugging Face export.",
+                ABOVE_0,
+                default=1800.0,
+            ),
         ]
     ]
     load_s: NotRequired[
         Annotated[
             float,
             Key(
-                "maximum seconds for reading a checkpoint; ``save_s`` when absent.", ABOVE_0, follows="save_s"
+                "time limit in seconds for reading a checkpoint; ``save_s`` when absent.",
+                ABOVE_0,
+                follows="save_s",
             ),
         ]
     ]
@@ -399,7 +477,7 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for one stage of a refit, such as connecting or sending the weights; "
+                "time limit in seconds for one stage of a refit, such as connecting or sending the weights; "
                 "``step_s`` when absent.",
                 ABOVE_0,
                 follows="step_s",
@@ -410,7 +488,7 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "maximum seconds for one batch of a validation; ``step_s`` when absent.",
+                "time limit in seconds for one batch of a validation; ``step_s`` when absent.",
                 ABOVE_0,
                 follows="step_s",
             ),
@@ -420,14 +498,14 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "minimum time limit of a phase that has been measured, unless the phase's own key is "
-                "smaller. It is also the time without a reply after which hangs are looked for. A phase "
-                "ends early if the process of a worker is suspended, or if no silent worker has made "
-                "progress for three quarters of this time: neither a new position in the code nor any use "
-                "of processor, files or disks, child processes included. Refits are exempt, because "
-                "workers wait for engines in them. The run ends with exit code 4 if Ray's control process, "
-                "or the raylet of the driver's node, is suspended or silent for 40 s, or for 0.7 of this "
-                "time if that is less.",
+                "lower bound in seconds of the time limit of a phase that has been measured, unless the "
+                "phase's own key is smaller. It also sets when megarl looks for hangs: after this time "
+                "without a reply. A phase then ends early if a worker process is suspended, or if no "
+                "unresponsive worker makes progress for three quarters of this time (no new position in the "
+                "code, and no use of CPU, files or disks, child processes included). Refits are exempt, "
+                "because workers wait for engines there. The run ends with exit code 4 if Ray's control "
+                "process, or the raylet of the driver's node, is suspended or unresponsive for 40 s, or for "
+                "0.7 of this time if that is less.",
                 ABOVE_0,
                 default=300.0,
             ),
@@ -437,10 +515,10 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "time limit of a phase's first execution, in which workers compile and allocate, unless "
-                "the phase's own key is smaller. Workers that replace others get ``multiple`` times the "
-                "slowest first execution of this launch instead. It detects ranks that compute "
-                "indefinitely in a first step, or wait for a GPU, which keeps a processor busy.",
+                "time limit in seconds of the first execution of a phase, in which workers compile and "
+                "allocate, unless the phase's own key is smaller. Workers that replace lost ones get "
+                "``multiple`` times the slowest first execution of this launch instead. This limit ends "
+                "first steps in which ranks compute indefinitely, or wait for a GPU with a busy CPU.",
                 ABOVE_0,
                 default=1800.0,
             ),
@@ -450,7 +528,7 @@ class DeadlinesConfig(TypedDict):
         Annotated[
             float,
             Key(
-                "a phase may take this multiple of its slowest time among the last ten.",
+                "time limit of a phase, as a multiple of the slowest of its last ten executions.",
                 AT_LEAST_1,
                 default=3.0,
             ),
@@ -459,16 +537,16 @@ class DeadlinesConfig(TypedDict):
 
 
 class DebugConfig(TypedDict):
-    """Debugging aids."""
+    """Checks for debugging, which slow a run down."""
 
     collectives: NotRequired[
         Annotated[
             bool,
             Key(
-                "compare operation, shape, dtype and number of every collective over the ranks of its "
-                "group before it begins, and name the ranks that differ; slow. Sends and receives between "
-                "pipeline stages are not collectives and are not compared: one that does not match ends "
-                "with the error of gloo or NCCL, or with the deadline of its phase, which names who waits.",
+                "before each collective, compare its operation, shape, dtype and sequence number over the "
+                "ranks of its group, and report the ranks that differ; slow. Sends and receives between "
+                "pipeline stages are not compared: a mismatch there ends with an error of gloo or NCCL, or "
+                "at the deadline of the phase, which reports the waiting ranks.",
                 default=False,
             ),
         ]
@@ -476,15 +554,15 @@ class DebugConfig(TypedDict):
 
 
 class ProfilerConfig(TypedDict):
-    """Profiling of selected steps."""
+    """Profiling of selected steps with NVIDIA Nsight Systems or torch's profiler."""
 
     steps: NotRequired[
         Annotated[
             list[int] | None,
             Key(
-                "steps to profile, ``[first, stop]``, counted from 1, ``stop`` excluded; null reads "
-                "``first:stop`` from ``MEGARL_NSYS_PROFILE_STEP_RANGE``, and profiles nothing if that is "
-                "not set.",
+                "steps to profile, ``[first, stop]``, counted from 1, without ``stop``; null takes "
+                "``first:stop`` from the environment variable ``MEGARL_NSYS_PROFILE_STEP_RANGE``, and "
+                "profiles nothing if that is not set.",
                 default=None,
             ),
         ]
@@ -493,9 +571,9 @@ class ProfilerConfig(TypedDict):
         Annotated[
             str | None,
             Key(
-                "names of workers that run under NVIDIA Nsight Systems, which records those steps, as "
-                'patterns separated by commas (``"*policy*,*vllm*"``); null for '
-                "``MEGARL_NSYS_WORKER_PATTERNS``, or none.",
+                "workers that run under NVIDIA Nsight Systems in those steps: patterns for their names, "
+                'separated by commas (``"*policy*,*vllm*"``); null takes the environment variable '
+                "``MEGARL_NSYS_WORKER_PATTERNS``, and no workers if that is not set.",
                 default=None,
             ),
         ]
@@ -504,8 +582,8 @@ class ProfilerConfig(TypedDict):
         Annotated[
             list[int],
             Key(
-                "ranks of the policy that torch's profiler records in those steps, into ``profiles`` in "
-                "the run's directory.",
+                "ranks of the policy that torch's profiler records in those steps; its files are in "
+                "``profiles`` in the run directory.",
                 default=[],
             ),
         ]
@@ -513,9 +591,9 @@ class ProfilerConfig(TypedDict):
 
 
 class AlgorithmConfig(TypedDict):
-    """Keys that a run reads from an algorithm's own section, if the section has them."""
+    """Keys that the run loop reads from the algorithm's own section, if the section has them."""
 
-    # These keys have no descriptions here, because each algorithm's own section has them.
+    # No ``Key`` here, because each algorithm's section describes these keys.
     max_num_steps: int
     max_num_epochs: NotRequired[int | None]
     val_period: NotRequired[int]
@@ -529,48 +607,53 @@ class AlgorithmConfig(TypedDict):
 
 
 class RunConfig(TypedDict):
-    """A whole run."""
+    """Configuration of a whole run."""
 
     algorithm: Annotated[
         str,
         Key(
-            "`grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path of an algorithm, "
-            "`path/to/file.py:Name`; its sections "
-            "must be there."
+            "training algorithm: `grpo`, `ppo`, `sft`, `dpo`, `rm`, `distillation`, or the import path "
+            "of a custom one, `path/to/file.py:Name`. The sections that it reads must be present."
         ),
     ]
-    seed: Annotated[int, Key("seed of every random number of the run.", Range(low=0, high=2**63 - 1))]
+    seed: Annotated[
+        int, Key("seed from which all random numbers of the run are derived.", Range(low=0, high=2**63 - 1))
+    ]
     recipe: NotRequired[
         Annotated[
             str,
             Key(
-                "name of the recipe or file that the run was started from; megarl train writes it, and a "
-                "run keeps it."
+                "name of the recipe or file from which the run was started; written by ``megarl train``, "
+                "and kept when the run is resumed."
             ),
         ]
     ]
     run_dir: NotRequired[
-        Annotated[str, Key("directory of everything that the run writes; ``runs/<recipe>`` when absent.")]
-    ]
-    deadlines: NotRequired[Annotated[DeadlinesConfig, Key("time limits of the phases.")]]
-    policy: Annotated[PolicyConfig, Key("the model and its backend.")]
-    loss_fn: NotRequired[
         Annotated[
-            ClippedPGLossConfig, Key("the loss of GRPO, PPO, and of distillation by a policy gradient.")
+            str,
+            Key("run directory, which holds everything that the run writes; ``runs/<recipe>`` when absent."),
         ]
     ]
-    data: Annotated[DataConfig, Key("the data sources, and how their records become prompts.")]
+    deadlines: NotRequired[Annotated[DeadlinesConfig, Key("time limits of the phases of a run.")]]
+    policy: Annotated[PolicyConfig, Key("the model to train, its batches and its backend.")]
+    loss_fn: NotRequired[
+        Annotated[
+            ClippedPGLossConfig,
+            Key("policy-gradient loss of GRPO, PPO, and of distillation with `reverse_kl_advantage`."),
+        ]
+    ]
+    data: Annotated[DataConfig, Key("data sources, and how their records become prompts.")]
     env: NotRequired[
-        Annotated[EnvConfig, Key("the rewards of GRPO and PPO; a distillation only measures them.")]
+        Annotated[EnvConfig, Key("rewards of GRPO and PPO; in a distillation they are only logged.")]
     ]
     checkpointing: NotRequired[
         Annotated[CheckpointingConfig, Key("when checkpoints are written, and which are kept.")]
     ]
-    logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and samples.")]]
+    logger: NotRequired[Annotated[LoggerConfig, Key("sinks of metrics, and sample files.")]]
     profiler: NotRequired[Annotated[ProfilerConfig, Key("profiling of selected steps.")]]
     debug: NotRequired[Annotated[DebugConfig, Key("debugging aids.")]]
-    cluster: Annotated[ClusterConfig, Key("the number of nodes and ranks, and the device that they use.")]
+    cluster: Annotated[ClusterConfig, Key("number of nodes and ranks, and their device.")]
 
 
 Config = dict[str, Any]
-"""A configuration in plain containers, as read from YAML."""
+"""Configuration as plain dictionaries and lists, as read from YAML."""

@@ -1,4 +1,4 @@
-"""JSON tables that ship with this package and are read on import."""
+"""JSON tables that are shipped in this package."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def _read(name: str) -> Mapping[str, dict[str, Any]]:
 
 
 KNOWN_MODELS = _read("known_models.json")
-"""Published sizes of popular models: the content of ``config.json`` by Hugging Face id, reduced to what the
-rules, the memory plan and the converters read. A dry run uses them before anything is downloaded."""
+"""Hugging Face id of popular models -> the part of their published ``config.json`` that the rules, the
+memory plan and the converters read. A dry run needs no download for these models."""
 FOREIGN_KEYS: Mapping[str, Mapping[str, str]] = _read("other_trainers.json")
-"""Dotted keys of each other trainer, or earlier megarl. Each maps to a megarl key with the same value, or to
-a sentence. ``{value}`` stands for the key's value, ``{algorithm}`` for the section of the run's algorithm."""
+"""Name of another trainer, or of an earlier megarl -> its dotted keys, each with the megarl key of the same
+meaning, or with a sentence of advice. ``{value}`` stands for the key's value, ``{algorithm}`` for the section
+of the run's algorithm."""

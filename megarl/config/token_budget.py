@@ -1,4 +1,5 @@
-"""Token budgets of micro-batches that the memory plan chooses (``train_mb_tokens: auto``)."""
+"""Choice of ``train_mb_tokens: auto``: the largest token budget of a micro-batch for which the memory plan
+fits."""
 
 from __future__ import annotations
 
@@ -21,21 +22,22 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 SECTIONS = ("policy.sequence_packing", "policy.dynamic_batching")
 ROOM = 0.95
-"""Share of a device that a chosen budget may fill. The rest is for memory that the plan does not count, such
-as fragmentation. Assumed, not measured."""
-# The largest budget breaks no rule, because rules only require a minimum.
+"""Share of a device's memory that the plan may fill with a chosen budget. The rest is for fragmentation and
+other memory outside the plan. Assumed, not measured."""
+# Rules only require a minimum, so the largest budget satisfies them while the others are checked.
+# _STEPS budgets are tried at most; all are the minimum plus a multiple of _MULTIPLE tokens.
 _LARGEST, _STEPS, _MULTIPLE = 2**30, 64, 64
 
 
 def with_token_budgets(given: Config, validate: Callable[[Config], RunConfig]) -> Config:
-    """Return a run's configuration with ``train_mb_tokens: auto`` replaced by numbers.
+    """Return a configuration with each ``train_mb_tokens: auto`` replaced by a number.
 
     Args:
-        given: plain containers.
-        validate: checks a configuration and fills it in.
+        given: the configuration as plain containers.
+        validate: checks a configuration and fills in its defaults.
 
     Raises:
-        ConfigError: no budget fits, the plan lacks information, or another value is wrong.
+        ConfigError: no budget fits, the memory plan lacks information, or another value is invalid.
     """
     for section in SECTIONS:
         key = f"{section}.train_mb_tokens"
@@ -62,6 +64,7 @@ def _chosen(config: RunConfig, key: str) -> int:
         least_tokens(View(config), key.rpartition(".")[0]),
     )
     most = max(least, _tokens_of_step(config, layout_of(View(config))))
+    # The first budget that fits is the largest one.
     for tokens in _descending(least, most):
         moment = fullest_moment(put(config, key, tokens))
         if moment is not None and moment.total <= available:
@@ -85,7 +88,7 @@ def _chosen(config: RunConfig, key: str) -> int:
 
 
 def _unknown(config: RunConfig) -> tuple[str, str] | None:
-    """Return the information that the plan lacks and the advice for it, or None if nothing is missing."""
+    """Return (what the memory plan does not know, how to fix that), or None if a plan is possible."""
     cluster, generation = config["cluster"], config["policy"]["generation"]
     if cluster["device"] == "cpu":
         return "there is no memory plan for ranks on a CPU", "run on GPUs"
@@ -104,16 +107,18 @@ def _unknown(config: RunConfig) -> tuple[str, str] | None:
 
 
 def _tokens_of_step(config: RunConfig, layout: Layout) -> int:
-    """Return the tokens of a rank in a step, divided by the number of pipeline stages. With fewer
-    micro-batches than stages, stages would be idle."""
+    """Return the largest sensible budget: a data-parallel rank's tokens of a global batch, divided by the
+    number of pipeline stages. A larger budget gives fewer micro-batches than stages, and stages would be
+    idle."""
     plan = batch_plan(config, layout)
     stages = layout.pipeline if enabled_backend(config["policy"]) == "megatron" else 1
     return plan.global_batch_size * plan.sequence_length // (plan.data_parallel * stages)
 
 
 def _descending(least: int, most: int) -> Iterator[int]:
-    """Yield budgets from the most tokens to the least, each a few percent below the previous one. A bisection
-    would not work, because larger micro-batches may mean that fewer are in flight."""
+    """Yield budgets from ``most`` to ``least``, each a few percent below the previous one. Bisection would
+    be wrong, because memory does not grow steadily: larger micro-batches may mean that fewer are in
+    flight."""
     ratio = (most / least) ** (1 / _STEPS)
     found = {least + int(least * ratio**step - least) // _MULTIPLE * _MULTIPLE for step in range(_STEPS + 1)}
     yield from sorted(found, reverse=True)

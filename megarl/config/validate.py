@@ -1,5 +1,5 @@
-"""All checks of a configuration in one call: schema, rules between keys, and the model on disk. Every
-violation is reported at once."""
+"""All checks of a configuration in one call: schema, rules between keys, and the model's files. All
+violations are reported together."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from megarl.errors import ConfigError, Violation
 def validate_config(
     config: Mapping[str, Any], name: str = "run", followers: Callable[[], Followers] = dict
 ) -> RunConfig:
-    """Return a run's configuration, checked, with every absent optional key filled in.
+    """Return a run's configuration with every absent optional key filled in, after checking it.
 
     Args:
         config: plain containers, as ``load_config`` returns them.
-        name: name of the run's directory if the configuration does not set it.
-        followers: returns the keys whose values follow another key, for the proposals in an error.
+        name: name of the run directory if the configuration does not set it.
+        followers: returns the keys that are written as references to other keys; needed only for the
+            proposals in an error.
 
     Raises:
-        ConfigError: has every violation that was found. The proposed changes satisfy all rules at once.
+        ConfigError: there are violations; it has all of them, with proposals that satisfy all rules at once.
     """
-    # Drop null sections: with null, a file or a command line removes an inherited section.
+    # A null section means that an inherited one is removed.
     given, foreign = without_foreign_keys(
         {key: value for key, value in config.items() if value is not None or key not in ORDER}
     )
-    # This calls the present function again, with a number in place of auto.
+    # Recursive: calls ``validate_config`` with a number in place of auto.
     given = with_token_budgets(given, lambda changed: validate_config(changed, name, followers))
     completed = complete_run(given, name)
-    # Do this first: every later check may access a path, and on a dead mount it would wait without end.
+    # Do this before all other checks, which may access these paths and would hang on a dead mount.
     require_answers(dict(places_of(completed)))
 
     def examine(raw: Mapping[str, Any]) -> tuple[Config, list[Violation]]:
@@ -58,7 +59,8 @@ def validate_config(
 
 
 def unusual_values(config: RunConfig) -> Iterator[str]:
-    """Yield warnings about values of a checked configuration that are allowed but hardly ever intended."""
+    """Yield warnings about values of a checked configuration that are allowed but hardly ever intended, such
+    as a learning rate above 1."""
     trained = [path for path, section in model_sections(config).items() if section.is_trained]
     for path in (POLICY, *trained):
         for key in (f"{path}.megatron_cfg.optimizer.lr", f"{path}.optimizer.kwargs.lr"):
@@ -71,8 +73,8 @@ def unusual_values(config: RunConfig) -> Iterator[str]:
 
 
 def doubt_of_memory(config: RunConfig) -> str | None:
-    """Return a warning that a checked run probably does not fit its devices, with changes that would make it
-    fit, or None."""
+    """Return a warning, with changes that would help, if a checked run probably exceeds the memory of its
+    devices; otherwise None."""
 
     def is_valid(changed: RunConfig) -> bool:
         try:
@@ -85,15 +87,15 @@ def doubt_of_memory(config: RunConfig) -> str | None:
 
 
 def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = None) -> PolicyConfig:
-    """Return a single ``policy`` section, checked and filled in, for programs that build a ``Policy``
-    themselves.
+    """Return a ``policy`` section with every absent optional key filled in, after checking it, for programs
+    that construct a ``Policy`` themselves.
 
     Args:
         policy: plain containers.
-        world_size: number of worker ranks, for the rules that need it.
+        world_size: number of worker ranks; None skips the rules that need it.
 
     Raises:
-        ConfigError: has every violation that was found; keys start with ``policy``.
+        ConfigError: there are violations; their keys begin with ``policy``.
     """
     given, foreign = without_foreign_keys({POLICY: policy})
 
@@ -104,43 +106,45 @@ def validate_policy_config(policy: Mapping[str, Any], world_size: int | None = N
         )
 
     if world_size is not None:
-        # Assign all ranks to the policy, even if its section has engines on separate ranks.
+        # world_size counts only the policy's ranks, even if the section reserves ranks for engines.
         given["cluster"] = {"gpus_per_node": world_size, "num_nodes": 1, "for_training": True}
     completed: PolicyConfig = valid(given, examine, dict)[POLICY]
     return completed
 
 
 def _violations(completed: Config, found: list[Violation], after: list[Violation]) -> list[Violation]:
-    """Return all violations of a configuration.
+    """Return all violations of a configuration: of the schema, the rules, the model's files and the memory
+    plan.
 
     Args:
         completed: the configuration with its defaults.
-        found: schema violations of the configuration as given; they are reported.
-        after: schema violations of the configuration with defaults: a value that follows from one of the
-            wrong type has the wrong type too.
+        found: schema violations of the configuration as given, which are reported.
+        after: schema violations of ``completed``. They only tell which values have wrong types, because a
+            default that is derived from a wrong value is wrong too.
     """
     faulty = {violation.key for violation in (*found, *after) if violation.value is not ABSENT}
     facts, model_violations = facts_or_violations(completed[POLICY], faulty)
     facts_of_models: dict[str, ModelFacts | None] = {}
     for path in model_sections(completed):
         facts_of_models[path], more = facts_or_violations(at(completed, path), faulty, path)
+        # Models that inherit the policy's model_name would repeat its violation.
         known = [violation.value for violation in model_violations]
         model_violations += [violation for violation in more if violation.value not in known]
     broken = [*found, *model_violations]
     broken += check(completed, facts, faulty, facts_of_models, is_refused=bool(broken))
-    # A memory plan requires a configuration that breaks no rule.
+    # The memory plan is defined only for a configuration without violations.
     return broken or list(state_fits(cast(RunConfig, completed)))
 
 
 def facts_or_violations(
     policy: Any, faulty: set[str], path: str = POLICY
 ) -> tuple[ModelFacts | None, list[Violation]]:
-    """Return the sizes of the model in a section, as far as they are known on this disk, and the violations
-    that the model causes.
+    """Return the sizes of the model in a section, None if they are unknown, and the violations in its
+    ``model_name`` and ``family_file``.
 
     Args:
-        policy: the section; may be any value.
-        faulty: dotted keys of values of the wrong type.
+        policy: the section, unchecked.
+        faulty: dotted keys of values with wrong types.
         path: dotted path of the section.
     """
     policy = policy if isinstance(policy, Mapping) else {}
@@ -148,7 +152,7 @@ def facts_or_violations(
     family_file = megatron.get("family_file") if isinstance(megatron, Mapping) else None
     if isinstance(family_file, str):
         try:
-            # Load the file before the model is read, because the model may belong to this family.
+            # Load the family before reading the model, which may belong to it.
             load_family_file(Path(family_file))
         except ConversionError as error:
             return None, [

@@ -1,7 +1,5 @@
-"""All rules of a configuration: the bounds declared at the fields, and one table of the rules between keys.
-
-The rules are pure functions of a configuration: no torch, no Ray, no files.
-"""
+"""Rules of a configuration: the bounds of single keys, and all rules between keys. Rules are pure functions
+of the configuration, without torch, Ray or file access."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from megarl.key import Key, fields_of, keys_of, section_types
 
 @cache
 def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
-    """Return the bounded keys of a section and its subsections, by dotted path."""
+    """Return the keys with bounds in a section and its subsections, by dotted path."""
     found: dict[str, Key] = {}
     for name, annotation in keys_of(section).items():
         full = f"{path}.{name}" if path else name
@@ -51,7 +49,7 @@ def bounded_keys(section: Any, path: str = "") -> Mapping[str, Key]:
 
 
 def values_in_range(view: View) -> Iterator[Violation]:
-    """Require that every number is within its bounds."""
+    """Require that every number is within the bounds of its key."""
     for path, key in bounded_keys(run_type(view.get("algorithm"))).items():
         value, bounds = view.get(path), key.bounds
         if value is not None and bounds is not None and not bounds.holds(value):
@@ -88,24 +86,26 @@ def check(
     *,
     is_refused: bool = False,
 ) -> list[Violation]:
-    """Return all violations of the rules between keys. A rule that fails is skipped if there are other
-    violations.
+    """Return all violations of the rules.
+
+    A rule that raises an unexpected exception is skipped if there are violations, because an invalid value
+    may be the cause; otherwise the exception is raised.
 
     Args:
-        config: plain containers with defaults filled in. A rule that needs an absent key does not apply.
-        facts: sizes of the model, for the rules that need them.
+        config: plain containers with their defaults.
+        facts: sizes of the policy's model; None if unknown, which skips the rules that need them.
         faulty: dotted paths of values of the wrong type, which count as absent.
-        facts_of_models: sizes of the models other than the policy, by the dotted path of their sections.
-        is_refused: the configuration has violations that are known already.
+        facts_of_models: sizes of the models other than the policy, by the dotted path of their section.
+        is_refused: other violations of the configuration are known already.
     """
     failures: list[Exception] = []
     of_run = View(config, faulty, facts)
     of_run.failures = failures
     found = _broken((NOT_YET_RULES, RULES), of_run)
-    # Violations that a section inherits from the policy are reported only for the policy.
+    # Do not report a violation again for a section that inherits the value from the policy.
     known = [(violation.key, violation.value, violation.bound) for violation in found]
     for path, section in model_sections(config).items():
-        # The section's wrong shape is reported already.
+        # The schema check reports a section that is not a mapping.
         if not isinstance(at(config, path), Mapping):
             continue
         of_model = (facts_of_models or {}).get(path)
@@ -120,14 +120,14 @@ def check(
             if (violation.key, violation.value, violation.bound) not in known:
                 found.append(renamed(violation, path))
     if failures and not (found or faulty or is_refused):
-        # The configuration is not to blame.
+        # Without any violation the rule itself is at fault.
         raise failures[0]
     return found
 
 
 def _broken(tables: tuple[tuple[Rule, ...], tuple[Rule, ...]], view: View) -> list[Violation]:
-    """Return the violations of two tables of rules. The second table reports nothing for keys that the first
-    refuses."""
+    """Return the violations of two tables of rules. For keys that the first table refuses, the second one
+    reports nothing."""
     refused = list(apply_rules(tables[0], view))
     refused_keys = {violation.key for violation in refused}
     return refused + [

@@ -1,4 +1,4 @@
-"""Rules on low-rank adapters, ``policy.peft``."""
+"""Rules on low-rank adapters (``policy.peft``, ``policy.merged_adapter``)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _require_adapters(view: View) -> None:
 
 
 def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
-    """Refuse adapters with FSDP1, whose parameters are flattened, and with layers that do not support
-    adapters."""
+    """Refuse adapters on FSDP1, which flattens a layer's weights into one tensor, with a custom DTensor
+    plan, and with Transformer Engine's layers."""
     _require_adapters(view)
     backend = backend_of(view)
     if backend == "fsdp1":
@@ -44,8 +44,8 @@ def adapters_fit_the_backend(view: View) -> Iterator[Violation]:
 
 
 def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
-    """Refuse dropout for adapters of expert stacks, because PEFT applies them as a sum of weights; and refuse
-    such adapters for a model without experts."""
+    """Refuse ``target_parameters`` with dropout, which PEFT does not support there, and for a model without
+    experts."""
     _require_adapters(view)
     key = f"{PEFT}.target_parameters"
     view.require(bool(view[key]))
@@ -62,21 +62,23 @@ def stacks_of_experts_can_have_adapters(view: View) -> Iterator[Violation]:
 
 
 def patterns_match_the_model(view: View) -> Iterator[Violation]:
-    """Require that each pattern matches some weight of the model, so that a misspelt one does not do nothing.
-    Workers check whether layers can have an adapter."""
+    """Require that each pattern of ``target_modules`` and ``exclude_modules`` matches a weight of the model,
+    because a misspelt one would have no effect. Whether a matched layer can have an adapter is checked by the
+    workers."""
     _require_adapters(view)
     view.require(has_own_rules(view.facts))
     for key in ("target_modules", "exclude_modules"):
-        # Stacks of experts have names of their own.
+        # With target_parameters, exclude_modules may name expert stacks, which ``unmatched`` does not know.
         if key == "exclude_modules" and view[f"{PEFT}.target_parameters"]:
             continue
         patterns = view[f"{PEFT}.{key}"]
         for pattern in unmatched(patterns, view.facts):
-            # A tied output layer and a score layer are no weights of the model's files. Workers say what is
-            # wrong with them as targets, and excluding them is no mistake.
+            # A tied output layer and a score head are not in the model's files, so ``unmatched`` reports
+            # them. Excluding them is harmless, and workers refuse them as targets.
             if any(is_named(name, (pattern,)) for name in ("lm_head", "score")):
                 continue
-            # Globs that exclude, such as "*.experts.*", are written for many models.
+            # Exclusion globs such as "*.experts.*" are written for several models, and need not match in
+            # each.
             if key == "exclude_modules" and "*" in pattern:
                 continue
             fix = "write names such as q_proj"
@@ -86,7 +88,7 @@ def patterns_match_the_model(view: View) -> Iterator[Violation]:
 
 
 def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
-    """Require that adapters compute in the dtype of their layers."""
+    """Require that ``lora_dtype`` is ``policy.precision`` or null."""
     _require_adapters(view)
     key = f"{PEFT}.lora_dtype"
     if view[key] not in (None, view["policy.precision"]):
@@ -95,9 +97,10 @@ def adapters_have_the_type_of_the_model(view: View) -> Iterator[Violation]:
 
 
 def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
-    """Refuse adapters on a model that is not trained; it can only have an adapter merged into its weights."""
+    """Refuse adapters for a model that is not trained, whose weights can only have an adapter merged into
+    them."""
     _require_adapters(view)
-    # ``model_view`` removes the algorithm from the view of a model that is not trained.
+    # ``model_view`` removes the algorithm for models that are not trained.
     if view.get("algorithm") is None:
         bound, fix = (
             "this model is not trained",
@@ -110,8 +113,8 @@ def only_trained_models_have_adapters(view: View) -> Iterator[Violation]:
 
 
 def merged_adapter_is_the_only_one(view: View) -> Iterator[Violation]:
-    """Refuse a merged adapter together with trained ones, which apply to the weights in the model's files;
-    and refuse it for a scoring model."""
+    """Refuse ``merged_adapter`` together with trained adapters, which apply to the unmerged weights, and for
+    a reward model."""
     key = "policy.merged_adapter"
     view.require(view.get(key) is not None)
     if view.get(f"{PEFT}.enabled", False):

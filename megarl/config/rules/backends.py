@@ -1,4 +1,4 @@
-"""Rules on the backend of the policy, and on the features of each backend."""
+"""Rules on the backend of the policy and its features."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HAND_WRITTEN_PLANS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def backend_of(view: View) -> str:
-    """Return the backend of the policy: ``megatron`` or ``dtensor`` if enabled, otherwise ``fsdp1``."""
-    # This raises if there is no policy, so that no rule on its backend applies.
+    """Return the policy's backend: ``megatron`` or ``dtensor`` if enabled, else ``fsdp1``."""
+    # Raise NotApplicableError without a policy, so that no rule on its backend applies.
     view["policy"]
     if view.get(f"{MEGATRON}.enabled", False):
         return "megatron"
@@ -23,7 +23,7 @@ def backend_of(view: View) -> str:
 
 
 def torch_optimizer_given(view: View) -> Iterator[Violation]:
-    """Require ``policy.optimizer`` if a torch backend trains."""
+    """Require ``policy.optimizer`` for training on DTensor or FSDP1."""
     view.require(backend_of(view) != "megatron" and view.has("algorithm"))
     if view["policy.optimizer"] is None:
         fix = "write {name: torch.optim.AdamW, kwargs: {lr: ...}}"
@@ -31,12 +31,12 @@ def torch_optimizer_given(view: View) -> Iterator[Violation]:
 
 
 def converter_is_the_model_s(view: View) -> Iterator[Violation]:
-    """Require that ``converter_type`` names the model's own family, whose rules convert the weights."""
+    """Require that ``converter_type``, if given, names the family of the model's ``config.json``."""
     view.require(backend_of(view) == "megatron")
     key, family = f"{MEGATRON}.converter_type", view.facts.family
     named = view[key].lower().removesuffix("forcausallm").replace("_", "")
     known = FAMILIES.get(family)
-    # Kimi-K2 has its own model type, but DeepSeek-V3's class.
+    # Accept the architecture class as well: Kimi-K2 has its own model type, but DeepSeek-V3's class.
     of_class = known is not None and view[key] == known.architecture_class
     if named != family.replace("_", "") and not of_class:
         yield Violation(
@@ -48,7 +48,7 @@ def converter_is_the_model_s(view: View) -> Iterator[Violation]:
 
 
 def recomputed_parts(view: View) -> Iterator[Violation]:
-    """Require that selective recomputation names at least one part of a layer, and only parts that the model
+    """Require that selective recomputation lists at least one part of a layer, and only parts that the model
     has."""
     view.require(backend_of(view) == "megatron")
     key = f"{MEGATRON}.recompute_modules"
@@ -68,7 +68,7 @@ def recomputed_parts(view: View) -> Iterator[Violation]:
 
 
 def dtensor_context_parallel(view: View) -> Iterator[Violation]:
-    """Refuse context parallelism of the DTensor backend for models with attention that it does not
+    """Refuse context parallelism on DTensor for Gemma 3, whose mixture of attention kinds it does not
     support."""
     view.require(backend_of(view) == "dtensor")
     key = f"{DTENSOR}.context_parallel_size"
@@ -83,7 +83,8 @@ def dtensor_context_parallel(view: View) -> Iterator[Violation]:
 
 
 def dtensor_plan(view: View) -> Iterator[Violation]:
-    """Require a plan that was written for sequence parallelism if the DTensor backend uses it."""
+    """Require a tensor-parallel plan that supports sequence parallelism, if DTensor's ``sequence_parallel``
+    is true."""
     view.require(
         backend_of(view) == "dtensor"
         and view[f"{DTENSOR}.sequence_parallel"]

@@ -1,4 +1,4 @@
-"""Rules on data sources: their locations, their fields, and how they are mixed."""
+"""Rules on data sources: their locations, their fields, and their weights."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def _sources(view: View) -> Iterator[tuple[str, ValidationSource]]:
 
 
 def _of_set(view: View, key: str) -> Iterator[tuple[str, ValidationSource]]:
-    """Yield the sources of training or validation. Yield none if a single source has a value of the wrong
-    type, because further violations would only follow from that."""
+    """Yield (dotted path, section) of the sources in ``data.train`` or ``data.validation``. A single source
+    with a value of the wrong type is left out, because further violations would only follow from that
+    value."""
     value = view.get(f"data.{key}")
     if not isinstance(value, Mapping) or all(view.has(f"data.{key}.{name}") for name in value):
         yield from sources_of({key: value}, key)
 
 
 def one_source(view: View) -> Iterator[Violation]:
-    """Require that records come either from a file or directory or from a named data set."""
+    """Require that each source has either ``path`` or ``name``; both only for a built-in data set."""
     for section, source in _sources(view):
         path, name = source.get("path"), source.get("name")
         if path is not None and name is not None and set_module(source) is None:
@@ -75,7 +76,7 @@ def one_source(view: View) -> Iterator[Violation]:
 
 
 def fields_are_named(view: View) -> Iterator[Violation]:
-    """Require that a source's field keys are compatible, and that their syntax is valid."""
+    """Require that the field keys of a source are compatible with each other, and have a valid form."""
     pairs = view.compares_answers
     for section, source in _sources(view):
         messages = source.get("messages_key") is not None
@@ -108,7 +109,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
         for key in (*FIELD_KEYS, *PAIR_KEYS):
             value = source.get(key)
             names = fields_of_key(value) if isinstance(value, str | list) else ()
-            # SFT learns a text by itself if there is no prompt.
+            # In SFT, prompt_key = [] means training on a text without a prompt.
             is_empty = value == [] and (key != "prompt_key" or pairs or view.algorithm.GENERATES)
             if is_empty or any(isinstance(name, str) and key_steps(name) is None for name in names):
                 yield Violation(
@@ -120,7 +121,7 @@ def fields_are_named(view: View) -> Iterator[Violation]:
 
 
 def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
-    """Refuse field keys that a source of preference pairs cannot have."""
+    """Refuse the field keys that nothing reads in a source of preference pairs."""
     for key in ("answer_key", "messages_key", "extra_keys"):
         if source.get(key) is not None:
             bound = (
@@ -131,7 +132,7 @@ def _faults_of_pairs(section: str, source: DataSource) -> Iterator[Violation]:
 
 
 def pairs_have_a_reader(view: View) -> Iterator[Violation]:
-    """Refuse keys for chosen and rejected answers if the algorithm does not compare answers."""
+    """Refuse ``chosen_key`` and ``rejected_key`` if the algorithm does not train on preference pairs."""
     view.require(view.has("algorithm") and not view.compares_answers)
     for section, source in _sources(view):
         for key in PAIR_KEYS:
@@ -143,8 +144,8 @@ def pairs_have_a_reader(view: View) -> Iterator[Violation]:
 
 
 def sources_can_be_mixed(view: View) -> Iterator[Violation]:
-    """Require weights for all training sources or for none, a source in each list, and numbers within their
-    bounds."""
+    """Require weights for all training sources or for none, no empty list of sources, and numbers within
+    their bounds."""
     for key in _SETS:
         sources = view.get(f"data.{key}")
         if not isinstance(sources, list):
@@ -152,7 +153,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
         if not sources:
             yield Violation(f"data.{key}", sources, "a list of sources has at least one", "add a source")
         for section, source in _of_set(view, key):
-            # Check each source of a list here, because the general rule does not look into lists.
+            # ``values_in_range`` does not look into lists.
             yield from faults_of_ranges(source, ValidationSource, section)
     sources = dict(_of_set(view, "train"))
     weighted = [section for section, source in sources.items() if source.get("weight") is not None]
@@ -178,7 +179,7 @@ def sources_can_be_mixed(view: View) -> Iterator[Violation]:
 
 
 def environments_are_there(view: View) -> Iterator[Violation]:
-    """Require that the environment of each source is one of the run's environments."""
+    """Require that ``env_name`` of each source is a named environment of the run."""
     env = view.get("env")
     names = list(named_environments(env)) if isinstance(env, Mapping) else []
     for section, source in _sources(view):
@@ -194,8 +195,8 @@ def environments_are_there(view: View) -> Iterator[Violation]:
 
 
 def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
-    """Require that each validation set of a run that generates has its own name, and that its sources agree
-    on sampling."""
+    """Require that validation sets have different names, and that the sources of a set have the same
+    sampling settings."""
     view.require(view.algorithm.GENERATES)
     sets: dict[str, dict[str, ValidationSource]] = {}
     for section, source in _of_set(view, "validation"):
@@ -216,7 +217,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
                 )
                 continue
             for key in SAMPLING_KEYS:
-                # Distinguish absent from null, because an absent key follows that of the run.
+                # Distinguish absent from null: an absent key takes the run's value.
                 if source.get(key, ABSENT) != known.get(key, ABSENT):
                     bound = f"{first} belongs to the same set, {name}, and has {known.get(key, ABSENT)!r}"
                     fix = "write the same in both, or give one of them another val_set"
@@ -224,7 +225,7 @@ def validation_sets_are_told_apart(view: View) -> Iterator[Violation]:
 
 
 def several_answers_differ(view: View) -> Iterator[Violation]:
-    """Refuse several greedy responses to a validation prompt, because they would all be the same."""
+    """Refuse several responses per validation prompt with greedy decoding, because all would be the same."""
     view.require(view.algorithm.GENERATES)
     shared = {
         GENERATIONS: f"{view.algorithm.section()}.{GENERATIONS}",
@@ -245,8 +246,8 @@ def several_answers_differ(view: View) -> Iterator[Violation]:
 
 
 def validation_that_scores_draws_nothing(view: View) -> Iterator[Violation]:
-    """Refuse named sets and sampling keys in a validation that only scores given answers, as that of SFT or
-    DPO."""
+    """Refuse ``val_set`` and sampling keys for algorithms whose validation only scores given answers, such
+    as SFT and DPO."""
     view.require(not view.algorithm.GENERATES)
     bound = f"the validation of {view['algorithm']} scores the reference answers of all sources as one set"
     for section, source in _of_set(view, "validation"):

@@ -1,4 +1,4 @@
-"""Rules on distillation: teachers, their sources, and the settings that each mode reads."""
+"""Rules on distillation: teachers, their sources, and the settings of each mode."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAMPLING = {"top_p": 1.0, "top_k": None}
 
 
 def teachers_of(view: View) -> dict[str, str]:
-    """Return the dotted path of each teacher's section, by the teacher's name. The calling rule does not
-    apply if the algorithm has no teachers."""
+    """Return the teachers of a run, name -> dotted path of the section. The calling rule does not apply if
+    the algorithm has no teachers."""
     view.require({TEACHER, TEACHERS} <= view.algorithm.MODELS.keys())
     view.require(not view.has_faults(TEACHER) and not view.has_faults(TEACHERS))
     if view.get(TEACHER) is not None:
@@ -28,7 +28,7 @@ def teachers_of(view: View) -> dict[str, str]:
 
 
 def somebody_teaches(view: View) -> Iterator[Violation]:
-    """Require either a single teacher or named teachers."""
+    """Require a section ``teacher`` or ``teachers``, but not both."""
     paths, algorithm = teachers_of(view), view["algorithm"]
     if view.get(TEACHER) is not None and view.get(TEACHERS) is not None:
         yield Violation(
@@ -51,7 +51,8 @@ def somebody_teaches(view: View) -> Iterator[Violation]:
 
 
 def sources_have_teachers(view: View) -> Iterator[Violation]:
-    """Require that each training source has one of several teachers, and that each teacher has a source."""
+    """Require that ``teacher_of_source`` maps each training source to one of several teachers, and uses each
+    teacher."""
     names = list(teachers_of(view))
     view.require((view.get(TEACHER) is None and bool(names)) or view.get(OF_SOURCE) is not None)
     chosen = view[OF_SOURCE]
@@ -97,8 +98,8 @@ def sources_have_teachers(view: View) -> Iterator[Violation]:
 
 
 def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iterator[Violation]:
-    """Require the same temperature for the probabilities of teacher and policy, and sampling from all tokens.
-    A token that sampling excludes has no probability to compare."""
+    """Require that teacher and policy have the same temperature, and that sampling excludes no tokens,
+    because an excluded token has no probability to compare."""
     paths = teachers_of(view)
     generation = f"{POLICY}.generation"
     for key, default in _SAMPLING.items():
@@ -129,8 +130,8 @@ def teachers_see_the_distribution_that_tokens_are_drawn_from(view: View) -> Iter
 
 
 def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
-    """Require a loss for the distillation mode, with settings that leave a gradient."""
-    # This raises for algorithms without teachers, to which the rule does not apply.
+    """Require the loss that ``distillation.mode`` needs, with settings that do not make all gradients 0."""
+    # Called for its NotApplicableError: the rule does not apply to algorithms without teachers.
     teachers_of(view)
     view.require(not view.has_faults(SECTION))
     mode = view[f"{SECTION}.mode"]
@@ -152,7 +153,7 @@ def way_of_learning_has_a_loss(view: View) -> Iterator[Violation]:
 
 
 def teacher_has_so_many_tokens(view: View) -> Iterator[Violation]:
-    """Require that the number of most likely tokens is at most the size of the vocabulary."""
+    """Require that ``topk_logits_k`` is at most the size of the vocabulary."""
     teachers_of(view)
     view.require(view[f"{SECTION}.mode"] == "topk")
     value, size = view[_TOPK_LOGITS_K], view.facts.vocab_size

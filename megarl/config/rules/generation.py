@@ -1,4 +1,4 @@
-"""Rules on generation and on the lengths of sequences."""
+"""Rules on engines, sampling and sequence lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = {"megatron": {"megatron"}, "hf": {"fsdp1", "dtensor"}}
 
 
 def generation_fits_backend(view: View) -> Iterator[Violation]:
-    """Require that a policy that generates itself names its own backend for generation."""
+    """Require that ``generation.backend``, if it is the policy itself, names the policy's own backend."""
     key = f"{GENERATION}.backend"
     engine = view[key]
     wanted = BACKENDS.get(engine)
@@ -38,8 +38,8 @@ def generation_fits_backend(view: View) -> Iterator[Violation]:
 
 
 def engine_is_known(view: View) -> Iterator[Violation]:
-    """Require that the generation backend is the policy itself, a built-in engine, or one at an
-    import path."""
+    """Require that ``generation.backend`` is the policy itself, a built-in engine, or the import path of an
+    engine."""
     view.require(is_engine(view[GENERATION]))
     try:
         engine_kind(view[f"{GENERATION}.backend"])
@@ -48,11 +48,11 @@ def engine_is_known(view: View) -> Iterator[Violation]:
 
 
 def engine_takes_its_section(view: View) -> Iterator[Violation]:
-    """Require that ``engine_cfg`` has the keys of the engine's kind, and apply the engine's own rules."""
+    """Require that ``engine_cfg`` has the form that the engine declares, and apply the engine's own rules."""
     backend, key = view[f"{GENERATION}.backend"], f"{GENERATION}.engine_cfg"
     given = view.get(key, {})
     try:
-        # `engine_is_known` reports the error that this raises.
+        # `engine_is_known` reports this error.
         kind = kind_of(view[GENERATION])
     except ConfigError:
         return
@@ -70,14 +70,15 @@ def engine_takes_its_section(view: View) -> Iterator[Violation]:
         faults_of_ranges(given, kind.section, key)
     )
     yield from faults
-    # Skip the engine's rules if there are faults, because a rule that reads a key of the wrong type would
-    # fail.
+    # Skip the engine's rules if there are faults: the view does not know which of these keys have wrong
+    # types.
     if not faults:
         yield from apply_rules(kind.rules, view)
 
 
 def resources_of_generation(view: View) -> Iterator[Violation]:
-    """Require that an engine with separate devices gets part of a single node, or whole nodes of several."""
+    """Require that engines on separate devices get some ranks of a single node, or some whole nodes of
+    several, and leave others to training."""
     view.require(not view[f"{GENERATION}.colocated.enabled"] and not view.has(FOR_TRAINING))
     per_node, nodes = view["cluster.gpus_per_node"], view["cluster.num_nodes"]
     ranks_key = f"{GENERATION}.colocated.resources.gpus_per_node"
@@ -105,7 +106,7 @@ def resources_of_generation(view: View) -> Iterator[Violation]:
 
 
 def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
-    """Require that the generation model is the policy's model, because it receives the policy's weights."""
+    """Require that the engine's model is the policy's, because refits send it the policy's weights."""
     key, model = f"{GENERATION}.model_name", view["policy.model_name"]
     if view[key] != model:
         who = (
@@ -118,12 +119,12 @@ def engine_has_the_policy_model(view: View) -> Iterator[Violation]:
 
 
 def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
-    """Require that the longest prompt and the longest response fit into a sequence together."""
+    """Require that ``max_total_sequence_length`` is at least the maximum prompt plus the maximum response."""
     view.require(view.algorithm.GENERATES)
     longest, prompt, answer = view[LONGEST], view[PROMPT], view[NEW_TOKENS]
     if prompt + answer > longest:
         bound = f"it must hold {PROMPT} = {prompt} and {NEW_TOKENS} = {answer}"
-        # Propose halves for the case in which the prompt or the response fills a sequence by itself.
+        # Halves also help if the prompt or the response alone fills the sequence.
         halves = {PROMPT: longest // 2, NEW_TOKENS: longest - longest // 2}
         shorter = ({NEW_TOKENS: longest - prompt}, {PROMPT: longest - answer}, halves)
         candidates = ({LONGEST: prompt + answer}, *(each for each in shorter if min(each.values()) >= 1))
@@ -131,7 +132,8 @@ def prompt_and_answer_fit(view: View) -> Iterator[Violation]:
 
 
 def example_fits(view: View) -> Iterator[Violation]:
-    """Require that the longest training example, prompt and answer, fits into a sequence."""
+    """Require, without generation, that ``data.max_input_seq_length`` (prompt and answer) is at most
+    ``max_total_sequence_length``."""
     view.require(not view.algorithm.GENERATES)
     length, longest = view[PROMPT], view[LONGEST]
     if length > longest:
@@ -142,7 +144,8 @@ def example_fits(view: View) -> Iterator[Violation]:
 
 
 def model_reaches_length(view: View) -> Iterator[Violation]:
-    """Require that the model supports sequences of the configured length."""
+    """Require that ``max_total_sequence_length`` is at most the maximum number of positions of the model."""
+    # None if the model's config.json has no limit.
     reach = view.facts.max_position
     if reach is not None and view[LONGEST] > reach:
         bound = f"the model supports at most {reach} positions"
@@ -156,7 +159,7 @@ def model_reaches_length(view: View) -> Iterator[Violation]:
 
 
 def stop_strings_say_something(view: View) -> Iterator[Violation]:
-    """Refuse an empty stop string: every text contains it, so that each response would end after its first
+    """Refuse an empty stop string. Every text contains it, so each response would end after its first
     token."""
     key = f"{GENERATION}.stop_strings"
     strings = view[key]
@@ -167,7 +170,7 @@ def stop_strings_say_something(view: View) -> Iterator[Violation]:
 
 
 def token_ids_exist(view: View) -> Iterator[Violation]:
-    """Require that token ids in the configuration are in the vocabulary."""
+    """Require that ``stop_token_ids`` and ``pad_token_id`` are in the vocabulary."""
     size = view.facts.vocab_size
     for key in (f"{GENERATION}.stop_token_ids", f"{GENERATION}.pad_token_id"):
         value = view.get(key)
@@ -183,8 +186,8 @@ def token_ids_exist(view: View) -> Iterator[Violation]:
 
 
 def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
-    """Refuse engines on the policy's devices if they sample while the policy trains; and refuse a reward
-    model, which would score on these devices."""
+    """Refuse asynchronous training with engines on the policy's devices, or with a reward model, which
+    scores on these devices while the policy trains."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.replay"] is None)
     key = f"{GENERATION}.colocated.enabled"
@@ -204,7 +207,8 @@ def sampling_beside_training_has_devices(view: View) -> Iterator[Violation]:
 
 
 def groups_are_young_enough(view: View) -> Iterator[Violation]:
-    """Require that the maximum age of groups allows for the number of batches that are sampled ahead."""
+    """Require with ``ready_first`` that ``max_trajectory_age_steps`` is at least ``lookahead_steps``,
+    because a batch may be as many steps old as batches are sampled ahead."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.schedule"] == "ready_first")
     age, ahead = f"{section}.max_trajectory_age_steps", f"{section}.lookahead_steps"
@@ -214,8 +218,8 @@ def groups_are_young_enough(view: View) -> Iterator[Violation]:
 
 
 def engine_logprobs_are_not_compared(view: View) -> Iterator[Violation]:
-    """Refuse thresholds on the engine's log-probabilities if the trainer does not recompute them for
-    comparison."""
+    """Refuse thresholds on the mismatch of engine and policy if ``recompute_logprobs`` is false, because the
+    policy's log-probabilities are then unknown."""
     section = f"{view.algorithm.section()}.{ASYNC}"
     view.require(view.get(f"{section}.enabled") is True and not view[f"{section}.recompute_logprobs"])
     for name in ("max_token_mult_prob_error", "seq_logprob_error_threshold"):

@@ -1,4 +1,4 @@
-"""Rules on compatible settings of a loss."""
+"""Rules on the settings of losses: combinations without effect or without meaning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megarl.config.rules.view import Rule, View, apply_rules
 from megarl.errors import Violation
 from megarl.key import keys_of
 
+# Settings at their defaults: where nothing reads them, any other value is refused.
 _CLAMP = defaults(SECTION, ClippedPGLossConfig, "log_ratio_clamp_value")
 _DIVERGENCE = defaults(
     SECTION,
@@ -21,8 +22,8 @@ _DIVERGENCE = defaults(
     "kl_input_clamp_value",
     "kl_output_clamp_value",
 )
-# Conditions list None next to False, because a loss that is constructed in a program may lack the key, which
-# is then off.
+# Conditions list None next to False: a loss constructed in a program may lack the key, which then counts as
+# off.
 _ROWS = (
     Row(
         "ratios",
@@ -261,21 +262,21 @@ def _bounds_leave_weights(view: View) -> Iterator[Violation]:
 
 
 def faults_of_loss(loss: Mapping[str, object]) -> Iterator[Violation]:
-    """Yield incompatible settings of a clipped policy gradient: those without effect, and combinations
-    without meaning.
+    """Yield the incompatible settings of a clipped policy-gradient loss: those without effect, and those
+    that contradict each other.
 
     Args:
-        loss: a ``ClippedPGLossConfig`` with its defaults. A rule that needs an absent key does not apply.
+        loss: a ``ClippedPGLossConfig`` with its defaults. A rule that reads an absent key does not apply.
     """
     return apply_rules([*(row.violations for row in _ROWS), _bounds_leave_weights], View({SECTION: loss}))
 
 
 def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Violation]:
-    """Yield the settings of a preference loss that would have no effect.
+    """Yield the settings of a DPO loss that have no effect.
 
     Args:
-        loss: the settings with defaults. A rule that needs an absent key does not apply.
-        section: dotted path of the settings' section.
+        loss: the settings with their defaults. A rule that reads an absent key does not apply.
+        section: dotted path of the settings.
     """
     key: Final = "sft_average_log_probs"
     if loss.get(key) and loss.get("sft_loss_weight") == 0:
@@ -284,13 +285,13 @@ def faults_of_preference_loss(loss: DPOLossConfig, section: str) -> Iterator[Vio
 
 
 def loss_goes_together(view: View) -> Iterator[Violation]:
-    """Require compatible settings of the clipped policy gradient."""
+    """Require compatible settings in ``loss_fn``."""
     view.require(view.algorithm.SECTIONS.get(SECTION) is ClippedPGLossConfig and not view.has_faults(SECTION))
     yield from faults_of_loss(view[SECTION])
 
 
 def preference_loss_goes_together(view: View) -> Iterator[Violation]:
-    """Require compatible settings of the preference loss."""
+    """Require compatible settings of the DPO loss."""
     section = view.algorithm.section()
     view.require(
         keys_of(DPOLossConfig).keys() <= keys_of(view.algorithm.SECTIONS[section]).keys()
@@ -300,15 +301,15 @@ def preference_loss_goes_together(view: View) -> Iterator[Violation]:
 
 
 def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
-    """Require that the loss of asynchronous training uses the ratio of the policies, and bounds it on both
-    sides.
+    """Require that the loss of asynchronous training corrects for stale responses, and bounds the correction
+    on both sides.
 
-    With stale responses the ratio differs from 1 by more than rounding. A bad response that the policy has
-    moved away from counts with an unbounded weight r: if the advantage is negative, PPO's clip bounds r only
-    from below.
+    The ratio of the policies then differs from 1 by more than rounding. PPO's clip does not bound it from
+    above for a negative advantage, so a bad response that the policy has moved away from could get an
+    unbounded weight.
     """
     section = f"{view.algorithm.section()}.{ASYNC}"
-    # A divergence from a teacher has no ratio.
+    # The top-k distillation loss has no probability ratio.
     view.require(view.get("distillation.mode") != "topk")
     view.require(view.get(f"{section}.enabled") is True and view[f"{section}.max_trajectory_age_steps"] > 0)
     old = (
@@ -320,8 +321,8 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
         yield Violation(
             key, True, f"{old}, and this treats them as sampled by the current policy", "write false"
         )
-    # After that pass, the clipped ratio refers to the newest weights, so that only the importance weight
-    # accounts for the age.
+    # With recomputed log-probabilities the clipped ratio is relative to the newest weights, so only the
+    # importance weight corrects for the age.
     if view[f"{section}.recompute_logprobs"]:
         key = "loss_fn.use_importance_sampling_correction"
         if not view[key]:
@@ -335,7 +336,7 @@ def loss_bounds_old_answers(view: View) -> Iterator[Violation]:
             yield Violation(key, None, bound, "write tis, with truncated_importance_sampling_ratio: 2.0")
         return
     key = "loss_fn.ratio_clip_c"
-    # CISPO bounds its weights for every advantage.
+    # CISPO clips its weights for advantages of either sign.
     if view[key] is None and not view["loss_fn.use_cispo"]:
         bound = f"{old}, and the ratio of a token with a negative advantage has no other bound"
         yield Violation(key, None, bound, f"write 3.0, or {section}.recompute_logprobs: true")

@@ -1,5 +1,5 @@
-"""Rules on models other than the policy: the rules on a policy, applied with the model's section in its
-place."""
+"""Rules on models other than the policy: the policy's rules, with the model's section in the place of
+``policy``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megarl.errors import Violation
 if TYPE_CHECKING:
     from megarl.config.plugins import ModelSection
 
-# Key that a view has next to its sections: whether its model should have a scoring head.
+# Extra top-level key of a model's view: true if its section wants a score head.
 _WANTED = "wanted_head"
 
 
 def with_model_as_policy(
     config: Mapping[str, Any], path: str, faulty: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return a run's configuration with ``policy`` replaced by the section at ``path``. The cluster is
-    reduced to the policy's ranks, without those of generation."""
+    """Return a run's configuration with the section at ``path`` in the place of ``policy``, and with the
+    cluster reduced to the training ranks."""
     cluster = config.get("cluster")
     try:
-        # If this does not apply, the policy's own rules report the reason.
+        # If this raises, the policy's own rules report the reason.
         nodes, ranks = training_shape(View(config, faulty))
         cluster = {**config["cluster"], "gpus_per_node": ranks, "num_nodes": nodes, "for_training": True}
     except NotApplicableError:
@@ -49,26 +49,27 @@ def model_view(
     faulty: Collection[str],
     facts: ModelFacts | None,
 ) -> View:
-    """Return the view of a configuration for the rules on a model. For a model that is not trained, it has no
-    algorithm.
+    """Return the view with which the rules check a model's section. For a model that is not trained it lacks
+    ``algorithm``, so rules on training do not apply.
 
     Args:
-        config: the run's configuration with defaults.
-        path: dotted path of the model's section.
+        config: the run's configuration with its defaults.
+        path: dotted path of the section.
         section: declaration of the section.
         faulty: dotted paths of values of the wrong type.
-        facts: sizes of the model.
+        facts: sizes of the model; None if unknown.
     """
     seen = {**with_model_as_policy(config, path, faulty), _WANTED: section.scores}
     if not section.is_trained:
-        # Remove the algorithm, so that rules which require one do not apply.
+        # Rules on training read the algorithm, and do not apply without it.
         seen.pop("algorithm", None)
+    # Faults of this section count for ``policy`` here, those of the real policy do not.
     own = {as_of_policy(key, [path]) for key in faulty if not key.startswith(POLICY)}
     return View(seen, own, facts)
 
 
 def model_has_the_head_of_its_section(view: View) -> Iterator[Violation]:
-    """Require a score layer for a scoring model, and none for a language model."""
+    """Require a score head for a section of a reward model or critic, and none for a language model."""
     view.require(not view.has_faults(SCORING) and scores(view[POLICY]) != view[_WANTED])
     key = f"{SCORING}.enabled"
     if view[_WANTED]:
@@ -94,8 +95,16 @@ _BACKBONE = (
 def backbone_is_that_of_the_policy(
     path: str, section: ModelSection, model_name: object, policy: ModelFacts | None, facts: ModelFacts | None
 ) -> Iterator[Violation]:
-    """Require that a model has the policy's backbone if its section demands that and the sizes of both are
-    known."""
+    """Require that a model has the policy's family and sizes, if its section demands that and both are
+    known.
+
+    Args:
+        path: dotted path of the model's section.
+        section: declaration of the section.
+        model_name: value of ``model_name`` in the section, for the violation.
+        policy: sizes of the policy's model.
+        facts: sizes of the model.
+    """
     if not section.has_backbone_of_policy or policy is None or facts is None:
         return
     own, wanted = [], []
@@ -116,10 +125,9 @@ def backbone_is_that_of_the_policy(
 
 
 def length_is_at_least_the_policy_s(view: View, path: str) -> Iterator[Violation]:
-    """Require that a model other than the policy, in the section at ``path`` of a run, accepts the policy's
-    longest sequences, which it reads."""
+    """Require that the model at ``path`` accepts the policy's longest sequences, because it reads them."""
     key, longest = LONGEST.replace(POLICY, path, 1), view[LONGEST]
-    # A conversation of several turns has several responses.
+    # With several turns a conversation has several responses, so only the maximum sequence length bounds it.
     if view.has(NEW_TOKENS) and view.get(f"{view.algorithm.section()}.max_rollout_turns", 1) == 1:
         longest = min(longest, view[PROMPT] + view[NEW_TOKENS])
     if view[key] < longest:

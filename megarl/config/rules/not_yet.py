@@ -1,5 +1,5 @@
-"""Values that the schema allows but this version does not support yet. A rule is removed once its feature is
-implemented."""
+"""Rules that refuse values which the schema allows but this version does not support. A rule is removed when
+its feature is implemented."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ NEVER_LEGAL: Mapping[str, frozenset[Any]] = {
     f"{MEGATRON}.optimizer.optimizer_cpu_offload": frozenset({True}),
     f"{MEGATRON}.optimizer.use_precision_aware_optimizer": frozenset({True}),
 }
-"""Values that the types allow for the sake of NeMo-RL's configurations, but that a rule always refuses."""
+"""Dotted key -> values that the schema allows because NeMo-RL's configurations have them, but that a rule
+always refuses."""
 UNBUILT_FLAGS = {
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": "Megatron's own FSDP is",
 }
 
 
 def unbuilt_flags(view: View) -> Iterator[Violation]:
-    """Refuse switches that turn on features which are not implemented."""
+    """Refuse switches of features that are not implemented."""
     for key, what in UNBUILT_FLAGS.items():
         if view.get(key, False):
             yield Violation(key, True, f"{what} {NOT_YET}", "set it to false")
 
 
 def unbuilt_models(view: View) -> Iterator[Violation]:
-    """Refuse mixtures of experts on backends other than Megatron."""
+    """Refuse mixture-of-experts models on backends other than Megatron."""
     backend = backend_of(view)
     if view.facts.num_experts > 0 and backend != "megatron":
         bound = (
@@ -52,9 +53,9 @@ def unbuilt_models(view: View) -> Iterator[Violation]:
 
 
 def unbuilt_hybrids(view: View) -> Iterator[Violation]:
-    """Refuse gated delta nets on other backends than Megatron, because transformers' own leak between packed
-    sequences. Refuse adapters and Transformer Engine with them, which are unverified for their projections.
-    """
+    """Refuse gated delta nets on backends other than Megatron, because transformers' implementation leaks
+    state between packed sequences. Also refuse them with adapters and with Transformer Engine, which were not
+    verified for them."""
     view.require(view.facts.gated_delta is not None or view.facts.output_gate)
     backend = backend_of(view)
     if backend != "megatron" and view.facts.num_experts == 0:
@@ -79,8 +80,8 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
         )
     distributed = f"{MEGATRON}.optimizer.use_distributed_optimizer"
     if backend == "megatron" and view["policy.precision"] != "float32" and not view.get(distributed, True):
-        # The decay parameters stay in float32, but Megatron-Core's other optimizer writes the state of only
-        # one dtype to a checkpoint.
+        # Gated delta nets keep decay parameters in float32. Without the distributed optimizer,
+        # Megatron-Core's checkpoints contain the state of one dtype only.
         bound = (
             "checkpoints without the distributed optimizer, for gated delta nets in "
             f"{view['policy.precision']} are {NOT_YET}"
@@ -89,7 +90,8 @@ def unbuilt_hybrids(view: View) -> Iterator[Violation]:
 
 
 def float32_logits_in_chunks(view: View) -> Iterator[Violation]:
-    """Refuse float32 logits in chunks, which are multiplied in the dtype of the weights."""
+    """Refuse ``float32_logits`` with ``logprob_chunk_size``, because chunks are computed in the dtype of the
+    weights."""
     key = "policy.logprob_chunk_size"
     if view[key] and view.get(f"{MEGATRON}.float32_logits", False):
         yield Violation(

@@ -1,4 +1,4 @@
-"""Rules on dtypes, learning rates, and Megatron's optimizer, schedules and data parallelism."""
+"""Rules on precision, optimizers, learning-rate and weight-decay schedules, and data parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA_PARALLEL = f"{MEGATRON}.distributed_data_parallel_config"
 
 ADAMS = frozenset({"torch.optim.Adam", "torch.optim.AdamW"})
 FIXED = frozenset({"amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize"})
-"""Arguments of Adam and AdamW that are not supported with states below float32."""
+"""Arguments of Adam and AdamW that cannot be combined with states below float32."""
 
 
 def _megatron(view: View) -> None:
@@ -25,7 +25,7 @@ def _megatron(view: View) -> None:
 
 
 def optimizer_follows_precision(view: View) -> Iterator[Violation]:
-    """Require that the optimizer's ``bf16`` and ``fp16`` agree with ``policy.precision``."""
+    """Require that ``bf16`` and ``fp16`` of Megatron's optimizer agree with ``policy.precision``."""
     _megatron(view)
     precision = view["policy.precision"]
     for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -41,7 +41,7 @@ def optimizer_follows_precision(view: View) -> Iterator[Violation]:
 
 
 def pipeline_type(view: View) -> Iterator[Violation]:
-    """Require that pipeline stages send activations in the dtype that they compute in."""
+    """Require that ``pipeline_dtype`` is ``policy.precision``."""
     _megatron(view)
     key, precision = f"{MEGATRON}.pipeline_dtype", view["policy.precision"]
     if view[key] != precision:
@@ -54,15 +54,15 @@ def pipeline_type(view: View) -> Iterator[Violation]:
 
 
 def milestones(view: View) -> Iterator[Violation]:
-    """Require that a list of schedules ends with the ``train`` calls at which the next schedule takes
-    over."""
+    """Require a valid list in ``policy.scheduler``, see ``milestone_faults``."""
     chosen = view["policy.scheduler"]
     view.require(backend_of(view) != "megatron" and isinstance(chosen, list))
     yield from milestone_faults(chosen)
 
 
 def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]:
-    """Yield the faults in the form of a list of schedules, ``[{name, kwargs}, ..., {milestones: [...]}]``."""
+    """Yield the faults in a list of schedulers, ``[{name, kwargs}, ..., {milestones: [...]}]``. It ends with
+    the numbers of ``train`` calls at which the second and each later scheduler takes over."""
     entries = [entry for entry in chosen if "milestones" not in entry]
     lists = [entry["milestones"] for entry in chosen if "milestones" in entry]
     if not entries or len(lists) > 1 or (lists and "milestones" not in chosen[-1]):
@@ -85,11 +85,10 @@ def milestone_faults(chosen: Sequence[Mapping[str, Any]]) -> Iterator[Violation]
 
 
 def learning_rates(view: View) -> Iterator[Violation]:
-    """Require that the learning rate neither starts nor ends above its maximum."""
+    """Require that ``min_lr`` and ``lr_warmup_init`` are at most ``lr``."""
     _megatron(view)
     largest = view[f"{OPTIMIZER}.lr"]
-    # Megatron-Core's scheduler asserts that neither exceeds lr, but only in the workers, where a failure
-    # would end the run.
+    # Megatron-Core's scheduler asserts the same, but only in the workers, after everything has started.
     for key in (f"{OPTIMIZER}.min_lr", f"{SCHEDULER}.lr_warmup_init"):
         value = view.get(key, 0.0)
         if value > largest:
@@ -103,8 +102,8 @@ def learning_rates(view: View) -> Iterator[Violation]:
 
 
 def learning_rate_is_used(view: View) -> Iterator[Violation]:
-    """Refuse a ``policy.learning_rate`` that differs from the optimizer's own key, because it would have no
-    effect."""
+    """Refuse a ``policy.learning_rate`` that differs from the optimizer's learning rate, because it has no
+    effect by itself."""
     backend = backend_of(view)
     key, used = (
         "policy.learning_rate",
@@ -116,7 +115,7 @@ def learning_rate_is_used(view: View) -> Iterator[Violation]:
 
 
 def decay_of_learning_rate(view: View) -> Iterator[Violation]:
-    """Require the number of steps of a decaying learning rate, and a warm-up that ends before."""
+    """Require ``lr_decay_iters`` for a decaying learning rate, and a warm-up that ends before it."""
     _megatron(view)
     key = f"{SCHEDULER}.lr_decay_iters"
     steps, style, warmup = (
@@ -144,7 +143,8 @@ def decay_of_learning_rate(view: View) -> Iterator[Violation]:
 
 
 def weight_decay_schedule(view: View) -> Iterator[Violation]:
-    """Require that weight decay does not shrink, and does not change if its style is constant."""
+    """Require that weight decay does not shrink, that it stays the same with the style ``constant``, and
+    that a growing one has ``lr_decay_iters``."""
     _megatron(view)
     key = f"{SCHEDULER}.end_weight_decay"
     start, end, style = (
@@ -161,7 +161,7 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
         bound = f"weight_decay_incr_style is constant, so it must be start_weight_decay = {start}"
         candidates = ({key: start}, {f"{SCHEDULER}.start_weight_decay": own, key: own})
         yield Violation(key, end, bound, "write the same in both", candidates)
-    # At every call, the scheduler replaces the optimizer's value by its own.
+    # The scheduler overwrites the optimizer's weight decay at each step.
     elif style == "constant" and start != view[f"{OPTIMIZER}.weight_decay"]:
         own = view[f"{OPTIMIZER}.weight_decay"]
         bound = (
@@ -187,9 +187,9 @@ def weight_decay_schedule(view: View) -> Iterator[Violation]:
 
 
 def clipping_agrees(view: View) -> Iterator[Violation]:
-    """Require that the two keys for the gradient's clipping norm agree."""
+    """Require that ``clip_grad`` of Megatron's optimizer agrees with ``policy.max_grad_norm``."""
     _megatron(view)
-    # Megatron-Core reads 0 as no clipping.
+    # Megatron-Core turns clipping off by 0, the other backends by null.
     clip, norm = view[f"{OPTIMIZER}.clip_grad"], view["policy.max_grad_norm"]
     if clip != (norm or 0.0):
         bound = f"it must be policy.max_grad_norm = {'null, that is 0' if norm is None else norm}"
@@ -199,14 +199,14 @@ def clipping_agrees(view: View) -> Iterator[Violation]:
 
 
 def low_states(view: View, section: str) -> list[str]:
-    """Return the keys of optimizer states that are below float32."""
+    """Return the dotted keys of an optimizer section that set a dtype below float32 for its state."""
     keys = [f"{section}.{name}" for name in STATE_KEYS]
     return [key for key in keys if view.get(key, "float32") != "float32"]
 
 
 def states_fit_the_layout(view: View) -> Iterator[Violation]:
-    """Refuse 8-bit states that would let tied embeddings on two stages drift apart; and refuse states below
-    float32 with float16 gradients that would be divided by the loss scale in float16."""
+    """Refuse 8-bit states for tied embeddings on two pipeline stages, whose copies would drift apart. Refuse
+    states below float32 with float16 gradients, which would be divided by the loss scale in float16."""
     _megatron(view)
     low = low_states(view, OPTIMIZER)
     key = f"{DATA_PARALLEL}.grad_reduce_in_fp32"
@@ -237,8 +237,8 @@ def states_fit_the_layout(view: View) -> Iterator[Violation]:
 
 
 def torch_states_are_adams(view: View) -> Iterator[Violation]:
-    """Refuse states below float32 for optimizers other than Adam and AdamW, or with arguments that they do
-    not support."""
+    """Refuse states below float32 on DTensor and FSDP1 for optimizers other than Adam and AdamW, and with
+    arguments that do not support them."""
     view.require(backend_of(view) != "megatron" and view["policy.optimizer"] is not None)
     section = "policy.optimizer"
     for key in low_states(view, section):

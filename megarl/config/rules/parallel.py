@@ -1,4 +1,5 @@
-"""Rules on the division of ranks, layers, heads and experts, and on token dispatch."""
+"""Rules on parallel sizes: division of ranks, layers, attention heads and experts, and dispatch of tokens to
+experts."""
 
 from __future__ import annotations
 
@@ -21,24 +22,25 @@ LAST = f"{MEGATRON}.num_layers_in_last_pipeline_stage"
 VIRTUAL = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 GENERATION = "policy.generation"
 FOR_TRAINING = "cluster.for_training"
-"""Key that, if set, gives the policy all ranks of the cluster: for a policy that a program builds itself."""
+"""Internal key that assigns all ranks of the cluster to training. It is set for a policy that a program
+constructs itself, and for models other than the policy."""
 WRITTEN = f"{MEGATRON}.pipeline_model_parallel_layout"
 
 
 def tensor_key(view: View) -> str:
-    """Return the backend's key for the tensor-parallel size; empty for FSDP1."""
+    """Return the dotted key of the tensor-parallel size; "" on FSDP1, which has none."""
     return {"megatron": TENSOR, "dtensor": f"{DTENSOR}.tensor_parallel_size"}.get(backend_of(view), "")
 
 
 def sequence_parallel_key(view: View) -> str:
-    """Return the backend's key for sequence parallelism; empty for FSDP1."""
+    """Return the dotted key of sequence parallelism; "" on FSDP1, which has none."""
     return {"megatron": f"{MEGATRON}.sequence_parallel", "dtensor": f"{DTENSOR}.sequence_parallel"}.get(
         backend_of(view), ""
     )
 
 
 def axis_sizes(view: View) -> tuple[int, int, int]:
-    """Return the backend's pipeline, context and tensor parallel sizes."""
+    """Return the (pipeline, context, tensor) parallel sizes of the policy."""
     backend = backend_of(view)
     if backend == "megatron":
         sizes = (view[PIPELINE], view[CONTEXT], view[TENSOR])
@@ -46,14 +48,13 @@ def axis_sizes(view: View) -> tuple[int, int, int]:
         sizes = (1, view[f"{DTENSOR}.context_parallel_size"], view[f"{DTENSOR}.tensor_parallel_size"])
     else:
         sizes = (1, 1, 1)
-    # Stop at sizes below 1, which are reported as out of range, because the rules divide by them.
+    # Rules divide by these sizes. Values below 1 are reported by ``values_in_range``.
     view.require(min(sizes) >= 1)
     return sizes
 
 
 def training_shape(view: View) -> tuple[int, int]:
-    """Return the number of training nodes and of training ranks per node, without the ranks reserved for
-    generation."""
+    """Return (training nodes, training ranks per node), without nodes or ranks reserved for engines."""
     ranks, nodes = int(view["cluster.gpus_per_node"]), int(view["cluster.num_nodes"])
     own = generation_shape(view)
     if own is not None:
@@ -63,8 +64,7 @@ def training_shape(view: View) -> tuple[int, int]:
 
 
 def generation_shape(view: View) -> tuple[int, int] | None:
-    """Return the number of nodes and of ranks per node that are reserved for generation. None if there are
-    none, or if the whole cluster is for training."""
+    """Return (nodes, ranks per node) reserved for engines; None if no devices are reserved for them."""
     if view.get(f"{GENERATION}.colocated.enabled", True) or view.has(FOR_TRAINING):
         return None
     ranks = view.get(f"{GENERATION}.colocated.resources.gpus_per_node")
@@ -77,8 +77,8 @@ def generation_shape(view: View) -> tuple[int, int] | None:
 
 
 def engines_shape(view: View) -> tuple[int, int]:
-    """Return the number of nodes and of ranks per node that engines use: those reserved for generation, or
-    else those of training."""
+    """Return (nodes, ranks per node) on which engines run: those reserved for them, else those of
+    training."""
     return generation_shape(view) or training_shape(view)
 
 
@@ -89,7 +89,8 @@ def world_size(view: View) -> int:
 
 
 def layout_of(view: View) -> Layout:
-    """Return the layout of the ranks. The calling rule does not apply if the ranks do not divide."""
+    """Return the layout of the training ranks. The calling rule does not apply if the ranks do not divide by
+    the parallel sizes."""
     pipeline, context, tensor = axis_sizes(view)
     world = world_size(view)
     if world % (pipeline * context * tensor):
@@ -98,7 +99,8 @@ def layout_of(view: View) -> Layout:
 
 
 def ranks_divide(view: View) -> Iterator[Violation]:
-    """Require that the number of ranks is a multiple of the ranks of one copy of the model."""
+    """Require that the number of training ranks is a multiple of pipeline x context x tensor parallel
+    size."""
     pipeline, context, tensor = axis_sizes(view)
     world, copy = world_size(view), pipeline * context * tensor
     if world % copy == 0:
@@ -110,7 +112,7 @@ def ranks_divide(view: View) -> Iterator[Violation]:
     bound = (
         f"{shape} must be a multiple of pipeline {pipeline} x context {context} x tensor {tensor} = {copy}"
     )
-    # This is the smallest number of nodes that together hold whole copies of the model.
+    # Smallest number of nodes that together hold a whole number of model copies.
     whole_copy = copy // math.gcd(copy, ranks)
     if not left and whole_copy != nodes:
         bound += f"; at least {whole_copy} nodes of {ranks} ranks are needed"
@@ -124,8 +126,8 @@ def ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, object]]:
-    """Yield numbers of ranks and parallel sizes that divide: first the ranks for generation on a node, then
-    smaller parallel sizes, then other sizes of nodes."""
+    """Yield changes with which the training ranks divide: of the ranks reserved for engines on a single
+    node, then of the parallel sizes, then of the ranks per node."""
     pipeline, context, tensor = axis_sizes(view)
     copy, own, per_node = pipeline * context * tensor, generation_shape(view), view["cluster.gpus_per_node"]
     if own is not None and view["cluster.num_nodes"] == 1:
@@ -140,6 +142,7 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
             key,
             (number for number in divisors_near(size, size) if nodes * ranks % (copy // size * number) == 0),
         )
+    # Ranks reserved for engines on each node stay reserved.
     given = per_node - ranks
     yield from each_of(
         "cluster.gpus_per_node",
@@ -148,12 +151,12 @@ def _divisions(view: View, nodes: int, ranks: int) -> Iterator[Mapping[str, obje
 
 
 def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
-    """Require that tensor-parallel groups, which are adjacent ranks, do not straddle nodes: a group must fit
-    into a node, or fill whole nodes."""
+    """Require that tensor-parallel groups do not straddle nodes: a group is on one node, or fills whole
+    nodes."""
     nodes, per_node = training_shape(view)
     sizes = axis_sizes(view)
     tensor = sizes[-1]
-    # Ranks that are not divisible are reported by the rule above.
+    # ``ranks_divide`` reports ranks that do not divide.
     view.require(nodes > 1 and per_node * nodes % math.prod(sizes) == 0)
     if per_node % tensor and tensor % per_node:
         bound = f"groups of {tensor} neighbouring ranks would straddle nodes of {per_node} ranks"
@@ -164,7 +167,7 @@ def tensor_stays_inside_nodes(view: View) -> Iterator[Violation]:
 
 
 def sequence_length_divides(view: View) -> Iterator[Violation]:
-    """Require that padded sequences divide evenly over the ranks that share them."""
+    """Require that padded sequences divide evenly over tensor- and context-parallel ranks."""
     view.require(backend_of(view) == "megatron")
     key = "policy.make_sequence_length_divisible_by"
     _, context, tensor = axis_sizes(view)
@@ -180,7 +183,7 @@ def sequence_length_divides(view: View) -> Iterator[Violation]:
 
 
 def layers_divide(view: View) -> Iterator[Violation]:
-    """Require that the layers divide over the pipeline stages."""
+    """Require that the layers divide over pipeline stages, and those of a stage over its model chunks."""
     view.require(backend_of(view) == "megatron")
     stages, first, last = view[PIPELINE], view[FIRST], view[LAST]
     view.require(
@@ -216,8 +219,8 @@ def layers_divide(view: View) -> Iterator[Violation]:
 
 
 def written_layout_fits(view: View) -> Iterator[Violation]:
-    """Require that a written pipeline layout has the model's layers in chunks for all stages, and that no
-    other key contradicts it."""
+    """Require that ``pipeline_model_parallel_layout`` distributes exactly the model's layers over all
+    stages, and that no other key contradicts it."""
     view.require(backend_of(view) == "megatron" and view[WRITTEN] is not None)
     text, stages = view[WRITTEN], view[PIPELINE]
     view.require(stages >= 1)
@@ -240,8 +243,8 @@ def written_layout_fits(view: View) -> Iterator[Violation]:
 
 
 def widths_divide(view: View) -> Iterator[Violation]:
-    """Require that attention heads, and the MLP widths of dense layers and shared experts, divide over the
-    tensor-parallel ranks."""
+    """Require that the tensor-parallel size divides the attention heads, and the widths of MLPs and shared
+    experts."""
     key = tensor_key(view)
     view.require(key != "")
     tensor, facts = view[key], view.facts
@@ -258,8 +261,8 @@ def widths_divide(view: View) -> Iterator[Violation]:
         widths["MLP columns"] = facts.ffn_hidden_size
     if facts.mixture is not None and facts.mixture.shared_ffn_hidden_size:
         widths["columns of the shared expert"] = facts.mixture.shared_ffn_hidden_size
-    # Use the greatest common divisor, because a size that divides only one width breaks the rule for the
-    # next.
+    # Propose divisors of all widths, because a size that divides only one of them would violate the rule
+    # again.
     candidates = each_of(key, divisors_near(math.gcd(*widths.values()), tensor))
     for name, width in widths.items():
         if width % tensor:
@@ -270,7 +273,7 @@ def widths_divide(view: View) -> Iterator[Violation]:
 
 
 def hidden_divides(view: View) -> Iterator[Violation]:
-    """Require that the number of attention heads is a multiple of the number of key-value heads."""
+    """Require that the model's attention heads are a multiple of its key-value heads."""
     facts = view.facts
     if facts.num_attention_heads % facts.num_key_value_heads:
         bound = (
@@ -283,8 +286,8 @@ def hidden_divides(view: View) -> Iterator[Violation]:
 
 
 def sinks_are_gathered(view: View) -> Iterator[Violation]:
-    """Refuse ring attention with attention sinks, because the sink is in the softmax denominator of every
-    rank's part."""
+    """Refuse ring attention for models with attention sinks: each rank would count the sink in the softmax
+    denominator of its own part."""
     view.require(backend_of(view) == "megatron" and view.facts.family in WITH_SINKS)
     if view[CONTEXT] > 1 and view.get(EXCHANGE) == "p2p":
         bound = f"the attention of {view.facts.family} has sinks, which ring attention does not support"
@@ -310,7 +313,7 @@ PERMUTATION = f"{MEGATRON}.moe_permute_fusion"
 BALANCING = f"{MEGATRON}.moe_router_load_balancing_type"
 COEFFICIENT = f"{MEGATRON}.moe_aux_loss_coeff"
 BIAS_RATE = f"{MEGATRON}.moe_router_bias_update_rate"
-# Keys that only concern experts and their routers, with the values that have no effect.
+# Keys that only mixture-of-experts models read -> the values that mean "off", which dense models may have.
 WITHOUT_EXPERTS: dict[str, tuple[object, ...]] = {
     EXPERT: (1,),
     EXPERT_TENSOR: (1,),
@@ -331,22 +334,23 @@ def _of_a_mixture(view: View) -> None:
 
 
 def experts_divide(view: View) -> Iterator[Violation]:
-    """Require that experts divide over their ranks, and that a mixture with tensor parallelism uses sequence
-    parallelism."""
+    """Require that the expert-parallel size divides the number of experts, and that a mixture-of-experts
+    model with tensor parallelism uses sequence parallelism."""
     _of_a_mixture(view)
     view.require(view[EXPERT] >= 1)
     if view.facts.num_experts % view[EXPERT]:
         candidates = each_of(EXPERT, divisors_near(view.facts.num_experts, view[EXPERT]))
         bound = f"it must divide the model's {view.facts.num_experts} experts"
         yield Violation(EXPERT, view[EXPERT], bound, "write a divisor of that", candidates)
-    # Otherwise Megatron-Core's MoELayer refuses to train.
+    # Megatron-Core's MoELayer refuses to train without sequence parallelism.
     if view[TENSOR] > 1 and not view[f"{MEGATRON}.sequence_parallel"]:
         bound = "a mixture of experts with tensor parallelism needs sequence parallelism"
         yield Violation(f"{MEGATRON}.sequence_parallel", False, bound, "set it to true")
 
 
 def expert_widths_divide(view: View) -> Iterator[Violation]:
-    """Require that an expert's columns divide over the ranks that share it."""
+    """Require that the expert tensor-parallel size divides an expert's width, and is 1 for experts with
+    biases."""
     _of_a_mixture(view)
     size, mixture = view[EXPERT_TENSOR], view.facts.mixture
     view.require(size >= 1)
@@ -367,7 +371,7 @@ def expert_widths_divide(view: View) -> Iterator[Violation]:
 
 
 def expert_ranks_divide(view: View) -> Iterator[Violation]:
-    """Require that the ranks of a pipeline stage are a multiple of the ranks of one copy of its experts."""
+    """Require that the ranks of a pipeline stage are a multiple of expert x expert tensor parallel size."""
     _of_a_mixture(view)
     world, stages, experts, cut = world_size(view), view[PIPELINE], view[EXPERT], view[EXPERT_TENSOR]
     view.require(min(stages, experts, cut) >= 1 and world % stages == 0)
@@ -389,8 +393,8 @@ def expert_ranks_divide(view: View) -> Iterator[Violation]:
 
 
 def tokens_get_to_their_experts(view: View) -> Iterator[Violation]:
-    """Refuse DeepEP and the fused permutation of tokens on a CPU; and refuse DeepEP for unsupported group
-    sizes and dtypes."""
+    """Refuse DeepEP (``flex``) and the fused permutation on a CPU, and DeepEP with group sizes or dtypes
+    that it does not support."""
     _of_a_mixture(view)
     on_cpu, sends_by_kernels = view.get("cluster.device") == "cpu", view[DISPATCHER] == "flex"
     if view[PERMUTATION] and on_cpu:

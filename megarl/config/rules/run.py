@@ -1,4 +1,4 @@
-"""Rules on the algorithm, its data, its batches (global batches, ranks, micro-batches, tokens) and its
+"""Rules on the algorithm and its sections, on losses and environments, on batch sizes, and on the run's
 outputs."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POLICY_WORKERS = "lm_policy"
 
 
 def algorithm_is_known(view: View) -> Iterator[Violation]:
-    """Require that the algorithm is built in, or at an import path."""
+    """Require that ``algorithm`` is a built-in algorithm, or the import path of a valid one."""
     try:
         algorithm_class(view["algorithm"])
     except ConfigError as error:
@@ -62,7 +62,7 @@ def algorithm_is_known(view: View) -> Iterator[Violation]:
 
 
 def sections_of_algorithm(view: View) -> Iterator[Violation]:
-    """Require the sections that the algorithm needs."""
+    """Require the sections that the algorithm reads."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in algorithm.SECTIONS:
         if section not in algorithm.OPTIONAL and not view.written(section):
@@ -86,8 +86,9 @@ def _faulty(view: View, path: str) -> bool:
 
 
 def megatron_trains(view: View) -> Iterator[Violation]:
-    """Require an optimizer section for a trained policy on Megatron."""
-    # This is never None: the property raises if there is no algorithm, and then the rule does not apply.
+    """Require ``megatron_cfg.optimizer`` if the policy is trained on Megatron."""
+    # ``view.algorithm`` is never None. It raises without an algorithm, so the rule does not apply to models
+    # that are not trained.
     view.require(view.algorithm is not None and backend_of(view) == "megatron")
     key = f"{MEGATRON}.optimizer"
     if not view.written(key):
@@ -100,7 +101,7 @@ SCORING = "policy.reward_model_cfg"
 
 
 def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
-    """Require the kind of model that the algorithm trains: a scoring model or a language model."""
+    """Require the kind of model that the algorithm trains: a reward model or a language model."""
     wanted, name = view.algorithm.SCORES, view["algorithm"]
     view.require(view.has("policy") and not view.has_faults(SCORING) and scores(view["policy"]) != wanted)
     key = f"{SCORING}.enabled"
@@ -115,7 +116,7 @@ def model_has_the_head_of_the_algorithm(view: View) -> Iterator[Violation]:
 
 
 def has_scoring_model(view: View) -> bool:
-    """Return whether the policy section describes a scoring model."""
+    """Return whether the ``policy`` section describes a reward model or critic."""
     return not view.has_faults(SCORING) and scores(view["policy"])
 
 
@@ -134,7 +135,7 @@ _VALIDATES = ("val_period", "val_at_start", "val_at_end")
 
 
 def validation_has_data(view: View) -> Iterator[Violation]:
-    """Require validation data for a run that validates."""
+    """Require ``data.validation`` if the run validates."""
     section = view.algorithm.section()
     view.require(view.has("data") and view["data.validation"] is None)
     asked = [key for key in _VALIDATES if view.get(f"{section}.{key}", 0)]
@@ -146,12 +147,12 @@ def validation_has_data(view: View) -> Iterator[Violation]:
 
 
 def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
-    """Require that the metric that ranks checkpoints has the prefix of a training or validation metric."""
+    """Require that ``checkpointing.metric_name`` begins with ``train/``, ``validation/`` or ``val_``, as the
+    names of metrics do."""
     key = "checkpointing.metric_name"
     name = view.get(key)
     view.require(isinstance(name, str) and name != "step" and view.get("checkpointing.enabled", False))
-    # NeMo-RL's names have a colon, as in `val:accuracy`. The proposal combines the part after it with
-    # megarl's prefix.
+    # NeMo-RL writes `val:accuracy`. Propose the part after the colon with megarl's prefixes.
     if not name.startswith(("train/", "validation/", "val_")):
         bare = re.split(r"[/:]", name)[-1]
         prefixes = ("validation",) if name.startswith("val") else ("train", "validation")
@@ -162,8 +163,8 @@ def metric_of_checkpoints_has_a_prefix(view: View) -> Iterator[Violation]:
 
 
 def steps_are_counted(view: View) -> Iterator[Violation]:
-    """Require that the numbers of steps, prompts and responses of a user-defined algorithm are integers of at
-    least 1, whatever its schema allows."""
+    """Require that a custom algorithm's numbers of steps, prompts and responses are integers of at least 1,
+    whatever its own schema allows."""
     algorithm = view.algorithm
     view.require(is_import_path(view["algorithm"]))
     for key in (f"{algorithm.section()}.max_num_steps", algorithm.PROMPTS, algorithm.GENERATIONS):
@@ -177,7 +178,7 @@ def steps_are_counted(view: View) -> Iterator[Violation]:
 
 
 def sections_have_a_reader(view: View) -> Iterator[Violation]:
-    """Refuse sections of another algorithm, which would have no effect."""
+    """Refuse sections that only other algorithms read, because they would have no effect."""
     algorithm, name = view.algorithm, view["algorithm"]
     for section in OF_ALGORITHMS:
         if section not in {*algorithm.SECTIONS, *algorithm.MODELS} and view.get(section) is not None:
@@ -186,8 +187,8 @@ def sections_have_a_reader(view: View) -> Iterator[Violation]:
 
 
 def loss_is_known(view: View) -> Iterator[Violation]:
-    """Require that the loss is the built-in one, or one at an import path that can be built from the
-    section."""
+    """Require that ``loss_fn.function`` is the built-in loss, or the import path of a class that can be
+    constructed from the section."""
     view.require(view.algorithm.SECTIONS.get(LOSS) is ClippedPGLossConfig)
     yield from _known_or_own(
         view,
@@ -200,7 +201,7 @@ def loss_is_known(view: View) -> Iterator[Violation]:
 
 
 def estimator_is_known(view: View) -> Iterator[Violation]:
-    """Require that the advantage estimator is built in, or a function at an import path."""
+    """Require that ``adv_estimator.name`` is a built-in estimator, or the import path of a function."""
     section = f"{view.algorithm.section()}.adv_estimator"
     yield from _known_or_own(
         view, f"{section}.name", ESTIMATORS, f"{section}.options", "name", _fault_of_estimator
@@ -208,21 +209,21 @@ def estimator_is_known(view: View) -> Iterator[Violation]:
 
 
 def _fault_of_estimator(found: Any) -> str | None:
-    """Return the reason why an object cannot be an advantage estimator, or None."""
+    """Return why an object cannot be an advantage estimator, or None."""
     if inspect.isclass(found) or not callable(found):
         return f"it is {'a class' if inspect.isclass(found) else f'{found!r:.60}'}, but must be a function"
     return None if _takes(found, None) else "it does not accept its one argument, the AdvantageInputs"
 
 
 def _fault_of_loss(found: Any, section: Mapping[str, Any]) -> str | None:
-    """Return the reason why a loss cannot be built from its section, or cannot be called as a loss; otherwise
-    None."""
+    """Return why a custom loss cannot be constructed from its section, or not be called as a loss; None if
+    it is valid."""
     if not callable(found):
         return f"it is {found!r:.60}, but must be a class"
     try:
-        # Pass a copy, because the user's class may change it.
+        # Pass a copy, because the custom class may change it.
         made = found(copy.deepcopy(dict(section)))
-    # A user's code may raise any exception, including SystemExit.
+    # Custom code may raise any exception, including SystemExit.
     except (Exception, SystemExit) as error:
         return f"it cannot be constructed from the section {LOSS}: {type(error).__name__}: {error}"
     if not callable(made) or not _takes(made, None, None, None, next_token_logprobs=None):
@@ -243,7 +244,7 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
         inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
-    # A function that is not written in Python may have no signature.
+    # Functions written in C may have no signature.
     except ValueError:
         return True
     return True
@@ -257,8 +258,16 @@ def _known_or_own(
     called: str,
     fault_of: Callable[[Any], str | None],
 ) -> Iterator[Violation]:
-    """Require that a key names a built-in object, or the import path of a valid one. Only the latter may have
-    options."""
+    """Require that a key names a built-in object, or the import path of a valid custom one.
+
+    Args:
+        view: the configuration.
+        key: dotted key with the name.
+        built_in: names of the built-in objects.
+        options: dotted key of settings, which only a custom object may have.
+        called: placeholder for the object's name in the advice.
+        fault_of: returns what is wrong with a custom object, or None.
+    """
     name = view[key]
     if name in built_in:
         if view.get(options):
@@ -283,10 +292,10 @@ ESTIMATOR = "grpo.adv_estimator"
 
 
 def advantages_are_left(view: View) -> Iterator[Violation]:
-    """Require several responses per prompt if the estimator compares them, and bounds that do not clip all
-    advantages to 0."""
+    """Require at least 2 responses per prompt for estimators that compare them, and clip bounds that leave
+    some advantages nonzero."""
     kind, minus_baseline = view[f"{ESTIMATOR}.name"], view[f"{ESTIMATOR}.minus_baseline"]
-    # A custom estimator may work without a group.
+    # Custom estimators need not compare the responses to a prompt.
     whitens_alone = kind not in ESTIMATORS or (kind == "reinforce_plus_plus" and not minus_baseline)
     key = "grpo.num_generations_per_prompt"
     if view.get(key) == 1 and not whitens_alone:
@@ -329,7 +338,8 @@ _FORCED = "force_on_policy_ratio"
 
 
 def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
-    """Require settings with which dynamic sampling can distinguish prompts without a signal from others."""
+    """Require settings with which dynamic sampling can distinguish prompts with and without a training
+    signal."""
     key, multiplier = "grpo.use_dynamic_sampling", "grpo.batch_multiplier"
     view.require(view[key])
     prompts, generations = view["grpo.num_prompts_per_step"], view["grpo.num_generations_per_prompt"]
@@ -357,12 +367,12 @@ def dynamic_sampling_finds_signals(view: View) -> Iterator[Violation]:
         )
 
 
-# Products of decimal fractions are integers only up to rounding.
+# The product of an integer and a decimal fraction such as 1.1 is an integer only up to rounding.
 _ROUNDING = 1e-9
 
 
 def critic_warm_up_ends(view: View) -> Iterator[Violation]:
-    """Require that the actor is trained in at least one step."""
+    """Require that ``critic_warmup_steps`` leaves at least one step in which the actor is trained."""
     key, last = "ppo.critic_warmup_steps", view["ppo.max_num_steps"]
     if view[key] >= last:
         bound = f"the run has {last} steps, and the actor would be trained in none"
@@ -382,8 +392,8 @@ def scores_of_answers_count(view: View) -> Iterator[Violation]:
 
 
 def several_rewards_are_compared(view: View) -> Iterator[Violation]:
-    """Require several rewards for GDPO, with one weight per reward name, and without the KL divergence in the
-    reward."""
+    """Require for the estimator ``gdpo`` at least two rewards, the same weight for a reward's name in all
+    environments, and no KL in the reward."""
     view.require(view[f"{ESTIMATOR}.name"] == "gdpo")
     key = f"{ESTIMATOR}.name"
     if view.get("loss_fn.use_kl_in_reward", False):
@@ -413,14 +423,15 @@ def several_rewards_are_compared(view: View) -> Iterator[Violation]:
 
 
 def reward_is_known(view: View) -> Iterator[Violation]:
-    """Require that the rewards of a single-turn environment are built in, with options that they read, or at
-    import paths, with parameters that all of its data have."""
+    """Require valid reward functions: built-in ones with options that they read, or import paths of
+    functions whose parameters all records can fill."""
     sources = [source for kind in ("train", "validation") for _, source in sources_of(view["data"], kind)]
     environments = dict(_environments(view))
     for key, section in environments.items():
         if section.get("environment", SINGLE_TURN) not in REWARDED:
             continue
-        # Among several environments, a source without a name has records that name theirs.
+        # With several environments, the records of a source without env_name name their environments
+        # themselves.
         names = {key.removeprefix("env.")} | ({None} if len(environments) == 1 else set())
         columns = [set(_extra_keys(source)) for source in sources if at(source, "env_name") in names]
         columns = columns or [set(itertools.chain.from_iterable(map(_extra_keys, sources)))]
@@ -433,8 +444,8 @@ def _extra_keys(source: DataSource) -> list[str]:
 
 
 def environment_is_known(view: View) -> Iterator[Violation]:
-    """Require that any other environment is at an import path, and that one with tools allows several
-    turns."""
+    """Require valid environments: built-in ones, or import paths of environment classes; and several turns
+    for one with tools."""
     turns = f"{view.algorithm.section()}.max_rollout_turns"
     for section_key, section in _environments(view):
         key, name = f"{section_key}.environment", section.get("environment", SINGLE_TURN)
@@ -467,14 +478,14 @@ def environment_is_known(view: View) -> Iterator[Violation]:
 
 
 def _environments(view: View) -> Iterator[tuple[str, EnvConfig]]:
-    """Yield the key and section of each environment whose values all have the right types."""
+    """Yield (dotted key, section) of each environment in which all values have the right types."""
     for key, section in environments_of(view["env"]).items():
         if not view.has_faults(key):
             yield key, section
 
 
 def environments_in_range(view: View) -> Iterator[Violation]:
-    """Require that names of environments are valid in metric names, and that their numbers are within
+    """Require that names of environments can be part of metric names, and that their numbers are within
     bounds."""
     for name, section in named_environments(view["env"]).items():
         yield from fault_of_name(f"env.{name}", name)
@@ -483,7 +494,8 @@ def environments_in_range(view: View) -> Iterator[Violation]:
 
 
 def environments_have_names(view: View) -> Iterator[Violation]:
-    """Refuse rewards in the section around named environments, because they would have no effect."""
+    """Refuse rewards, tools and an environment class directly in ``env`` if it contains named environments,
+    because no record would use them."""
     env = view["env"]
     named = sorted(named_environments(env))
     view.require(bool(named))
@@ -504,11 +516,12 @@ def environments_have_names(view: View) -> Iterator[Violation]:
         )
 
 
+# Metrics service -> required key of its section.
 _NAMED_BY = {"wandb": "project", "mlflow": "experiment_name", "trackio": "project"}
 
 
 def services_are_named(view: View) -> Iterator[Violation]:
-    """Require the section with the project or experiment name of each enabled metrics service."""
+    """Require the section of each enabled metrics service, which names its project or experiment."""
     for service, name in _NAMED_BY.items():
         key = f"logger.{service}"
         if view.get(f"{key}_enabled") and view.get(key) is None and not _faulty(view, key):
@@ -524,7 +537,8 @@ _SINK_METHODS = ("write", "truncate_after", "close")
 
 
 def sinks_are_known(view: View) -> Iterator[Violation]:
-    """Require that sinks at import paths are classes with the methods of ``megarl.observe.sinks:Sink``."""
+    """Require that ``logger.sinks`` are import paths of classes with the methods of
+    ``megarl.observe.sinks:Sink``, each listed once."""
     key, paths = "logger.sinks", view["logger.sinks"]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         yield Violation(key, path, "it is listed twice, and would receive every row twice", "list it once")
@@ -551,8 +565,8 @@ def _fault_of_sink(kind: Any) -> str | None:
     abstract = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing or abstract:
         return f"it lacks {', '.join([*missing, *abstract])}"
-    # Check the methods on the class, with a placeholder for `self`, because no sink can be made before a run
-    # exists.
+    # Check the methods of the class with a placeholder for `self`, because a sink may only be constructed in
+    # a run.
     calls = {"write": ("self", "row"), "truncate_after": ("self", "step"), "close": ("self",)}
     for name, arguments in {kind.__name__: ("log_dir", "run_config"), **calls}.items():
         try:
@@ -563,7 +577,7 @@ def _fault_of_sink(kind: Any) -> str | None:
 
 
 def profiled_steps(view: View) -> Iterator[Violation]:
-    """Require that the profiled steps are steps of the run, and that a profiler records them."""
+    """Require that ``profiler.steps`` begins within the run, and that a profiler records these steps."""
     key, steps = "profiler.steps", view["profiler.steps"]
     view.require(steps is not None)
     last = view[f"{view.algorithm.section()}.max_num_steps"]
@@ -586,7 +600,8 @@ def profiled_steps(view: View) -> Iterator[Violation]:
 
 
 def profiled_workers(view: View) -> Iterator[Violation]:
-    """Require that the profiled ranks and workers exist."""
+    """Require that ``profiler.torch_ranks`` exist, and that ``profiler.nsys_workers`` matches the policy's
+    workers."""
     ranks, patterns = view["profiler.torch_ranks"], view["profiler.nsys_workers"]
     nodes, per_node = training_shape(view)
     outside = [rank for rank in ranks if not 0 <= rank < nodes * per_node]
@@ -643,7 +658,8 @@ DYNAMIC = "policy.dynamic_batching"
 
 
 def samples_fill_global_batches(view: View) -> Iterator[Violation]:
-    """Require that global batches divide a step's samples evenly, so that all of them are trained on."""
+    """Require that the global batch size divides the samples of a step, so that all of them are trained
+    on."""
     prompts, generations, size = _samples_of_step(view)
     if prompts * generations % size:
         bound = (
@@ -656,21 +672,21 @@ def samples_fill_global_batches(view: View) -> Iterator[Violation]:
 
 
 def _samples_of_step(view: View) -> tuple[int, int, int]:
-    """Return, for an algorithm that generates, the prompts per step, the responses per prompt, and the
-    samples per global batch."""
+    """Return (prompts per step, responses per prompt, samples per global batch). The calling rule applies
+    only to algorithms that generate."""
     algorithm = view.algorithm
     view.require(algorithm.GENERATES)
     size = view[GLOBAL]
     prompts = size if algorithm.PROMPTS is None else view[algorithm.PROMPTS]
     generations = 1 if algorithm.GENERATIONS is None else view[algorithm.GENERATIONS]
-    # Stop at other values, which are reported elsewhere as out of range, because the rules divide by them.
+    # Other rules divide by these values. Values below 1 are reported by ``values_in_range``.
     view.require(min(prompts, generations, size) >= 1)
     return prompts, generations, size
 
 
 def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
-    """Require strictly on-policy training if the ratio is taken as 1: one global batch per step, which is
-    trained on once."""
+    """Require for ``force_on_policy_ratio`` that a step is a single global batch, trained on once, because
+    later updates are off-policy."""
     key = "loss_fn.force_on_policy_ratio"
     view.require(view[key])
     prompts, generations, size = _samples_of_step(view)
@@ -691,12 +707,13 @@ def on_policy_batch_is_trained_on_once(view: View) -> Iterator[Violation]:
 
 
 def global_batch_divides(view: View) -> Iterator[Violation]:
-    """Require that a global batch divides over the data-parallel ranks and their micro-batches."""
+    """Require that the global batch divides over data-parallel ranks, and a rank's part over
+    micro-batches."""
     yield from _divides(view, GLOBAL, MICRO)
 
 
 def validation_batch_divides(view: View) -> Iterator[Violation]:
-    """Require that a validation's global batch divides over the data-parallel ranks and their
+    """Require that a validation's global batch divides over data-parallel ranks, and a rank's part over
     micro-batches."""
     section = view.algorithm.section()
     view.require(any(view.get(f"{section}.{key}", 0) for key in _VALIDATES))
@@ -712,7 +729,7 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
             global_key, size, bound, "write such a multiple", tuple(_batch_sizes(view, global_key, micro_key))
         )
         return
-    # With a token budget, the lengths of the rows decide how many a micro-batch has.
+    # With a token budget, the number of rows of a micro-batch depends on their lengths.
     by_tokens = view.get(f"{PACKING}.enabled", False) or view.get(f"{DYNAMIC}.enabled", False)
     if not by_tokens and (size // ranks) % micro:
         bound = (
@@ -733,12 +750,12 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mappin
     up to a step. Some come with another number of prompts."""
     size = view[global_key]
     try:
-        # Another rule reports ranks that are not divisible; here any size is then accepted.
+        # ``ranks_divide`` reports such ranks; accept any batch size here.
         ranks = layout_of(view).data
     except NotApplicableError:
         ranks = 1
-    # Put the multiple that also fits the micro-batch size first, so that the first proposal satisfies both
-    # rules.
+    # Try multiples of ranks x micro-batch size first, so that the first proposal also satisfies the rule on
+    # micro-batches.
     units = dict.fromkeys((ranks * max(view.get(micro_key, 1), 1), ranks))
     algorithm = view.algorithm
     if global_key != GLOBAL or not algorithm.GENERATES or algorithm.PROMPTS is None:
@@ -751,7 +768,7 @@ def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mappin
         yield from each_of(GLOBAL, (number for number in divisors_near(samples, size) if number % unit == 0))
     batches = max(samples // size, 1)
     for unit in units:
-        # The responses to this number of prompts, or to a multiple of it, are whole units.
+        # The smallest number of prompts whose responses are a multiple of the unit.
         for others in multiples_near(unit // math.gcd(unit, generations), prompts):
             whole = others * generations
             yield {
@@ -767,7 +784,7 @@ def _is_one_batch(view: View, sizes: Mapping[str, Any]) -> bool:
 
 
 def one_way_of_batching(view: View) -> Iterator[Violation]:
-    """Refuse packing together with dynamic batching."""
+    """Refuse ``sequence_packing`` and ``dynamic_batching`` together."""
     if view[f"{DYNAMIC}.enabled"] and view[f"{PACKING}.enabled"]:
         yield Violation(
             f"{DYNAMIC}.enabled", True, "sequence packing is enabled too", "disable one of the two"
@@ -775,8 +792,8 @@ def one_way_of_batching(view: View) -> Iterator[Violation]:
 
 
 def token_budgets_given(view: View) -> Iterator[Violation]:
-    """Require every token budget in use to be set, and to hold the longest padded sequence, or two of them if
-    the records are pairs."""
+    """Require each ``*_mb_tokens`` in use, large enough for the longest padded sequence, or for two of them
+    with preference pairs."""
     longest, together = view["policy.max_total_sequence_length"], _rows_together(view)
     for section in (PACKING, DYNAMIC):
         if not view.get(f"{section}.enabled", False):
@@ -786,7 +803,7 @@ def token_budgets_given(view: View) -> Iterator[Violation]:
         for key, rows in ((f"{section}.train_mb_tokens", together), (f"{section}.logprob_mb_tokens", 1)):
             budget, needed = view.get(key), rows * padded_longest
             if budget is None:
-                # A value of the wrong type also reads as None, but is reported already.
+                # ``view.get`` gives None for a value of the wrong type too, which the schema check reports.
                 if not view.written(key):
                     yield Violation(
                         key,
@@ -807,15 +824,15 @@ def _rows_together(view: View) -> int:
 
 
 def _multiple(view: View, section: str) -> int:
-    """Return the number to whose multiples sequence lengths are padded."""
+    """Return the number of tokens to whose multiples sequence lengths are padded."""
     _, context, tensor = axis_sizes(view)
     share = sequence_share(tensor, context, view.get(sequence_parallel_key(view), False))
     return math.lcm(share, view["policy.make_sequence_length_divisible_by"]) if section == DYNAMIC else share
 
 
 def least_tokens(view: View, section: str) -> int:
-    """Return the smallest valid ``train_mb_tokens`` of a section: the padded length of the longest sequence,
-    or of a pair of them."""
+    """Return the smallest valid ``train_mb_tokens`` of a section: the longest padded sequence, or two of
+    them with preference pairs."""
     multiple = _multiple(view, section)
     return _rows_together(view) * -(-view["policy.max_total_sequence_length"] // multiple) * multiple
 

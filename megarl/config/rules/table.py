@@ -1,5 +1,5 @@
-"""Rules in the form of a table: the values that keys may have under a condition. Most rows are about keys
-that nothing reads under that condition."""
+"""Rules in the form of a table: values that keys must have under a condition. Most refuse a setting that
+nothing reads under that condition."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from megarl.key import defaults_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Keys that must have certain values under a condition. Rows with the same name form one rule.
+    """One line of a rule: values that keys must have under a condition. Lines with the same ``rule`` form
+    one rule.
 
-    In keys and texts, ``{name}`` stands for the value that a condition of that name compares, ``{word}`` for
-    the last word of the key, and ``{first}`` for the first of its allowed values.
+    In keys and texts, ``{name}`` is replaced by the value of that key or of that name in ``_FACTS``;
+    ``{word}`` by the last part of the violating key, and ``{first}`` by its first allowed value.
 
     Attributes:
         rule: name of the rule.
-        keys: dotted keys, each with its allowed value, or a tuple of them.
-        where: the condition: dotted keys, or names in ``_FACTS``, each with its value or a tuple of values.
+        keys: dotted key -> its allowed value, or a tuple of allowed values.
+        where: the condition: dotted key, or name in ``_FACTS`` -> the value that it must have, or a tuple of
+            such values.
         bound, fix: texts of the violation.
-        proposes: the first allowed value is proposed as the fix.
+        proposes: offer the first allowed value as a candidate fix.
     """
 
     rule: str
@@ -46,11 +48,11 @@ class Row:
     proposes: bool = False
 
     def violations(self, view: View) -> Iterator[Violation]:
-        """Yield violations for the keys that have other values."""
+        """Yield a violation for each key with a value that is not allowed, if the condition holds."""
         view.require(all(_value(view, name) in _several(values) for name, values in self.where.items()))
         for pattern, values in self.keys.items():
             key, first = _filled(pattern, view), _several(values)[0]
-            # An absent key has no value that could be incorrect.
+            # An absent key counts as having its allowed value.
             value = view.get(key, first)
             if value not in _several(values):
                 words = {
@@ -75,12 +77,12 @@ def _single_turn(view: View) -> bool:
 
 
 def _has_teachers(view: View) -> bool:
-    # This raises for an algorithm without teachers, to which the condition does not apply.
+    # Called for its NotApplicableError: the row does not apply to algorithms without teachers.
     teachers_of(view)
     return not view.has_faults(DISTILLATION)
 
 
-# Names, other than keys, that conditions and texts may use.
+# Names that conditions and texts may use in addition to dotted keys.
 _FACTS: Mapping[str, Callable[[View], object]] = {
     "backend": backend_of,
     "family": lambda view: view.facts.family,
@@ -111,7 +113,7 @@ def _filled(text: str, view: View, words: Mapping[str, str] = {}) -> str:
 
 
 def defaults(section: str, kind: Any, *names: str) -> dict[str, object]:
-    """Return the dotted keys of a section, or of the given names, with their defaults."""
+    """Return the defaults of a section's keys by dotted key: of all keys, or of ``names``."""
     known = defaults_of(kind)
     return {f"{section}.{name}": known[name] for name in names or known}
 
@@ -355,7 +357,7 @@ ROWS_OF_MODELS = (
         "write null, or set policy.reward_model_cfg.enabled to false",
     ),
 )
-"""Rows on the policy, and on each other model."""
+"""Rows that apply to the policy and to every other model."""
 
 ROWS_OF_RUNS = (
     Row(
@@ -488,7 +490,7 @@ ROWS_OF_RUNS = (
         "are not in this version",
         "write false, or grpo.async_grpo.schedule: in_order",
     ),
-    # A critic or a teacher has not been tested with groups in the order of their completion.
+    # ready_first has not been tested with a critic or a teacher.
     Row(
         "schedule_of_sampling",
         {"ppo.async_grpo.schedule": "in_order"},
@@ -588,11 +590,11 @@ ROWS_OF_RUNS = (
         "write false",
     ),
 )
-"""Rows on the whole run only."""
+"""Rows that apply to a run as a whole."""
 
 
 def _rules_of(table: tuple[Row, ...]) -> Iterator[Rule]:
-    # The rows of one rule have to be adjacent, because groupby only joins neighbours.
+    # Rows of one rule must be adjacent in the table, because groupby only groups neighbours.
     for name, rows in groupby(table, lambda row: row.rule):
         yield _rule(name, [row.violations for row in rows])
 
@@ -601,7 +603,7 @@ def _rule(name: str, rows: list[Rule]) -> Rule:
     def rule(view: View) -> Iterator[Violation]:
         return apply_rules(rows, view)
 
-    # Set the name, by which tests find a rule.
+    # Tests find a rule by its name.
     rule.__name__ = name
     return rule
 

@@ -54,7 +54,8 @@ class PolicyEnginesConfig(TypedDict):
         Annotated[
             int,
             Key(
-                "ranks that share each layer; as many copies of the model generate as the places allow.",
+                "number of ranks over which each layer of an engine is split; as many engines start as fit "
+                "on the generation ranks.",
                 AT_LEAST_1,
                 default=1,
             ),
