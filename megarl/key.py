@@ -89,7 +89,8 @@ class Key:
 # Cached, because get_type_hints evaluates the text of every annotation again.
 @cache
 def fields_of(section: Any) -> Mapping[str, Key]:
-    """Return the ``Key`` of each field of a section that has one."""
+    """Return the ``Key`` of each field of a section's TypedDict, by field name; fields without a ``Key`` are
+    left out."""
     fields = {}
     for name, annotation in get_type_hints(section, include_extras=True).items():
         key = _key_in(annotation)

@@ -189,8 +189,8 @@ class PPO(GRPO):
         return Sampled.sample(self, step)
 
     def score(self, samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Score samples as GRPO does, and add ``values`` [B, S]: the critic's value at each token, before it
-        is trained."""
+        """Extend GRPO's columns by ``values`` [B, S]: the critic's value at each token, before the critic is
+        trained."""
         batch = super().score(samples)
         self.turns.take(CRITIC)
         with self.timer.phase("values"):
@@ -266,7 +266,7 @@ class PPO(GRPO):
     def train(
         self, batch: BatchedDataDict[Any], step: int, rollouts: Rollouts, epochs: int = 1
     ) -> dict[str, float]:
-        """Train the critic, and after the first ``critic_warmup_steps`` the actor too."""
+        """Train the critic and, after ``critic_warmup_steps``, also the actor."""
         from megarl.rollout.samples import MODEL_INPUTS
         from megarl.rollout.segment_rows import RESPONSE
 

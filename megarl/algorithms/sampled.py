@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledConfig(TypedDict):
-    """Keys of all algorithms that train on sampled responses: steps, sampling and validation."""
+    """Numbers of steps, prompts and validations of an algorithm that trains on sampled responses."""
 
     num_prompts_per_step: Annotated[
         int,

@@ -321,7 +321,7 @@ def warn_of_no_signal(
 def likely_causes(
     samples: Mapping[str, Tensor], records: Sequence[Example], config: RunConfig
 ) -> Iterator[str]:
-    """Yield likely reasons why all rewards are equal, from the responses and the references."""
+    """Yield likely causes of equal rewards, found in the responses and the reference answers."""
     names = set()
     for key, section in environments_of(config["env"]).items():
         for reward in rewards_of(section, key).values():

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SupervisedConfig(TypedDict):
-    """Keys of all algorithms that train on given answers: steps and validation. A sample is a row or, for
-    preferences, a pair."""
+    """Numbers of steps and validations of an algorithm that trains on given answers. A sample is one record;
+    in preference data, a pair of answers."""
 
     max_num_steps: Annotated[
         int,

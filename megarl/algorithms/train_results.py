@@ -31,8 +31,9 @@ def step_metrics(result: Mapping[str, Any], loss_fn: LossFunction) -> dict[str, 
 
 
 def metrics_of_epochs(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) -> dict[str, float]:
-    """Return the metrics of several training calls with one batch: the minimum or maximum of metrics that the
-    loss reduces so, the mean of others. A metric that only some calls have is reduced over these."""
+    """Combine the metrics of several training calls with the same batch. Metrics that the loss reduces by
+    minimum or maximum are reduced in the same way, all others averaged. A metric that only some calls have is
+    reduced over these."""
     values: dict[str, list[float]] = defaultdict(list)
     for result in results:
         for name, value in step_metrics(result, loss_fn).items():

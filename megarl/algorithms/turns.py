@@ -24,8 +24,8 @@ class Turns:
         self._may_be_there = set(models)
 
     def take(self, role: Role) -> None:
-        """Offload all other models. The model of ``role`` is loaded by its own ``prepare_for_training`` or a
-        similar method."""
+        """Offload all other models. The model of ``role`` loads itself in ``prepare_for_training`` and
+        similar methods."""
         for other, model in self._models.items():
             if other in self._may_be_there and other != role:
                 model.offload_after_refit()

@@ -31,8 +31,8 @@ def adapters_of(policy: PolicyConfig) -> PeftConfig | None:
 
 
 def share_a_base(policy: PolicyConfig, other: PolicyConfig) -> bool:
-    """Return whether two models train adapters of the same weights, which their ranks divide alike, so that
-    each rank can hold them once."""
+    """Return whether two models train adapters on the same base weights with the same sharding, so that each
+    rank can hold the base weights once for both."""
     if adapters_of(policy) is None or adapters_of(other) is None:
         return False
     return _base_settings(policy) == _base_settings(other)
@@ -160,8 +160,8 @@ def _parameters(section: PeftConfig, rule: Rule, tensor: int) -> int:
 
 
 def stack_of(tensor: HuggingFaceTensor) -> str | None:
-    """Return the name of the stacked parameter in which transformers' model holds this matrix for all
-    experts. None for a tensor that is not part of a stack."""
+    """Return the name of the stacked parameter (all experts of a layer) that contains this matrix in
+    transformers' model, or None if the matrix is a parameter of its own."""
     stack = None
     # If a family is published under other names, the last location is that of transformers' model.
     for place in tensor.places:

@@ -198,7 +198,7 @@ def models_of(name: object) -> Mapping[str, ModelSection]:
 
 @cache
 def built_in_models() -> Mapping[str, ModelSection]:
-    """Return the built-in algorithms' sections for models other than the policy, by name."""
+    """Return the sections for models other than the policy, by name, over all built-in algorithms."""
     models: dict[str, ModelSection] = {}
     for name in ALGORITHMS:
         models |= algorithm_class(name).MODELS
@@ -207,7 +207,7 @@ def built_in_models() -> Mapping[str, ModelSection]:
 
 @cache
 def built_in_sections() -> Mapping[str, Any]:
-    """Return the built-in algorithms' own sections, TypedDicts by name."""
+    """Return each built-in algorithm's own section, name -> TypedDict."""
     sections = {}
     for algorithm in map(algorithm_class, ALGORITHMS):
         name = algorithm.section()

@@ -269,7 +269,7 @@ def _fill_sizes_of_validation(run: Config) -> None:
 
 
 def fill(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
-    """Return the section, followed by the defaults of its absent keys."""
+    """Return the section's keys, followed by copies of the defaults of its absent keys."""
     filled = dict(section)
     for key, value in defaults.items():
         if key not in filled:

@@ -674,8 +674,7 @@ def environments_of(section: EnvConfig) -> dict[str, EnvConfig]:
 
 
 def weights_of_rewards(section: EnvConfig) -> dict[str, float]:
-    """Return the weight of each reward under ``rewards`` by its name, over all environments of an ``env``
-    section."""
+    """Return the weight of each reward under ``rewards``, by name, over all environments."""
     weights = {}
     for inner in environments_of(section).values():
         for name, reward in (inner.get("rewards") or {}).items():

@@ -157,7 +157,12 @@ def _refuse_resolvers(written: Any, path: str, allow_env: bool) -> None:
 
 
 def _refuse_hidden(resolved: Any) -> None:
-    """Raise ConfigError if a value was hidden as a secret when the configuration file was written."""
+    """Refuse values that are placeholders of secrets, which megarl writes to ``config.yaml`` in place of
+    them.
+
+    Raises:
+        ConfigError: there are such values.
+    """
     found = []
     for key, value in _texts(resolved):
         if value == HIDDEN or _PART_HIDDEN.search(value):

@@ -259,8 +259,8 @@ def checkpoint_bytes(policy: PolicyConfig, facts: ModelFacts) -> int:
 
 
 def checkpoint_bytes_beside(config: RunConfig) -> int:
-    """Return the bytes that trained models other than the policy add to a checkpoint, without models of
-    unknown size."""
+    """Return the bytes that trained models other than the policy add to a checkpoint. Models of unknown size
+    are not counted."""
     total = 0
     for path, section in model_sections(config).items():
         model = at(config, path)

@@ -66,8 +66,8 @@ def in_full(policy: Mapping[str, Any], own: Mapping[str, Any], section: ModelSec
 
 
 def renamed(violation: Violation, path: str) -> Violation:
-    """Return a violation that was found while the section at ``path`` replaced ``policy``, with its keys
-    renamed to that path."""
+    """Return a violation with ``policy`` replaced by ``path`` in its keys and texts; it was found while the
+    section at ``path`` was in the place of ``policy``."""
     key = path if violation.key == POLICY else renamed_text(violation.key, path)
     bound, fix = renamed_text(violation.bound, path), renamed_text(violation.fix, path)
     candidates = []

@@ -199,8 +199,8 @@ def fullest_moment(config: RunConfig) -> Moment | None:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of weights, gradients and optimizer state on a rank of a checked run, for the model
-    and stage that have the most."""
+    """Return the bytes of weights, gradients and optimizer state on the rank that has the most, over all
+    models and pipeline stages of a checked run."""
     ranks = itertools.chain(memory_of_run(config)[1], *memory_of_models(config).values())
     return max((rank.state for rank in ranks), default=0)
 

@@ -112,8 +112,8 @@ def is_recipe(text: str) -> bool:
 
 
 def missing_recipe(words: Iterable[str]) -> Violation:
-    """Return the violation for a command line without a configuration, with the recipes that match its other
-    words best."""
+    """Return the violation for a command line that names no configuration. Its fix proposes the recipes that
+    match the other words best."""
     split = re.split(r"[^a-z0-9.]+|\.(?!\d)|(?<=[a-z])(?=\d)", " ".join(words).lower())
     wanted = {part for part in split if len(part) > 1}
 

@@ -96,8 +96,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def _by_place(old: Any, new: Any) -> tuple[Any, Any]:
-    """Turn two equally long lists of sections into mappings by index, so that a difference inside a section
-    can be named. Other values are returned unchanged."""
+    """Return two equally long lists of sections as mappings index -> section, so that single keys inside can
+    be compared. Any other two values are returned unchanged."""
     are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
     if are_lists and all(isinstance(each, Mapping) for each in (*old, *new)):
         places = list(map(str, range(len(old))))

@@ -41,7 +41,7 @@ class AllocatorOptions:
 
     @property
     def expandable(self) -> bool | None:
-        """True if segments may grow, False if they may not; None if no setting decides."""
+        """The option ``expandable_segments``; None if it is not set."""
         chosen = None
         for part in self.parts:
             # Go on after the first one, because torch uses the last of several settings.

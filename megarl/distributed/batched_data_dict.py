@@ -679,7 +679,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return chunk
 
     def _lengths_and_width(self, args: DynamicBatchingArgs | SequencePackingArgs) -> tuple[list[int], int]:
-        """Return the checked lengths of all rows, and S."""
+        """Check the lengths of all rows, and return them with the padded width S."""
         inputs = self._column(args["input_key"], "input_key")
         lengths = self._column(args["input_lengths_key"], "input_lengths_key")
         if inputs.ndim < 2:
@@ -750,7 +750,7 @@ class DealtRows:
         return len(self.rows)
 
     def shard(self) -> SlicedDataDict:
-        """Return the rows, copied."""
+        """Return a copy of the rows, with the micro-batch plan."""
         shard = SlicedDataDict()
         for key, value in self._batch.data.items():
             shard[key] = take_rows(value, self.rows)

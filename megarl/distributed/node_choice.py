@@ -40,7 +40,7 @@ class RayNode:
     free: Mapping[str, float] = field(default_factory=dict)
 
     def without(self, bundle: Mapping[str, float], count: int) -> RayNode:
-        """Return the node with some bundles reserved by others."""
+        """Return the node with the resources of ``count`` bundles subtracted."""
         total, free = dict(self.total), dict(self.free)
         for amounts in (total, free):
             for kind in amounts:

@@ -112,8 +112,8 @@ def gpu_figures(device_idx: int) -> GpuFigures:
 
 
 def _handle(nvml: Any, device_idx: int) -> Any:
-    """Return NVML's handle of the GPU that ``CUDA_VISIBLE_DEVICES``, with indices or UUIDs, names at this
-    position."""
+    """Return NVML's handle of entry ``device_idx`` of ``CUDA_VISIBLE_DEVICES``, which contains indices or
+    UUIDs."""
     # Map the position here, because NVML counts all GPUs of the machine and does not read this variable.
     visible = list(filter(None, map(str.strip, (env.text("CUDA_VISIBLE_DEVICES") or "").split(","))))
     if not visible:

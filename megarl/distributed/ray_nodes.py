@@ -44,7 +44,7 @@ def alive_nodes() -> list[RayNode]:
 
 
 def lost_node_name(node_id: str) -> str | None:
-    """Return the name of a node that has left the cluster; None if it lives, or if Ray cannot tell."""
+    """Return the name of a node that has left the cluster; None if it is alive, or if Ray does not reply."""
     with contextlib.suppress(RayError, RuntimeError, OSError):
         for node in ray_calls.nodes():
             if node["NodeID"] == node_id and not node["Alive"]:

@@ -311,8 +311,9 @@ def advantages_are_left(view: View) -> Iterator[Violation]:
 
 
 def ratios_of_sequences_meet_advantages_of_tokens(view: View) -> Iterator[Violation]:
-    """Refuse options that matter only with per-token advantages if all tokens of a response have the same
-    advantage. The rule does not apply to user-defined algorithms, which may compute their own advantages."""
+    """Refuse sequence-level options that have an effect only with per-token advantages, if all tokens of a
+    response have the same advantage. Custom algorithms are exempt, because they may compute their own
+    advantages."""
     ratios, gradient = f"{LOSS}.sequence_level_importance_ratios", f"{LOSS}.sequence_level_ratio_gradient"
     forced = f"{LOSS}.{_FORCED}"
     view.require(view["algorithm"] == "grpo" and view.get(ratios, False))
@@ -746,8 +747,9 @@ def _divides(view: View, global_key: str, micro_key: str) -> Iterator[Violation]
 
 
 def _batch_sizes(view: View, global_key: str, micro_key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield global batch sizes that divide over the ranks, preferably over their micro-batches too, and add
-    up to a step. Some come with another number of prompts."""
+    """Yield changes of the global batch size with which it divides over the ranks, and divides the samples
+    of a step. Those that also divide into micro-batches come first; some change the number of prompts as
+    well."""
     size = view[global_key]
     try:
         # ``ranks_divide`` reports such ranks; accept any batch size here.

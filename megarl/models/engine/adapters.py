@@ -180,8 +180,14 @@ class AdapterSettings:
         stacks: Collection[str] = (),
         other_stacks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Return the ``adapter_config.json`` for adapters of some of a model's matrices and stacks of
-        experts."""
+        """Return the content of ``adapter_config.json``.
+
+        Args:
+            adapted: names of the matrices with an adapter.
+            matrices: names of all matrices of the model.
+            stacks: names of the expert stacks with an adapter.
+            other_stacks: names of the expert stacks without one.
+        """
         return {
             "peft_type": "LORA",
             "task_type": "SEQ_CLS" if self.scores else "CAUSAL_LM",

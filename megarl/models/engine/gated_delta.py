@@ -365,7 +365,7 @@ def _alternating(tokens: torch.Tensor, count: int, rows: int) -> torch.Tensor:
 
 
 def run_lengths(starts: tuple[int, ...], context: ContextShare) -> tuple[int, ...]:
-    """Return the lengths of the runs that this rank holds, in their order."""
+    """Return the lengths of the runs on this context-parallel rank, in order."""
     runs = itertools.chain.from_iterable(itertools.starmap(context.chunks, itertools.pairwise(starts)))
     return tuple(end - start for start, end in runs)
 

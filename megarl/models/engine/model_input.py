@@ -137,8 +137,7 @@ def lay_out(micro_batch: MicroBatch, context: ContextShare, shapes: Shapes) -> M
 def lay_out_all(
     micro_batches: Sequence[MicroBatch], context: ContextShare, shapes: Shapes
 ) -> list[ModelInput]:
-    """Lay out each micro-batch as ``lay_out`` does, with one copy of all indices from the host to the
-    device."""
+    """Call ``lay_out`` for several micro-batches, with one copy of all indices to the device."""
     plans, scored = [], []
     numbers: list[np.ndarray] = []
     for micro_batch in micro_batches:

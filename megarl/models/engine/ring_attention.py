@@ -91,8 +91,8 @@ def _pieces(
 
 
 def _within_reach(asked: Sequence[tuple[int, int]], held: Sequence[tuple[int, int]], window: int) -> bool:
-    """Return whether some position of the ranges ``asked`` sees one of the ranges ``held``, that is, equals
-    it or follows it by less than ``window``."""
+    """Return whether any position of the ranges ``asked`` sees a position of the ranges ``held``: the same
+    one, or one less than ``window`` before it."""
     # The distances between positions of two ranges are all numbers from the smallest to the largest one.
     for (first, last), (first_held, last_held) in itertools.product(asked, held):
         if max(first - last_held + 1, 0) <= min(last - 1 - first_held, window - 1):

@@ -54,7 +54,8 @@ def scoring_config(hf_config: Any) -> Any:
 
 
 def said_of_scoring(config: Any) -> dict[str, Any]:
-    """Return the keys of a ``config.json`` in which a model that scores differs from its language model."""
+    """Return the entries of ``config.json`` in which a reward or value model differs from its language
+    model."""
     full = config.to_dict()
     # Write labels as text: JSON has only text keys, as in a config.json that transformers writes.
     full["id2label"] = {str(label): name for label, name in full["id2label"].items()}

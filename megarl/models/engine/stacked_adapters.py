@@ -147,8 +147,8 @@ class StackedFactors:
 
 
 def listed(names: Collection[str], others: Collection[str], parts: int) -> list[str]:
-    """Return names in the form of PEFT's config, which it reads as suffixes: the last ``parts`` parts if
-    ``names`` contains all names with that ending, otherwise the full name."""
+    """Return parameter names in the form of PEFT's config. It is ``module.parameter`` if all parameters with
+    this ending are in ``names``, otherwise the full name."""
 
     def end(name: str) -> str:
         return ".".join(name.split(".")[-parts:])

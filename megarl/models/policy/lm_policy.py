@@ -255,8 +255,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """Return the value of a scoring model (``policy.reward_model_cfg``) at each token of ``data``, in its
-        order."""
+        """Return the scalar output of a reward or value model (``policy.reward_model_cfg``) at each token of
+        ``data``. Rows keep their order."""
         return self._token_columns("get_values", ["values"], data, {})
 
     def score(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ScoreOutputSpec]:
@@ -607,8 +607,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     @functools.cached_property
     def mailboxes(self) -> dict[str, Any]:
-        """Mailboxes through which engine ranks on the same devices get weights, by device, for ``meet``. The
-        workers are asked once."""
+        """Mailboxes from which engine ranks read weights, by device, for the engines' ``meet``. Fetched from
+        the workers once."""
         mailboxes: dict[str, Any] = {}
         for own in self._results("mailbox"):
             mailboxes |= own
@@ -724,7 +724,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._call_all("start_torch_profiling", ranks=list(ranks))
 
     def stop_torch_profiling(self, stem: Path) -> list[str]:
-        """Stop the recordings, write each to ``<stem>_rank<N>.json``, and return the files."""
+        """Stop the recordings, write each to ``<stem>_rank<N>.json``, and return the paths."""
         return list(filter(None, self._results("stop_torch_profiling", stem=stem)))
 
     def shutdown(self) -> bool:
@@ -815,8 +815,8 @@ def gpu_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _with_rows_of_batch(
     skipped: Sequence[dict[str, Any]], sharded: ShardedBatch, global_batch: int
 ) -> list[dict[str, Any]]:
-    """Return the workers' reports of global batches without a step, with row numbers of the whole batch
-    instead of those of a replica."""
+    """Convert the workers' reports of skipped global batches from row numbers of a replica to row numbers of
+    the whole batch."""
     translated = []
     for batch in skipped:
         first, seen = batch["global_batch"] * global_batch, []

@@ -48,7 +48,7 @@ running."""
 
 
 class PolicyEnginesConfig(TypedDict):
-    """Parallel layout of engines on the policy's own backend."""
+    """Layout of engines that run the policy's own backend."""
 
     tensor_parallel_size: NotRequired[
         Annotated[

@@ -620,7 +620,7 @@ class VllmGenerationWorker:
 
 
 def _error_of(failures: Mapping[int, Failure], ranks: int) -> RuntimeError:
-    """Return the error of ranks that could not load weights."""
+    """Combine the failures of ranks that could not load weights into one error."""
     messages, traces = [], []
     for rank, failure in failures.items():
         messages.append(f"rank {rank} of {ranks}: {failure.message}" if ranks > 1 else failure.message)
