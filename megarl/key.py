@@ -42,9 +42,16 @@ class Range:
         return self.high is None or not (value >= self.high if self.high_open else value > self.high)
 
     def __str__(self) -> str:
-        low = "" if self.low is None else f"{'more than' if self.low_open else 'at least'} {self.low:g}"
-        high = "" if self.high is None else f"{'less than' if self.high_open else 'at most'} {self.high:g}"
+        low = "" if self.low is None else f"{'more than' if self.low_open else 'at least'} {_text(self.low)}"
+        high = (
+            "" if self.high is None else f"{'less than' if self.high_open else 'at most'} {_text(self.high)}"
+        )
         return " and ".join(filter(None, (low, high)))
+
+
+def _text(bound: float) -> str:
+    # Write large integers in full: ``g`` rounds them to six digits.
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 AT_LEAST_1 = Range(low=1)

@@ -104,13 +104,13 @@ class Distillation(Sampled):
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             TEACHER: ModelSection(
-                "the teacher of a distillation with one teacher, with the keys of ``policy``; absent keys "
-                "are as in ``policy``.",
+                "the teacher model, if there is one. It has the keys of ``policy``, and absent keys have the "
+                "policy's values.",
                 is_optional=True,
             ),
             TEACHERS: ModelSection(
-                "the teachers of a distillation with several teachers, by name; each has the keys of "
-                "``policy``, likewise.",
+                "teacher models by name, if there are several. Each has the keys of ``policy``, and absent "
+                "keys have the policy's values.",
                 by_name=True,
             ),
         }

@@ -240,9 +240,9 @@ class GRPO(Sampled):
     MODELS: ClassVar[Mapping[str, ModelSection]] = MappingProxyType(
         {
             "reward_model": ModelSection(
-                "a model that scores responses (GRPO, PPO), with the keys of ``policy``; absent keys are "
-                "as in ``policy``. ``model_name`` is a model trained with ``rm``, or another one with a "
-                "score layer.",
+                "reward model of GRPO and PPO. It has the keys of ``policy``, and absent keys have the "
+                "policy's values. ``model_name`` must have a score head, as models trained with ``rm`` "
+                "have.",
                 scores=True,
                 is_optional=True,
             )

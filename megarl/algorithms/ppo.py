@@ -150,8 +150,9 @@ class PPO(GRPO):
         {
             **GRPO.MODELS,
             "critic": ModelSection(
-                "the value model of PPO, with the keys of ``policy``; absent keys are as in ``policy``. "
-                "Without a ``model_name`` it starts from the policy's model, with a new score layer.",
+                "value model of PPO. It has the keys of ``policy``, and absent keys have the policy's "
+                "values. Without a ``model_name`` it starts from the policy's model, with a new value "
+                "head.",
                 scores=True,
                 is_trained=True,
                 has_backbone_of_policy=True,
