@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import re
 import resource
@@ -284,18 +283,18 @@ class ChatTemplate:
             if last:
                 # Keep the tokens that both ends share: Command A closes a response and then the turn, whereas
                 # Phi ends the turn, and then the text if no turn follows.
-                shared = itertools.takewhile(
-                    lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False)
-                )
-                last = [token for token, _ in shared] or last[:1]
+                shared = list[int]()
+                for token, other in zip(last, self._specials_after(between), strict=False):
+                    if token != other:
+                        break
+                    shared.append(token)
+                last = shared or last[:1]
             else:
                 # GLM writes no end of a turn: its models stop at the mark of the next role, which directly
                 # follows the turn.
-                last = [
-                    token
-                    for token in self._specials_after(between)[:1]
-                    if self._follows_directly(between, token)
-                ]
+                last = self._specials_after(between)[:1]
+                if last and not self._follows_directly(between, last[0]):
+                    last = []
         last = last[-1:]
         call = self._probe(self.call_of(PROBE))
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
@@ -321,8 +320,10 @@ class ChatTemplate:
         The common prefix of two rendered texts may end inside a token of both, as ``<t`` of ``<think>`` and
         ``<tool_call>``.
         """
-        ends = [match.end() for match in self._markup.finditer(text)]
-        return max(ends, default=0)
+        end = 0
+        for match in self._markup.finditer(text):
+            end = match.end()
+        return end
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:

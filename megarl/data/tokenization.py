@@ -399,13 +399,14 @@ class PromptEncoder:
     def unwritten_role(self, record: Record, text: str) -> str | None:
         """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
         ``text``; None if all are there."""
-        messages = self._prompt_messages(record)
-        # Do not check the other roles: tool calls and results may be written in another form, and reasoning
-        # may be left out.
-        asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
-        return next(
-            (message["role"] for message in asked if (message.get("content") or "").strip() not in text), None
-        )
+        for message in self._prompt_messages(record):
+            # Do not check the other roles: tool calls and results may be written in another form, and
+            # reasoning may be left out.
+            if message["role"] in {"assistant", "tool"}:
+                continue
+            if (message.get("content") or "").strip() not in text:
+                return str(message["role"])
+        return None
 
     def text(self, record: Record) -> str:
         """Return the chat template's text for a record's prompt, up to where the answer starts.

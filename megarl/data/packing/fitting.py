@@ -105,10 +105,15 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
     return halves
 
 
+def load_of(members: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the tokens of a bin's sequences."""
+    return sum(lengths[index] for index in members)
+
+
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
     """Divide a bin of two or more sequences at the point closest to equal loads, neither half empty; the
     order is kept."""
-    total = sum(lengths[index] for index in members)
+    total = load_of(members, lengths)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):
         left += lengths[members[cut - 1]]
@@ -133,7 +138,7 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
             single.append(members)
             return
         halves = split(members, lengths)
-        smaller = min(sum(lengths[index] for index in half) for half in halves)
+        smaller = min(load_of(half, lengths) for half in halves)
         # Every tie break is different, so that the heap never compares the members.
         heapq.heappush(splittable, (-smaller, tie_break, members, halves))
 
