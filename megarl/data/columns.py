@@ -219,7 +219,7 @@ def _conversations(
 
 
 def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
-    own_chosen, own_rejected = source.get("chosen_key"), source.get("rejected_key")
+    own_chosen, own_rejected = map(source.get, PAIR_KEYS)
     for usual_chosen, usual_rejected in _PAIRS:
         chosen, rejected = own_chosen or usual_chosen, own_rejected or usual_rejected
         if not (own_chosen or chosen in row) or not (own_rejected or rejected in row):

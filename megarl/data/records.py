@@ -230,9 +230,13 @@ def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
             "records out with data.on_bad_record=skip"
         )
     better, worse = completions if ranks[0] < ranks[1] else completions[::-1]
-    chosen, rejected = value_of(better, "completion", origin), value_of(worse, "completion", origin)
     rest = {key: value for key, value in row.items() if key not in ("context", "completions")}
-    return {**rest, "prompt": row["context"], "chosen": chosen, "rejected": rejected}
+    return {
+        **rest,
+        "prompt": row["context"],
+        "chosen": value_of(better, "completion", origin),
+        "rejected": value_of(worse, "completion", origin),
+    }
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
@@ -298,7 +302,7 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
     for message, each in zip(value, asked, strict=False):
         if not isinstance(message, Mapping):
             return False
-        if message.get("role") != each["role"] or message.get("content") != each["content"]:
+        if message.get("role") != each["role"] or message.get("content") != each.get("content"):
             return False
     return True
 
