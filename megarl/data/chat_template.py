@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import re
 import resource
@@ -279,20 +278,20 @@ class ChatTemplate:
         if followed is not None:
             between = followed.rpartition(FOLLOWING)[0]
             if last:
-                # Keep what the last turn and an earlier turn share. Command A closes the response and then
-                # the turn; Phi ends the turn, and then the text if no turn follows.
-                shared = itertools.takewhile(
-                    lambda pair: pair[0] == pair[1], zip(last, self._specials_after(between), strict=False)
-                )
-                last = [token for token, _ in shared] or last[:1]
+                # Keep the tokens that both ends share: Command A closes a response and then the turn, whereas
+                # Phi ends the turn, and then the text if no turn follows.
+                shared = list[int]()
+                for token, other in zip(last, self._specials_after(between), strict=False):
+                    if token != other:
+                        break
+                    shared.append(token)
+                last = shared or last[:1]
             else:
-                # GLM writes no end of turn: its models stop at the mark of the next role, directly after the
-                # turn.
-                last = [
-                    token
-                    for token in self._specials_after(between)[:1]
-                    if self._follows_directly(between, token)
-                ]
+                # GLM writes no end of a turn: its models stop at the mark of the next role, which directly
+                # follows the turn.
+                last = self._specials_after(between)[:1]
+                if last and not self._follows_directly(between, last[0]):
+                    last = []
         last = last[-1:]
         call = self._probe(self.call_of(PROBE))
         return tuple(dict.fromkeys([*last, *self._specials_after(call)[-1:]]))
@@ -317,8 +316,10 @@ class ChatTemplate:
         The common prefix of two rendered texts may end inside a token, such as ``<t`` for ``<think>`` and
         ``<tool_call>``. This finds the last safe position.
         """
-        ends = [match.end() for match in self._markup.finditer(text)]
-        return max(ends, default=0)
+        end = 0
+        for match in self._markup.finditer(text):
+            end = match.end()
+        return end
 
     @cached_property
     def _markup(self) -> re.Pattern[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.config.data_sources import FIELD_KEYS, PAIR_KEYS, fields_of_key, set_module
 from megarl.data.messages import are_messages, as_messages, role_of
 from megarl.data.records import ranked_pair, require_object, tools_of, value_of
-from megarl.data.rows import Row, rows_of, source_name
+from megarl.data.rows import rows_of, source_name
 from megarl.data.unread_columns import fault_of_columns
 from megarl.errors import DataError, RecordError
 
@@ -142,10 +142,15 @@ def _warn_of_unread(source: DataSource) -> None:
     """Warn if the first record of a file has tools or a system message that no key of the source names."""
     if "path" not in source or set_module(source) is not None:
         return
-    none: Row = ("", {})
-    origin, row = next((each for each in rows_of(source) if isinstance(each[1], Mapping)), none)
-    given = [value for key, value in source.items() if key in ("messages_key", "prompt_key", "chosen_key")]
-    [first] = [key for key in given if isinstance(key, str) and key in row][:1] or [""]
+    stored = next((each for each in rows_of(source) if isinstance(each[1], Mapping)), None)
+    if stored is None:
+        return
+    origin, row = stored
+    first = ""
+    for key, value in source.items():
+        if key in ("messages_key", "prompt_key", "chosen_key") and isinstance(value, str) and value in row:
+            first = value
+            break
     for key, name in _beside(row, source, {"prompt_key": first or []}, origin):
         is_said = key == "system_key" and _roles(row.get(first))[:1] == ["system"]
         if not is_said and row[name] not in (None, "", "[]", []):
@@ -189,11 +194,9 @@ def _readings(row: Mapping[str, Any], source: DataSource, kind: Kind) -> Iterato
     answers = list(_answers(row, kind)) if own_answer is None else [own_answer]
     if own_prompt is None:
         yield from _conversations(row, own_answer, answers, kind)
-    yield from (
-        {"prompt_key": prompt, "answer_key": answer}
-        for prompt, answer in itertools.product(prompts, answers)
-        if prompt != answer
-    )
+    for prompt, answer in itertools.product(prompts, answers):
+        if prompt != answer:
+            yield {"prompt_key": prompt, "answer_key": answer}
 
 
 def _whole_text(row: Mapping[str, Any], source: DataSource, kind: Kind) -> list[Reading]:
@@ -215,15 +218,15 @@ def _conversations(
         if own_answer is None:
             yield {"messages_key": name}
         if own_answer is not None or kind is Kind.REFERENCES:
-            yield from ({"messages_key": name, "answer_key": answer} for answer in answers)
+            for answer in answers:
+                yield {"messages_key": name, "answer_key": answer}
 
 
 def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -> Iterator[Reading]:
-    for usual in _PAIRS:
-        chosen, rejected = (source.get(key) or name for key, name in zip(PAIR_KEYS, usual, strict=True))
-        if not all(
-            name in row or source.get(key) for key, name in zip(PAIR_KEYS, (chosen, rejected), strict=True)
-        ):
+    own_chosen, own_rejected = map(source.get, PAIR_KEYS)
+    for usual_chosen, usual_rejected in _PAIRS:
+        chosen, rejected = own_chosen or usual_chosen, own_rejected or usual_rejected
+        if not (own_chosen or chosen in row) or not (own_rejected or rejected in row):
             continue
         reading = {"chosen_key": chosen, "rejected_key": rejected}
         # Ignore a prompt next to complete conversations: it adds nothing, and may be only part of their
@@ -232,7 +235,8 @@ def _pairs(row: Mapping[str, Any], source: DataSource, prompts: Sequence[Any]) -
         if source.get("prompt_key") is None and first_role != "assistant":
             yield reading
         else:
-            yield from ({"prompt_key": prompt, **reading} for prompt in prompts)
+            for prompt in prompts:
+                yield {"prompt_key": prompt, **reading}
 
 
 def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
@@ -241,13 +245,11 @@ def _prompts(row: Mapping[str, Any], kind: Kind) -> Iterator[str | list[str]]:
     if "input" in row and "instruction" not in row:
         names.append("input")
     if kind is Kind.REFERENCES:
-        # These names are specific to one data set (LiveCodeBench, MBPP) and mean something else elsewhere, so
-        # require another field of that set.
-        names += [
-            name
-            for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list"))
-            if {name, of_set} <= row.keys()
-        ]
+        # Accept a name that only one data set uses (LiveCodeBench, MBPP) if another field identifies the set,
+        # because elsewhere the name means something else.
+        for name, of_set in (("question_content", "public_test_cases"), ("text", "test_list")):
+            if {name, of_set} <= row.keys():
+                names.append(name)
     for name in names:
         # Further fields of the same prompt: Alpaca's input, Dolly's context, starter code of programming
         # tasks.
@@ -301,8 +303,8 @@ def _present(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _fault_of_reading(row: Mapping[str, Any], reading: Reading, kind: Kind, origin: str) -> str | None:
-    """Return a message about what a reading would leave out of the prompt, or None."""
-    named = next(reading[key] for key in ("prompt_key", "messages_key", "chosen_key") if key in reading)
+    """Return a description of what a reading leaves out of the prompt, or None."""
+    named: Any = reading.get("prompt_key", reading.get("messages_key", reading.get("chosen_key")))
     keys = fields_of_key(named)
     return fault_of_columns(row, [value_of(row, key, origin) for key in keys], kind is Kind.ANSWERS)
 
@@ -313,20 +315,20 @@ def _beside(
     """Yield keys for a record's secondary fields: its system message, its tools, and the fields that verl's
     rewards read."""
     if source.get("system_key") is None:
-        # The default 0 distinguishes a missing field from null.
-        systems = [name for name in _SYSTEMS if isinstance(row.get(name, 0), str | None)]
-        yield from (("system_key", name) for name in systems[:1])
-    if source.get("tools_key") is None:
-        tools = [name for name in _TOOLS if name in row and _are_tools(row, source, name)]
-        # Hermes-style data list the tools in the system message as well.
-        tools = [] if _system_lists_tools(row, found, origin) else tools
-        yield from (("tools_key", name) for name in tools[:1])
+        for name in _SYSTEMS:
+            # Use 0 as the default, so that a missing field differs from one that holds null.
+            if isinstance(row.get(name, 0), str | None):
+                yield "system_key", name
+                break
+    # Data sets in Hermes' form list the tools in the system message as well.
+    if source.get("tools_key") is None and not _system_lists_tools(row, found, origin):
+        for name in _TOOLS:
+            if name in row and _are_tools(row, source, name):
+                yield "tools_key", name
+                break
     if source.get("extra_keys") is None and found.get("answer_key") == _VERL:
-        extra = [
-            name
-            for name, form in (("data_source", str), ("extra_info", Mapping))
-            if isinstance(row.get(name), form)
-        ]
+        extra = ["data_source"] if isinstance(row.get("data_source"), str) else []
+        extra += ["extra_info"] if isinstance(row.get("extra_info"), Mapping) else []
         if extra:
             yield "extra_keys", extra
 
@@ -339,7 +341,8 @@ def _system_lists_tools(row: Mapping[str, Any], found: Reading, origin: str) -> 
     with contextlib.suppress(RecordError):
         stored = value_of(row, first, origin) if isinstance(first, str) else None
         messages = as_messages(stored, "", origin)
-        systems += [each.get("content") for each in messages[:1]] if are_messages(messages) else []
+        if are_messages(messages):
+            systems.append(messages[0].get("content"))
     return any(isinstance(text, str) and "<tools>" in text for text in systems)
 
 

@@ -176,9 +176,8 @@ class ConversationEncoder:
         texts = [self.tokenizer.decode(ids[start:end], skip_special_tokens=False) for start, end in spans]
         dropped = 0
         if len(spans) == len(spoken):
-            dropped = sum(
-                not is_reasoning_written(messages, *turn, origin) for turn in zip(spoken, texts, strict=True)
-            )
+            for place, text in zip(spoken, texts, strict=True):
+                dropped += not is_reasoning_written(messages, place, text, origin)
         elif not _are_said_in_order(texts, [messages[place] for place in spoken]):
             raise RecordError(
                 f"{origin}: the chat template marks {len(spans)} texts, the conversation has "
@@ -186,13 +185,11 @@ class ConversationEncoder:
                 f"the first marked text is {texts[0][:_SHOWN]!r}. Fix: correct the marks {{% "
                 "generation %} of policy.tokenizer.chat_template"
             )
-        # Include the end token: marks often enclose the content only, and a model that is not trained on the
-        # end of a turn does not stop.
-        ends = [
-            end + (end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops)
-            for _, end in spans
-        ]
-        spans = [(start, end) for (start, _), end in zip(spans, ends, strict=True)]
+        for number, (start, end) in enumerate(spans):
+            # Include the end token: marks are often put around the content alone, and a model that never
+            # learns the end of a turn does not stop.
+            if end < len(ids) and ids[end - 1] not in self._all_stops and ids[end] in self._all_stops:
+                spans[number] = start, end + 1
         return EncodedConversation(ids, spans, dropped)
 
 
@@ -200,7 +197,12 @@ def _are_said_in_order(texts: Sequence[str], turns: Sequence[ChatMessage]) -> bo
     """Return whether each marked text contains the content of an assistant turn, in order. A template may
     mark only some turns."""
     left = iter(turns)
-    return all(any(_joined(visible_text(turn)) in _joined(text) for turn in left) for text in texts)
+    for text in texts:
+        written = _joined(text)
+        # Each search starts after the turn that the previous one found.
+        if not any(_joined(visible_text(turn)) in written for turn in left):
+            return False
+    return True
 
 
 def _runs_of_ones(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -249,12 +251,12 @@ class _TokenizedText:
         if not tokenizer.is_fast:
             return cls._by_prefixes(tokenizer, text, origin)
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = found["offset_mapping"]
-        starts = list[int]()
-        for start, end in offsets:
-            # A token without characters (an inserted space) starts where the previous one ends.
+        starts, ends = list[int](), list[int]()
+        for start, end in found["offset_mapping"]:
+            # A token without characters (an inserted space) starts where the token before it ends.
             starts.append(start if end > start or not starts else max(start, starts[-1]))
-        return cls(list(found["input_ids"]), starts, [end for _, end in offsets])
+            ends.append(end)
+        return cls(list(found["input_ids"]), starts, ends)
 
     @classmethod
     def _by_prefixes(cls, tokenizer: PreTrainedTokenizerBase, text: str, origin: str) -> _TokenizedText:
@@ -341,7 +343,7 @@ class _Whole:
                 place, "is written differently when other turns follow, so its tokens are unknown"
             )
         header = marked.rpartition(self._mark)[2]
-        shared = _shared_length(self.text[after:], header)
+        shared = shared_length(self.text[after:], header)
         if shared < len(header):
             shared = self.template.last_boundary(header[:shared])
             if not _is_prefill(header[:shared], header[shared:]):
@@ -358,8 +360,11 @@ class _Whole:
         Raises:
             RecordError: it does not occur exactly once; the message shows the expected and the found text.
         """
-        plain, prompt = (self._render(self.messages[:place], for_generation=added) for added in (False, True))
-        # The difference between both renderings is the header of a generated response.
+        before = self.messages[:place]
+        plain = self._render(before, for_generation=False)
+        prompt = self._render(before, for_generation=True)
+        # Render with and without the generation prompt: the difference is what the template adds before a
+        # response.
         header = prompt.removeprefix(plain)
         opened = _REASONING_MARK.search(header)
         if opened and "</" not in header[opened.start() :] and header not in self.text[after:]:
@@ -370,7 +375,7 @@ class _Whole:
                 **other,
                 "tool_calls": [with_arguments(call, {"key": self._mark}) for call in other["tool_calls"]],
             }
-        between = self.text[after : _shared_length(self.text, self._text_with(place, other))]
+        between = self.text[after : shared_length(self.text, self._text_with(place, other))]
         if header == prompt or not header.strip() or between.count(header) != 1:
             raise self.fault(
                 place,
@@ -450,7 +455,7 @@ class _Whole:
         if marked.count(self._mark) != 1:
             return None
         behind = marked.rpartition(self._mark)[2]
-        shared = _shared_length(self.text[::-1], behind[::-1])
+        shared = shared_length(self.text[::-1], behind[::-1])
         return len(self.text) - shared
 
     def _around_mark(self, place: int) -> tuple[str, str] | None:
@@ -504,11 +509,11 @@ def is_reasoning_written(messages: Sequence[ChatMessage], place: int, text: str,
             origin, place, len(messages), f"says {visible[:_SHOWN]!r}, but the template does not write it"
         )
     for name, values in _calls_of(message):
-        missing = next((each for each in (name, *values) if not _is_written(each, written)), None)
-        if missing is not None:
-            given = "" if missing is name else f" with {missing[:_SHOWN]!r}"
-            what = f"calls the tool {name!r}{given}, but the template does not write it"
-            raise _fault(origin, place, len(messages), what)
+        for each in (name, *values):
+            if not _is_written(each, written):
+                given = "" if each is name else f" with {each[:_SHOWN]!r}"
+                what = f"calls the tool {name!r}{given}, but the template does not write it"
+                raise _fault(origin, place, len(messages), what)
     reasoning = reasoning_of(message)
     if _joined(reasoning) in written:
         return True
@@ -536,7 +541,7 @@ def _is_prefill(shared: str, left_out: str) -> bool:
     return not is_inside_block and _REASONING_MARK.match(left_out) is not None
 
 
-def _shared_length(first: str, second: str) -> int:
+def shared_length(first: str, second: str) -> int:
     """Return the length of the common prefix of two texts."""
     # Bisection over slices; a loop over characters would take seconds for long conversations.
     alike, bound = 0, min(len(first), len(second))

@@ -149,8 +149,8 @@ class Examples(Sequence[Example]):
         part, row = self.origin(index)
         table, _, env_name = self._parts[part]
         prompt, answer, text, targets, fields, chat = (table.columns[name][row] for name in _COLUMNS)
-        spans = targets.reshape(-1, 2).tolist()
-        learned = tuple((start, end) for start, end in spans) or None
+        borders = targets.tolist()
+        learned = tuple(zip(borders[::2], borders[1::2], strict=True)) or None
         further = json.loads(fields.tobytes()) if len(fields) else {}
         record = index // self._of_record
         ids = tuple(prompt.tolist()), tuple(answer.tolist())
@@ -182,34 +182,36 @@ class Examples(Sequence[Example]):
         return digest.hexdigest()
 
     def lengths(self, with_answers: bool) -> np.ndarray:
-        """Return the number of tokens of each example, [examples] int64. Answers count only if
-        ``with_answers``."""
-        columns = ("prompt", "answer") if with_answers else ("prompt",)
-        lengths = [sum(table.columns[name].lengths for name in columns) for table, _, _ in self._parts]
-        return np.concatenate(
-            [np.tile(each, repeat) for each, (_, repeat, _) in zip(lengths, self._parts, strict=True)]
-        )
+        """Return the number of tokens of each example, [examples] int64."""
+        found: list[np.ndarray] = []
+        for table, repeat, _ in self._parts:
+            lengths = sum(table.columns[name].lengths for name in _token_columns(with_answers))
+            found.append(np.tile(lengths, repeat))
+        return np.concatenate(found)
 
     def largest_token(self, with_answers: bool) -> int:
-        """Return the largest token id in prompts (and in answers if ``with_answers``); -1 if there are no
-        tokens."""
-        columns = ("prompt", "answer") if with_answers else ("prompt",)
-        return max(table.meta["largest"][name] for table, _, _ in self._parts for name in columns)
+        """Return the largest token id; -1 if there are no tokens."""
+        largest = -1
+        for table, _, _ in self._parts:
+            for name in _token_columns(with_answers):
+                largest = max(largest, table.meta["largest"][name])
+        return largest
 
     def first_with(self, tokens: Collection[int], with_answers: bool) -> tuple[Example, int] | None:
         """Return the first example that contains one of the given token ids, and that token id. Return None
         if there is none."""
         first = 0
         for table, repeat, _ in self._parts:
-            found = [
-                _first_row(table.columns[name], tokens)
-                for name in (("prompt", "answer") if with_answers else ("prompt",))
-            ]
+            found = [_first_row(table.columns[name], tokens) for name in _token_columns(with_answers)]
             if any(found):
-                row, token = min(each for each in found if each is not None)
+                row, token = min(filter(None, found))
                 return self[first + row], token
             first += len(table) * repeat
         return None
+
+
+def _token_columns(with_answers: bool) -> tuple[str, ...]:
+    return ("prompt", "answer") if with_answers else ("prompt",)
 
 
 def _first_row(column: Column, tokens: Collection[int]) -> tuple[int, int] | None:
@@ -247,8 +249,11 @@ class Dataset:
         return [self.examples[place] for place in self.places(indices)]
 
     def places(self, indices: Iterable[int]) -> list[int]:
-        """Convert record indices to the indices of their examples."""
-        return [index * self.of_record + answer for index in indices for answer in range(self.of_record)]
+        """Return the positions of these records' examples among all examples."""
+        places: list[int] = []
+        for index in indices:
+            places += range(index * self.of_record, (index + 1) * self.of_record)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,12 +361,10 @@ def load_dataset(sources: DataSource | Sequence[DataSource], reading: Reading) -
     # Trim the cache only after all tables of this run are open: an open table is never deleted.
     if any(table.directory is not None for table in tables):
         bound_cache(reading.config)
-    parts = [
-        (table, source.get("repeat") or 1, source.get("env_name"))
-        for table, source in zip(tables, given, strict=True)
-    ]
-    ranges, start = [], 0
-    for source, (table, repeat, env_name) in zip(given, parts, strict=True):
+    parts, ranges, start = [], [], 0
+    for source, table in zip(given, tables, strict=True):
+        repeat, env_name = source.get("repeat") or 1, source.get("env_name")
+        parts.append((table, repeat, env_name))
         end = start + len(table) // reading.of_record * repeat
         ranges.append(SourceRange(source_name(source), start, end, source.get("weight"), env_name))
         start = end
@@ -451,13 +454,10 @@ def bound_cache(config: DataConfig) -> None:
 
 
 def _cache_key(source: DataSource, reading: Reading, encoder: PromptEncoder, digest: str) -> str:
-    """Return a digest of everything that determines the token ids and the set of rejected records: tokenizer,
-    templates, length limits, and the source's stored bytes."""
-    fields = {key: source.get(key) for key in (*FIELD_KEYS, "extra_keys", "max_samples")} | {
-        "set": set_module(source)
-    }
-    if reading.pairs:
-        fields |= {key: source.get(key) for key in PAIR_KEYS}
+    """Return a digest of everything that the tokens and the refusals depend on: tokenizer, templates, limits,
+    and the stored bytes of the source."""
+    keys = (*FIELD_KEYS, "extra_keys", "max_samples", *(PAIR_KEYS if reading.pairs else ()))
+    fields = {key: source.get(key) for key in keys} | {"set": set_module(source)}
     limits: list[Any] = [
         reading.config["max_input_seq_length"],
         bool(reading.config.get("filter_overlong_prompts")),
@@ -724,23 +724,29 @@ class _Tokenization:
         learned = [1 if self._reading.pairs or record.last is None else None for record in records]
         if with_answers:
             records = list(map(self._encoder.as_conversation, records))
-        placed = [(record, self._seen + row // of_record) for row, record in enumerate(records)]
-        plain = [not with_answers or record.last is None for record in records]
-        texts = [
-            self._beginning(self._encoder.text(record), place) if is_plain else self._text_of_turns(record)
-            for (record, place), is_plain in zip(placed, plain, strict=True)
-        ]
-        answered = [self._answer(record.answer, place) for record, place in itertools.compress(placed, plain)]
-        prompts = iter(self._encoder.encode_texts([text or "" for text in itertools.compress(texts, plain)]))
-        answers = iter(encode_answers(self._tokenizer, answered))
-        # A generator: `_add` consumes it inside its `try`, where the error of a single conversation is
+        texts: list[str | None] = []
+        plain_texts, plain_answers = list[str](), list[str]()
+        for row, record in enumerate(records):
+            if with_answers and record.last is not None:
+                texts.append(self._text_of_turns(record))
+                continue
+            place = self._seen + row // of_record
+            plain_texts.append(self._beginning(self._encoder.text(record), place))
+            plain_answers.append(self._answer(record.answer, place))
+            texts.append(plain_texts[-1])
+        prompts = iter(self._encoder.encode_texts(plain_texts))
+        answers = iter(encode_answers(self._tokenizer, plain_answers))
+
+        # Return a generator: _add consumes it inside its try, where the error of a single conversation is
         # caught.
-        return texts, (
-            (*self._encoder.split(record, next(prompts), next(answers)), [])
-            if is_plain
-            else self._conversation(record, place, turns)
-            for (record, place), is_plain, turns in zip(placed, plain, learned, strict=True)
-        )
+        def tokens() -> Iterator[_Tokens]:
+            for row, (record, turns) in enumerate(zip(records, learned, strict=True)):
+                if with_answers and record.last is not None:
+                    yield self._conversation(record, self._seen + row // of_record, turns)
+                else:
+                    yield *self._encoder.split(record, next(prompts), next(answers)), []
+
+        return texts, tokens()
 
     def _beginning(self, text: str, place: int) -> str:
         """Return a text, or only a beginning of it if that already exceeds the token limit."""
@@ -783,7 +789,7 @@ class _Tokenization:
             self._unreasoned.add(f"index {place} ({record.origin})")
         targets = whole.targets[-learned:] if learned is not None else _weighed(whole.targets, record)
         first = targets[0][0]
-        return whole.ids[:first], whole.ids[first:], [place for span in targets for place in span]
+        return whole.ids[:first], whole.ids[first:], list(itertools.chain.from_iterable(targets))
 
     def _fault_of_pair(self, made: Sequence[tuple[Record, str | None, _Tokens]]) -> str | None:
         (better, _, (prompt, chosen, spoken)), (_, _, (other_prompt, rejected, other_spoken)) = made
@@ -956,24 +962,23 @@ def _weights(record: Record) -> list[bool]:
         RecordError: a weight is neither 0 nor 1, or all are 0.
     """
     assert record.last is not None
-    turns = [
-        turn
-        for turn in (*record.prompt, record.last)
-        if not isinstance(turn, str) and turn["role"] == "assistant"
-    ]
-    given = [turn.get("weight") for turn in turns]
-    wrong = next((weight for weight in given if weight not in (None, 0, 1)), None)
-    if wrong is not None:
-        raise RecordError(
-            f"{record.origin}: a message has weight = {wrong!r}. Fix: write 1 for a turn that is learned, 0 "
-            "for one that is not"
-        )
-    if not any(weight != 0 for weight in given):
+    are_learned: list[bool] = []
+    for turn in (*record.prompt, record.last):
+        if isinstance(turn, str) or turn["role"] != "assistant":
+            continue
+        weight = turn.get("weight")
+        if weight not in (None, 0, 1):
+            raise RecordError(
+                f"{record.origin}: a message has weight = {weight!r}. Fix: write 1 for a turn that is "
+                "learned, 0 for one that is not"
+            )
+        are_learned.append(weight != 0)
+    if not any(are_learned):
         raise RecordError(
             f"{record.origin}: every turn of the assistant has weight 0, and nothing is learned. Fix: take "
             "the record out"
         )
-    return [weight != 0 for weight in given]
+    return are_learned
 
 
 def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tuple[int, int]]:
@@ -992,7 +997,7 @@ def _weighed(targets: Sequence[tuple[int, int]], record: Record) -> Sequence[tup
             f"texts where there are {len(weights)} turns. Fix: mark each turn in "
             "policy.tokenizer.chat_template, or take the weights out"
         )
-    return [span for span, learned in zip(targets, weights, strict=True) if learned]
+    return list(itertools.compress(targets, weights))
 
 
 def _chunks(records: Iterator[Record], together: int) -> Iterator[list[Record]]:

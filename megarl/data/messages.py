@@ -11,7 +11,11 @@ from typing import Any
 from megarl.errors import RecordError
 
 _ROLES = {
-    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
@@ -139,8 +143,10 @@ def _message(
     if isinstance(calls, Mapping):
         calls = [calls] if calls.get("name") is not None else []
     if calls and not message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, place, number, where) for number, call in enumerate(calls)]
-        pending += [call["id"] for call in message["tool_calls"]]
+        message["tool_calls"] = []
+        for number, call in enumerate(calls):
+            message["tool_calls"].append(_tool_call(call, place, number, where))
+            pending.append(message["tool_calls"][-1]["id"])
     elif role == "tool" and pending:
         # In formats without ids, results come in the order of the calls.
         message.setdefault("tool_call_id", pending.pop(0))
@@ -154,10 +160,11 @@ def _objects(calls: Any, where: str) -> list[Any]:
         calls = [calls]
     if not isinstance(calls, list | None):
         raise _no_call(calls, where)
-    found = [_parsed_calls(call, where) if isinstance(call, str) else call for call in calls or ()]
-    for call in found:
-        if not isinstance(call, Mapping):
-            raise _no_call(call, where)
+    found: list[Any] = []
+    for call in calls or ():
+        found.append(_parsed_calls(call, where) if isinstance(call, str) else call)
+        if not isinstance(found[-1], Mapping):
+            raise _no_call(found[-1], where)
     return found
 
 

@@ -25,6 +25,7 @@ from megarl.data.chat_template import (
     ChatTemplate,
     special_ids,
 )
+from megarl.data.conversations import shared_length
 from megarl.data.tokenization import text_encoder
 from megarl.errors import DataError, RecordError
 
@@ -172,12 +173,7 @@ class ObservationEncoder:
             is_written = last.startswith(before) and (REASONED in last or REASONED not in said)
             shown = last[: last.rfind(PROBE) + len(PROBE)] if is_written else before + said
             if not later.startswith(shown):
-                shared = next(
-                    place
-                    for place, (one, other) in enumerate(zip(shown, later, strict=False))
-                    if one != other
-                )
-                begin = min(len(before), shared)
+                begin = min(len(before), shared_length(shown, later))
                 return f"{shown[begin:]!r} becomes {later[begin : later.find(FOLLOWING)]!r}"
         return None
 
@@ -216,23 +212,22 @@ class ObservationEncoder:
         contents = (FOLLOWING, _ODD_CONTENT)
         texts = [self._behind_response([{**further, "content": content}]) for content in contents]
         before, _, behind = texts[0].partition(FOLLOWING)
-        if texts != [f"{before}{content}{behind}" for content in contents]:
-            return None
         cut = self._cut_frame(before, behind)
-        # Compare with the tokens of the whole text: that decides whether the parts may be tokenized
-        # separately.
-        is_right = all(
-            cut.around(content, self._encode) == self.tokens(text)
-            for content, text in zip(contents, texts, strict=True)
-        )
-        # Otherwise keep the frame as text, which is tokenized together with each content.
-        return cut if is_right else _Frame([], before, behind, [])
+        frame = cut
+        for content, text in zip(contents, texts, strict=True):
+            if text != f"{before}{content}{behind}":
+                return None
+            # The tokenizers library decides whether the parts may be encoded separately, by a comparison of
+            # both results. Otherwise the frame stays text, which is encoded together with each content.
+            if cut.around(content, self._encode) != self.tokens(text):
+                frame = _Frame([], before, behind, [])
+        return frame
 
     def _cut_frame(self, before: str, behind: str) -> _Frame:
         """Build a frame whose outer parts are tokenized once: up to the last special mark before the content,
         and from the first one after it."""
         marks = self._marks
-        last = max((match for match in marks.finditer(before)), key=lambda match: match.start(), default=None)
+        last = max(marks.finditer(before), key=lambda match: match.start(), default=None)
         first = marks.search(behind)
         start, end = (0 if last is None else last.start()), (len(behind) if first is None else first.start())
         # The mark is on both sides, because text at the very start may be tokenized differently from text
@@ -382,19 +377,21 @@ def _marks_of(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """
     added = list(tokenizer.added_tokens_decoder.values())
     names = list(map(str, added))
-    found = [
-        str(token)
-        for token in added
-        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
-        and not any(_overlap(str(token), other) for other in names if other != str(token))
-    ]
+    found: list[str] = []
+    for token, name in zip(added, names, strict=True):
+        if token.normalized or token.lstrip or token.rstrip or token.single_word:
+            continue
+        if not any(_overlap(name, other) for other in names if other != name):
+            found.append(name)
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or r"(?!)")
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether two tokens may occur in a text at positions that share characters."""
-    shared = range(1, min(len(one), len(other)) + 1)
-    return one in other or any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in shared)
+    """Return whether a text may contain two tokens at positions that share characters."""
+    for size in range(1, min(len(one), len(other)) + 1):
+        if one[-size:] == other[:size] or other[-size:] == one[:size]:
+            return True
+    return one in other
 
 
 _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?=<\||\Z)", re.DOTALL)

@@ -89,9 +89,8 @@ class Record:
 
     @property
     def has_system(self) -> bool:
-        """True if the prompt's messages start with a system message."""
-        first = () if isinstance(self.prompt, str) else self.prompt[:1]
-        return any(message["role"] in _SYSTEM for message in first)
+        """True if its messages begin with a system message of their own."""
+        return not isinstance(self.prompt, str) and bool(self.prompt) and self.prompt[0]["role"] in _SYSTEM
 
 
 OnBadRecord = Callable[[RecordError], None]
@@ -234,10 +233,14 @@ def ranked_pair(row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
             "better one with the lower rank. Fix: keep two whose ranks are different numbers, or leave such "
             "records out with data.on_bad_record=skip"
         )
-    ordered = completions if ranks[0] < ranks[1] else completions[::-1]
-    chosen, rejected = (value_of(each, "completion", origin) for each in ordered)
+    better, worse = completions if ranks[0] < ranks[1] else completions[::-1]
     rest = {key: value for key, value in row.items() if key not in ("context", "completions")}
-    return {**rest, "prompt": row["context"], "chosen": chosen, "rejected": rejected}
+    return {
+        **rest,
+        "prompt": row["context"],
+        "chosen": value_of(better, "completion", origin),
+        "rejected": value_of(worse, "completion", origin),
+    }
 
 
 def _with_system(record: Record, row: Mapping[str, Any], source: DataSource) -> Record:
@@ -308,11 +311,12 @@ def _begins_with(value: Sequence[Any], asked: Sequence[ChatMessage]) -> bool:
     twice."""
     if not asked or len(value) <= len(asked):
         return False
-    pairs = zip(value, asked, strict=False)
-    return all(
-        isinstance(message, Mapping) and all(message.get(name) == each[name] for name in ("role", "content"))
-        for message, each in pairs
-    )
+    for message, each in zip(value, asked, strict=False):
+        if not isinstance(message, Mapping):
+            return False
+        if message.get("role") != each["role"] or message.get("content") != each.get("content"):
+            return False
+    return True
 
 
 def _in_json(value: Any) -> Any:
@@ -384,8 +388,10 @@ def _prompt_in(
         return prompt_of(value_of(row, first, origin), first, origin, is_padded)
     values = {name: value_of(row, name, origin) for name in others}
     texts = [text_of(value_of(row, first, origin), first, origin)]
-    texts += [text_of(value, name, origin) for name, value in values.items() if value is not None]
-    return "\n\n".join(text for text in texts if text.strip())
+    for name, value in values.items():
+        if value is not None:
+            texts.append(text_of(value, name, origin))
+    return "\n\n".join(filter(str.strip, texts))
 
 
 def _answer_in(row: Mapping[str, Any], key: str | list[str], origin: str) -> str:
@@ -524,7 +530,7 @@ def prompt_of(value: Any, key: str, origin: str, is_padded: bool = False) -> str
             f"{origin}: {key!r} = {shown} is neither a string nor a list of messages. "
             "Fix: write a string, or [{'role': 'user', 'content': '...'}]"
         )
-    refuse_half_characters([message["content"] or "" for message in value], key, origin)
+    refuse_half_characters(texts_of(value), key, origin)
     return tuple(_without_nulls(message, is_padded) for message in value)
 
 

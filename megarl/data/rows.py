@@ -83,7 +83,8 @@ def rows_of(source: DataSource) -> Iterator[Row]:
     path = source.get("path")
     if path is None or Path(path).is_dir():
         for part, loaded in _loaded(source):
-            yield from ((f"{part} row {number}", row) for number, row in enumerate(loaded))
+            for number, row in enumerate(loaded):
+                yield f"{part} row {number}", row
     elif Path(path).suffix.lower() == ".parquet":
         yield from _parquet_rows(_file(path))
     elif Path(path).suffix.lower() in _DELIMITERS:
@@ -129,15 +130,15 @@ def content_digest(source: DataSource) -> str:
     if path is not None and not Path(path).is_dir():
         files = [_file(path)]
     else:
-        loaded = _loaded(source)
-        files = [Path(each["filename"]) for _, rows in loaded for each in rows.cache_files]
-        digest.update(json.dumps([[part, len(rows), str(rows.features)] for part, rows in loaded]).encode())
-        # Rows that were selected from the files are identified only by the library's own digest.
-        digest.update(
-            json.dumps(
-                [rows._fingerprint for _, rows in loaded if rows._indices is not None or not rows.cache_files]
-            ).encode()
-        )
+        files, parts, selections = [], list[Any](), list[str]()
+        for part, rows in _loaded(source):
+            files += [Path(each["filename"]) for each in rows.cache_files]
+            parts.append([part, len(rows), str(rows.features)])
+            # Add the library's own digest, which alone identifies rows that were selected from the files.
+            if rows._indices is not None or not rows.cache_files:
+                selections.append(rows._fingerprint)
+        digest.update(json.dumps(parts).encode())
+        digest.update(json.dumps(selections).encode())
     for file in files:
         digest.update(_file_digest(file))
     return digest.hexdigest()
@@ -362,15 +363,12 @@ def _loaded(source: DataSource) -> list[tuple[str, Any]]:
     own = source.get("subset")
     # A local folder has no subsets.
     subsets = known.subsets if known is not None and own is None and source.get("path") is None else (own,)
-    found = [
-        (
-            f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]",
-            _load(place, subset, split),
-        )
-        for subset in subsets
-    ]
-    for _, loaded in found:
+    found: list[tuple[str, Any]] = []
+    for subset in subsets:
+        loaded = _load(place, subset, split)
         _refuse_guesses(loaded, source, known, hub=None if Path(place).is_dir() else place)
+        part = f"{place}[{split}]" if subset is None or own else f"{place}[{subset}, {split}]"
+        found.append((part, loaded))
     return found
 
 

@@ -204,7 +204,7 @@ class MixtureSampler(Sampler):
         # repr gives the decimal as written; Fraction(0.1) would be the nearest binary fraction, and shares
         # would drift.
         exact = [Fraction(repr(weight)) for weight in weights]
-        if any(weight <= 0 for weight in exact) or len(exact) != len(sizes):
+        if min(exact, default=1) <= 0 or len(exact) != len(sizes):
             raise DataError(
                 f"weights {list(weights)} of {len(sizes)} sources: each needs one that is more than 0. Fix: "
                 "correct the weights"

@@ -14,6 +14,7 @@ import shutil
 import stat
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,8 +167,8 @@ class TableWriter:
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None, most_in_memory: int) -> None:
         self._dtypes, self._directory, self._most_in_memory = dict(dtypes), directory, most_in_memory
-        self._waiting: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
-        self._lengths: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
+        self._waiting = defaultdict[str, list[np.ndarray]](list)
+        self._lengths = defaultdict[str, list[np.ndarray]](list)
         self._bytes = 0
         self._partial: Path | None = None
         self._files: dict[str, BinaryIO] = {}
@@ -252,8 +253,9 @@ class TableWriter:
             # A killed process with the same process id may have left this directory.
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir()
-            names = [f"{name}.{part}" for name in self._dtypes for part in ("values", "lengths")]
-            self._files = {name: (self._partial / name).open("wb") for name in names}
+            for column in self._dtypes:
+                for name in (f"{column}.values", f"{column}.lengths"):
+                    self._files[name] = (self._partial / name).open("wb")
         for part, waiting in (("values", self._waiting), ("lengths", self._lengths)):
             for name, arrays in waiting.items():
                 for array in arrays:
@@ -282,17 +284,13 @@ def read_table(directory: Path, owner: int | None = None) -> Table | None:
         content = json.loads((directory / _META).read_text(encoding="utf-8"))
         if content.pop("digest") != _digest_of(content):
             raise ValueError(f"{_META} has other bytes than were written")
-        columns = {
-            name: Column(
-                StoredValues(directory / f"{name}.values", dtype),
-                StoredValues(directory / f"{name}.starts", "int64"),
-            )
-            for name, dtype in content["dtypes"].items()
-        }
-        for name, column in columns.items():
-            for part, stored in (("values", column.values), ("starts", column.starts)):
-                assert isinstance(stored, StoredValues)
-                # Verify every byte: one that was corrupted on disk would be trained on.
+        columns: dict[str, Column] = {}
+        for name, dtype in content["dtypes"].items():
+            values = StoredValues(directory / f"{name}.values", dtype)
+            starts = StoredValues(directory / f"{name}.starts", "int64")
+            columns[name] = Column(values, starts)
+            for part, stored in (("values", values), ("starts", starts)):
+                # Compare every byte, because a byte that was corrupted on the disk would be trained on.
                 stored.require(user, content["digests"][f"{name}.{part}"])
         table = Table(columns, content["meta"], directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -331,11 +329,16 @@ def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
     Returns:
         The deleted directories.
     """
-    removed = [each for each in _children(directory, _PARTIAL_NAME) if _is_abandoned(each)]
-    for partial in removed:
-        shutil.rmtree(partial, ignore_errors=True)
-    tables = [(*_last_use_and_bytes(each), each) for each in _children(directory, _KEPT_NAME)]
-    total = sum(size for _, size, _ in tables)
+    removed: list[Path] = []
+    for partial in _children(directory, _PARTIAL_NAME):
+        if _is_abandoned(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            removed.append(partial)
+    tables, total = list[tuple[float, int, Path]](), 0
+    for table in _children(directory, _KEPT_NAME):
+        used, size = _last_use_and_bytes(table)
+        tables.append((used, size, table))
+        total += size
     for _, size, table in sorted(tables):
         if total <= most_bytes:
             break
@@ -347,11 +350,9 @@ def bound_tables(directory: Path, most_bytes: float) -> list[Path]:
 
 def _children(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
     if directory.is_dir():
-        yield from (
-            each
-            for each in directory.iterdir()
-            if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink()
-        )
+        for each in directory.iterdir():
+            if name.fullmatch(each.name) and each.is_dir() and not each.is_symlink():
+                yield each
 
 
 def _stats(directory: Path) -> list[os.stat_result]:

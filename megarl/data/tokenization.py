@@ -406,15 +406,16 @@ class PromptEncoder:
         return self._messages(record, (*record.prompt, record.last))
 
     def unwritten_role(self, record: Record, text: str) -> str | None:
-        """Return the role of a prompt message that the rendered ``text`` lacks, or None if all are there.
-        Only system and user messages are checked."""
-        messages = self._prompt_messages(record)
-        # Other roles may be rendered differently: tool calls and results have other formats, and reasoning
-        # may be omitted.
-        asked = [message for message in messages if message["role"] not in {"assistant", "tool"}]
-        return next(
-            (message["role"] for message in asked if (message.get("content") or "").strip() not in text), None
-        )
+        """Return the role of a turn of the prompt, the system's or the user's, that is missing from its
+        ``text``; None if all are there."""
+        for message in self._prompt_messages(record):
+            # Do not check the other roles: tool calls and results may be written in another form, and
+            # reasoning may be left out.
+            if message["role"] in {"assistant", "tool"}:
+                continue
+            if (message.get("content") or "").strip() not in text:
+                return str(message["role"])
+        return None
 
     def text(self, record: Record) -> str:
         """Render a record's prompt, up to where the answer starts.

@@ -316,10 +316,11 @@ def _find_columns(call: Call, argument: str, source: dict[str, Any], kind: Any, 
 
 def _takes_answer(path: str) -> bool:
     arguments = arguments_of(load_object(path, "env.reward"))
-    meanings = {
-        SEVERAL.get(name) or SINGLE.get(name) for name in (*arguments.positional, *arguments.keywords)
-    }
-    return bool(meanings & {ANSWER, STATE})
+    for name in (*arguments.positional, *arguments.keywords):
+        meaning = SEVERAL.get(name) or SINGLE.get(name)
+        if meaning in (ANSWER, STATE):
+            return True
+    return False
 
 
 def add_rewards(call: Call, reward: Any) -> None:
@@ -414,10 +415,11 @@ def require_parameters_in_data(call: Call) -> None:
         for key in ("prompt_key", "answer_key", "messages_key")
         if isinstance(source.get(key), str)
     }
-    named = {name for function in functions for name in unknown_parameters(function)}
-    read = list(map(arguments_of, functions))
-    named.update(*(each.optional for each in read))
-    reads_all = any(each.reads_record for each in read)
+    named, reads_all = set[str](), False
+    for function in functions:
+        parameters = arguments_of(function)
+        named.update(unknown_parameters(function), parameters.optional)
+        reads_all |= parameters.reads_record
     for key in ("data.train", "data.validation"):
         source = at(call.written, key)
         if not isinstance(source, Mapping) or "path" not in source:
@@ -442,12 +444,10 @@ def add_sizes(call: Call, algorithm: str, num_rows: int | None) -> None:
     if kind.GENERATES:
         call.default(f"{own}.num_prompts_per_step", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
         call.default(f"{own}.num_generations_per_prompt", _RESPONSES)
-        sizes = (
-            at(call.written, f"{own}.num_prompts_per_step"),
-            at(call.written, f"{own}.num_generations_per_prompt"),
-        )
-        if all(isinstance(size, int) for size in sizes):
-            call.default("policy.train_global_batch_size", sizes[0] * sizes[1])
+        prompts = at(call.written, f"{own}.num_prompts_per_step")
+        responses = at(call.written, f"{own}.num_generations_per_prompt")
+        if isinstance(prompts, int) and isinstance(responses, int):
+            call.default("policy.train_global_batch_size", prompts * responses)
     else:
         call.default(f"{own}.max_num_epochs", None)
         call.default("policy.train_global_batch_size", max(1, min(_PROMPTS, num_rows or _PROMPTS)))
@@ -494,10 +494,10 @@ def _add_precision(call: Call) -> None:
     model = Path(str(at(call.written, "policy.model_name"))).expanduser()
     if not nvml.count_devices():
         call.default("policy.precision", "float32")
-    templates = model / "chat_template.jinja", model / "chat_template.json"
     is_base = (
         model.is_dir()
-        and not any(path.is_file() for path in templates)
+        and not (model / "chat_template.jinja").is_file()
+        and not (model / "chat_template.json").is_file()
         and "chat_template" not in _json(model / "tokenizer_config.json")
     )
     if is_base:
@@ -536,4 +536,8 @@ def _of_no_yaml(value: Any) -> Any:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         return value
-    return next((odd for each in parts if (odd := _of_no_yaml(each)) is not None), None)
+    for each in parts:
+        odd = _of_no_yaml(each)
+        if odd is not None:
+            return odd
+    return None

@@ -345,7 +345,7 @@ def _write(
             "reward": "env",
         }
         refused = tuple(key for argument, key in lacking.items() if argument in faulty)
-        call.faults += [each for each in error.violations if not each.key.startswith(refused or ("\0",))]
+        call.faults += [each for each in error.violations if not each.key.startswith(refused)]
     call.require()
     # Move the file only now, so that a refused call does not change an earlier call of the same run.
     path.replace(directory / _CALL)

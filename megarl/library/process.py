@@ -116,13 +116,11 @@ def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[str | N
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of a command's process."""
+    kept = dict(env.snapshot())
     # Remove these: Jupyter requests colours, which make rich treat the pipe as a terminal and redraw its
     # lines indefinitely.
-    kept = {
-        name: value
-        for name, value in env.snapshot().items()
-        if name not in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
-    }
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        kept.pop(name, None)
     # Disable buffering, so that the caller shows each line as soon as it is printed.
     return {**kept, "PYTHONPATH": os.pathsep.join(_import_places()), "PYTHONUNBUFFERED": "1"}
 

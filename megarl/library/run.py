@@ -50,15 +50,11 @@ class Metrics(dict[str, list[Any]]):
         return "\n".join([*lines, f"{len(self.get('step', []))} steps, {len(self)} columns"])
 
     def _repr_html_(self) -> str:
-        head, *rows = self._table()
-        cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        body = ""
-        for row in rows:
-            body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        return (
-            f"<table><tr>{cells}</tr>{body}</table><p>{len(self.get('step', []))} steps, {len(self)} "
-            "columns</p>"
-        )
+        table = ""
+        for number, row in enumerate(self._table()):
+            tag = "td" if number else "th"
+            table += "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        return f"<table>{table}</table><p>{len(self.get('step', []))} steps, {len(self)} columns</p>"
 
 
 class Picture(os.PathLike[str]):
@@ -103,7 +99,10 @@ class Run:
         from megarl.observe.series import collect_series
 
         series = collect_series(stream_metrics(self.directory / FILE_NAME))
-        steps = sorted({step for each in series.values() for step in each.steps})
+        all_steps = set[int]()
+        for each in series.values():
+            all_steps.update(each.steps)
+        steps = sorted(all_steps)
         columns: dict[str, list[Any]] = {"step": steps}
         for name, each in series.items():
             known = dict(zip(each.steps, each.values, strict=True))
@@ -175,12 +174,12 @@ class Run:
         return Picture(pictures[0])
 
     def _newest(self, kind: str, fix: str) -> Path:
-        found = [
-            (int(number), path)
-            for path in (self.directory / kind).glob("step_*")
+        found: list[tuple[int, Path]] = []
+        for path in (self.directory / kind).glob("step_*"):
+            number = path.name[5:]
             # Checkpoints that are still being written have another name than step_N.
-            if (number := path.name[5:]).isdecimal()
-        ]
+            if number.isdecimal():
+                found.append((int(number), path))
         if not found:
             raise DataError(f"{self.directory} has no {kind}/step_N. Fix: {fix}")
         return max(found)[1]

@@ -3,7 +3,7 @@ and log-probabilities near the model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,8 +181,15 @@ def _with_rewards(case: Case, signals: Batch) -> Batch:
     }
     if case.advantages_kind == "teacher":
         rewarded["teacher_logprobs"] = signals["prev_logprobs"] + 0.4 * further
-    made = [reference_signals(case, data) for data in calls_of(case, rewarded)]
-    return {**rewarded, **{name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}}
+    return rewarded | joined_rows([reference_signals(case, data) for data in calls_of(case, rewarded)])
+
+
+def joined_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of all parts, one part after another."""
+    columns: dict[str, Tensor] = {}
+    for name in parts[0]:
+        columns[name] = torch.cat([part[name] for part in parts])
+    return columns
 
 
 def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]) -> ShardedBatch:
@@ -194,11 +201,17 @@ def logprob_shards(case: Case, config: PolicyConfig, batch: Mapping[str, Tensor]
 
 def calls_of(case: Case, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the batch of each ``train()`` call."""
-    rows = _rows_of_a_call(case)
-    return [
-        {key: value[first : first + rows] for key, value in batch.items()}
-        for first in range(0, case.total_rows, rows)
-    ]
+    return in_parts(batch, _rows_of_a_call(case))
+
+
+def in_parts(batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
+    """Divide a batch into parts of so many rows."""
+    return [rows_of(batch, first, rows) for first in range(0, len(batch["input_ids"]), rows)]
+
+
+def rows_of(batch: Mapping[str, Any], first: int, rows: int) -> dict[str, Any]:
+    """Return consecutive rows of a batch."""
+    return {key: value[first : first + rows] for key, value in batch.items()}
 
 
 def _rows_of_a_call(case: Case) -> int:
@@ -207,4 +220,4 @@ def _rows_of_a_call(case: Case) -> int:
 
 def first_step(case: Case, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the first global batch."""
-    return {key: value[: case.global_batch] for key, value in batch.items()}
+    return rows_of(batch, 0, case.global_batch)

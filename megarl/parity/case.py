@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.arithmetic import sequence_share
 from megarl.models.generation.sampling import SamplingSettings
@@ -434,18 +435,21 @@ def fields_without_use(owner: str) -> tuple[str, ...]:
     return _FOREIGN.get(owner, ())
 
 
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
+"""Default of each field of a case."""
+
+
 def idle_fields(case: Case) -> dict[str, str]:
     """Return the fields that differ from their defaults although they have no effect in this case, each with
     the setting that has no use for it."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Case)}
     owners = {name: getattr(case, name) for name in ("backend", "family", "batching", "optimizer", "paths")}
     owners["loss"] = case.loss_kind
-    return {
-        name: f"{key}={owner}"
-        for key, owner in owners.items()
-        for name in fields_without_use(owner)
-        if getattr(case, name) != defaults[name]
-    }
+    idle: dict[str, str] = {}
+    for key, owner in owners.items():
+        for name in fields_without_use(owner):
+            if getattr(case, name) != DEFAULTS[name]:
+                idle[name] = f"{key}={owner}"
+    return idle
 
 
 def _text(value: object) -> str:

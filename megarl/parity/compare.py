@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ def compare(
         expected: results of training the reference.
         bounds: the largest errors that pass.
     """
-    by_data_rank = [next(share for share in shares if share.data_rank == rank) for rank in range(case.dp)]
+    first_shares = _first_shares(shares)
+    by_data_rank = [first_shares[rank] for rank in range(case.dp)]
     dealt, wanted = logprob_shards(case, config, batch), logprobs[: case.logprob_rows]
     found = _restored(LOGPROBS, dealt, [share.logprobs for share in by_data_rank], wanted, bounds)
     after = [share.logprobs_after for share in by_data_rank]
@@ -104,9 +105,10 @@ def compare(
     for number, what in enumerate((LIKELIEST, LIKELIEST_AFTER)) if case.likeliest else ():
         tops = [share.likeliest[number] for share in by_data_rank]
         found += _likeliest(case, what, dealt, tops, batch, expected.distributions[number][rows], bounds)
-    found += [_repeated(rank, share) for rank, share in enumerate(shares)]
+    found += starmap(_repeated, enumerate(shares))
     if case.evaluate:
-        found += _evaluation([share.evaluation for share in by_data_rank], expected, bounds)
+        for rank, share in enumerate(by_data_rank):
+            found.append(_evaluation(rank, share.evaluation, expected, bounds))
     for call in range(len(expected.losses)):
         found += _call(case, call, [share.calls[call] for share in by_data_rank], expected, bounds)
     found += _replicas(shares)
@@ -144,9 +146,8 @@ def _likeliest(
     """Yield the differences of the most likely tokens. Their log-probabilities must be the largest, and must
     be those of the tokens that are reported with them. Tokens that are equal within rounding may be in either
     order, but no token may be reported twice."""
-    logits, tokens = (
-        dealt.restore([part[name] for part in parts]) for name in ("topk_logits", "topk_indices")
-    )
+    logits = dealt.restore([part["topk_logits"] for part in parts])
+    tokens = dealt.restore([part["topk_indices"] for part in parts])
     follows = torch.arange(1, case.length + 1)[None] < batch["input_lengths"][: len(logits), None]
     if case.is_fast:
         wanted = (batch["token_mask"] != 0) & (batch["sample_mask"][:, None] != 0)
@@ -197,7 +198,7 @@ def _restored(
         return [worst]
     # Leave out what is 0 by definition, column 0 and padding, because it would only lower the mean.
     error, bound = root_mean_square(token_errors(found, expected)[expected != 0]), bounds.of(like + MEAN)
-    means = (f"mean {float(tensor.mean()):.9g}" for tensor in (found, expected))
+    means = f"mean {float(found.mean()):.9g}", f"mean {float(expected.mean()):.9g}"
     return [worst, Difference(f"{what}, root mean square", "logprobs", error, bound, *means)]
 
 
@@ -211,27 +212,17 @@ def _logprobs(what: str, found: Tensor, expected: Tensor, bound: float) -> Diffe
     if error.numel() == 0:
         return Difference(what, "logprobs", 0.0, bound, "nothing", "nothing")
     row, column = divmod(int(error.argmax()), error.shape[1])
-    numbers = (
-        f"{float(tensor[row, column]):.9g} at row {row}, token {column}" for tensor in (found, expected)
-    )
-    return Difference(what, "logprobs", float(error.max()), bound, *numbers)
+    place = f"at row {row}, token {column}"
+    given, asked = f"{float(found[row, column]):.9g} {place}", f"{float(expected[row, column]):.9g} {place}"
+    return Difference(what, "logprobs", float(error.max()), bound, given, asked)
 
 
 def _evaluation(
-    answers: Sequence[Mapping[str, object] | None], expected: Expected, bounds: Bounds
-) -> list[Difference]:
+    rank: int, answer: Mapping[str, object] | None, expected: Expected, bounds: Bounds
+) -> Difference:
+    loss = _losses(answer)[0] if answer else math.nan
     target, scale, bound = expected.losses[0][0], expected.scales[0]["loss"], bounds.of("call 0 loss 0")
-    return [
-        _number(
-            f"evaluation loss of replica {rank}",
-            "loss",
-            _losses(answer)[0] if answer else math.nan,
-            target,
-            bound,
-            scale,
-        )
-        for rank, answer in enumerate(answers)
-    ]
+    return _number(f"evaluation loss of replica {rank}", "loss", loss, target, bound, scale)
 
 
 def _losses(answer: Mapping[str, object]) -> list[float]:
@@ -266,12 +257,10 @@ def _call(
         bound = bounds.of(f"call {call} {like or name}")
         return _number(f"call {call} {name}", kind, value, target, bound, scale)
 
-    found = [
-        one(f"loss {index}", "loss", loss, target, scales["loss"])
-        for index, (loss, target) in enumerate(
-            zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan)
-        )
-    ]
+    found: list[Difference] = []
+    both = zip_longest(_losses(first), expected.losses[call], fillvalue=math.nan)
+    for index, (loss, target) in enumerate(both):
+        found.append(one(f"loss {index}", "loss", loss, target, scales["loss"]))
     mean_norm, mean_scale = sum(norms) / len(norms), sum(norm_scales) / len(norms)
     last = first["grad_norm"]
     assert isinstance(last, Tensor)
@@ -303,11 +292,16 @@ def _per_batch(metrics: Mapping[str, list[float]], norms: Sequence[float]) -> li
     return [*reported, *[math.nan] * (len(norms) - len(reported))]
 
 
+def _first_shares(shares: Sequence[Share]) -> dict[int, Share]:
+    """Return the share of the first rank of each data-parallel rank."""
+    # Reverse the order, so that the first rank of each data rank is the one that stays in the mapping.
+    return {share.data_rank: share for share in reversed(shares)}
+
+
 def _replicas(shares: Sequence[Share]) -> list[Difference]:
     """Check, in every precision, that ranks with the same rows reply the same, and that all ranks report the
     same loss."""
-    # Reverse the order, so that the first rank of each data rank is the one that stays in the mapping.
-    first = {share.data_rank: share for share in reversed(shares)}
+    first = _first_shares(shares)
     found = []
     for rank, share in enumerate(shares):
         twin = first[share.data_rank]
@@ -349,10 +343,11 @@ def _weights(
     for name in sorted({*found, *expected}):
         what, bound = f"rank {rank} weight {name}", bounds.of(WEIGHT + name)
         if name not in found or name not in expected:
-            given = ("there" if name in names else "absent" for names in (found, expected))
+            given = ("there", "absent") if name in found else ("absent", "there")
             differences.append(Difference(what, "weights", math.inf, bound, *given))
             continue
         error = tensor_error(found[name], expected[name])
-        norms = (f"norm {float(tensor.float().norm()):.9g}" for tensor in (found[name], expected[name]))
+        norm, expected_norm = float(found[name].float().norm()), float(expected[name].float().norm())
+        norms = f"norm {norm:.9g}", f"norm {expected_norm:.9g}"
         differences.append(Difference(what, "weights", error, bound, *norms))
     return differences

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from itertools import combinations
 
 from rich.console import Console
@@ -91,13 +92,17 @@ _ADVANTAGE_OPTION_NAMES = {
 }
 
 
+def _choices(key: str, chosen: str, names: Iterable[str]) -> dict[str, bool]:
+    return {f"{key}: {name}": name == chosen for name in names}
+
+
 def _table(case: Case) -> dict[str, bool]:
     """Return every feature in the order of the table, with whether the case has it."""
     loss, options, made = case.loss_kind, case.loss_options, case.advantages_options
     # If a token goes to all experts, the load is balanced whatever the routers do.
     balanced = case.balance if case.topk < case.experts else "none"
     return {
-        **{f"family: {family}": case.family == family for family in (*DENSE, *OF_MEGATRON, *SPARSE)},
+        **_choices("family", case.family, (*DENSE, *OF_MEGATRON, *SPARSE)),
         "tied embeddings": case.tied,
         "rope scaling": case.rope != "default",
         "sliding window": case.window > 0,
@@ -120,7 +125,7 @@ def _table(case: Case) -> dict[str, bool]:
         "router z-loss": case.zloss,
         "frozen routers": case.freeze,
         "routers in float32 or float64": case.router != "model",
-        **{f"batching: {name}": case.batching == name for name in BATCHINGS},
+        **_choices("batching", case.batching, BATCHINGS),
         **{name: kind == loss for kind, name in _LOSS_NAMES.items()},
         **{
             name: kind == loss and option in options
@@ -129,7 +134,7 @@ def _table(case: Case) -> dict[str, bool]:
         },
         **{name: kind == case.advantages_kind for kind, name in _ADVANTAGE_NAMES.items()},
         **{name: option in made for option, name in _ADVANTAGE_OPTION_NAMES.items()},
-        **{f"precision: {name}": case.precision == name for name in PRECISIONS},
+        **_choices("precision", case.precision, PRECISIONS),
         "temperature": case.temperature != 1.0,
         "top-k": case.keep > 0,
         "top-p": case.nucleus < 1,
@@ -150,7 +155,7 @@ def _table(case: Case) -> dict[str, bool]:
         "distributed optimizer": case.distopt,
         "overlapped reductions": case.overlap,
         "activation recompute": case.recompute,
-        **{f"paths: {name}": case.paths == name for name in PATHS},
+        **_choices("paths", case.paths, PATHS),
         "output layer in chunks": case.chunk > 0,
         "HybridModel": case.model_class == "hybrid",
         "reference policy": case.reference,
@@ -185,8 +190,8 @@ class Coverage:
     bit."""
 
     def __init__(self) -> None:
-        self._single: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
-        self._pairs: dict[str, Counter[str]] = {column: Counter() for column in COLUMNS}
+        self._single = defaultdict[str, Counter[str]](Counter)
+        self._pairs = defaultdict[str, Counter[str]](Counter)
         self._cases: Counter[str] = Counter()
 
     def add(self, case: Case) -> None:
@@ -194,7 +199,7 @@ class Coverage:
         found, column = features(case), _column(case.backend, case.half)
         self._cases[column] += 1
         self._single[column].update(found)
-        self._pairs[column].update(f"{one} + {other}" for one, other in combinations(found, 2))
+        self._pairs[column].update(map(" + ".join, combinations(found, 2)))
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return ``features`` and ``pairs``, each with counts by column of the table. The feature ``all``
@@ -221,6 +226,5 @@ class Coverage:
             table.add_column(column, justify="right")
         table.add_row("all", *(str(self._cases[column]) for column in used), style="bold")
         for name in FEATURES:
-            counts = [self._single[column][name] for column in used]
-            table.add_row(name, *(str(count) if count else "-" for count in counts))
+            table.add_row(name, *(str(self._single[column][name] or "-") for column in used))
         console.print(table)

@@ -8,6 +8,7 @@ would only be sampled again.
 from __future__ import annotations
 
 import random
+from itertools import product
 
 from megarl.parity.options import ADVANTAGES, LOSSES, ONE_OF, Numbers, Options, joined, split, word_of
 
@@ -50,10 +51,10 @@ _APART = (
     *ONE_OF,
     ("gspo", "gspo-token", "cispo", "noratio"),
     ("k1", "k2", "pathwise"),
-    *(("dual", other) for other in ("noratio", "cispo", "forced")),
-    *(("forced", other) for other in ("cispo", "cliprange", "ratio-clamp", "noratio")),
-    *(("noratio", other) for other in ("cliprange", "ratio-clamp")),
-    *((level, other) for level in ("gspo", "gspo-token") for other in ("constant", "seq-mask")),
+    *product(["dual"], ("noratio", "cispo", "forced")),
+    *product(["forced"], ("cispo", "cliprange", "ratio-clamp", "noratio")),
+    *product(["noratio"], ("cliprange", "ratio-clamp")),
+    *product(("gspo", "gspo-token"), ("constant", "seq-mask")),
     ("in-reward", "approx"),
     ("raw", "sample"),
 )

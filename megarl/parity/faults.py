@@ -96,11 +96,10 @@ def changed_functions(fault: Fault, module: ModuleType) -> dict[FunctionType, Co
         dict(_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)))
         for text in (source, changed)
     )
-    found = {
-        _function(module, name): code
-        for name, code in after.items()
-        if _without_lines(code) != _without_lines(before[name])
-    }
+    found: dict[FunctionType, CodeType] = {}
+    for name, code in after.items():
+        if _without_lines(code) != _without_lines(before[name]):
+            found[_function(module, name)] = code
     if not found:
         raise ConfigError(
             f"fault in {fault.module}: {fault.old!r} is in no function, or {fault.new!r} does the same; "

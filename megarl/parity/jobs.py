@@ -20,7 +20,14 @@ from megarl.config.policy import PolicyConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.key import defaults_of
 from megarl.models.policy.batch_plan import shard_batch
-from megarl.parity.batches import ANSWERS_A_PROMPT, REWARDS, calls_of, first_step, logprob_shards
+from megarl.parity.batches import (
+    ANSWERS_A_PROMPT,
+    REWARDS,
+    calls_of,
+    first_step,
+    joined_rows,
+    logprob_shards,
+)
 from megarl.parity.case import Case
 from megarl.parity.faults import Fault, planted
 from megarl.parity.losses import make_loss, policy_gradient_settings, rows_together
@@ -98,8 +105,7 @@ def with_signals_made(case: Case, batch: Mapping[str, Tensor]) -> Mapping[str, T
     instead of those of the reference."""
     if case.advantages_kind == "given":
         return batch
-    made = [_made(case, data) for data in calls_of(case, batch)]
-    columns = {name: torch.cat([of_call[name] for of_call in made]) for name in made[0]}
+    columns = joined_rows([_made(case, data) for data in calls_of(case, batch)])
     return {**{name: values for name, values in batch.items() if name not in REWARDS}, **columns}
 
 
@@ -110,7 +116,7 @@ def _made(case: Case, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # Responses that are not trained on still belong to their groups.
     advantages, _ = algorithm.advantages({**data, "sample_mask": data["rewarded"]}, batch)
     if case.loss_kind == "value":
-        return {name: batch[name] for name in ("prev_values", "returns")}
+        return {"prev_values": batch["prev_values"], "returns": batch["returns"]}
     return {"advantages": advantages.expand_as(data["token_mask"])}
 
 
@@ -134,7 +140,7 @@ def _algorithm(case: Case) -> Any:
         "advantage_clip_high": high,
     }
     if kind == "gae":
-        (gamma,), (trace,) = (numbers_of(case.advantages, name) for name in ("gamma", "lambda"))
+        (gamma,), (trace,) = numbers_of(case.advantages, "gamma"), numbers_of(case.advantages, "lambda")
         own = {
             "gae_gamma": gamma,
             "gae_lambda": trace,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parity.case import CHOICES, Case, idle_fields
+from megarl.parity.case import CHOICES, DEFAULTS, Case, idle_fields
 from megarl.parity.options import ADVANTAGES, LOSSES, fault_of
 
 _POSITIVE = ("temperature", "nucleus", "lr")
@@ -42,19 +41,18 @@ def parse(line: str) -> Case:
         CaseError: a word is not ``key=value``, its key is unknown or its value is out of bounds. The message
             names the word.
     """
-    fields = {field.name: field for field in dataclasses.fields(Case)}
     values: dict[str, Any] = {}
     for word in line.split():
         key, equals, value = word.partition("=")
         if not equals:
             raise CaseError(f"case word {word!r}: expected key=value, for example tp=2")
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"nearest is {near[0]!r}" if near else f"the keys are {', '.join(fields)}"
+        if key not in DEFAULTS:
+            near = difflib.get_close_matches(key, DEFAULTS, n=1)
+            hint = f"nearest is {near[0]!r}" if near else f"the keys are {', '.join(DEFAULTS)}"
             raise CaseError(f"case word {word!r}: there is no key {key!r}; {hint}")
         if key in values:
             raise CaseError(f"case word {word!r}: {key!r} is given twice; keep one of the two")
-        values[key] = _value(word, key, value, type(fields[key].default))
+        values[key] = _value(word, key, value, type(DEFAULTS[key]))
     case = Case(**values)
     for word in line.split():
         owner = idle_fields(case).get(word.partition("=")[0])
@@ -70,7 +68,11 @@ def words_of(line: str) -> dict[str, Any]:
         CaseError: as in ``parse``.
     """
     case = parse(line)
-    return {key: getattr(case, key) for key in (word.partition("=")[0] for word in line.split())}
+    fields: dict[str, Any] = {}
+    for word in line.split():
+        key = word.partition("=")[0]
+        fields[key] = getattr(case, key)
+    return fields
 
 
 def _value(word: str, key: str, text: str, kind: type) -> Any:

@@ -279,9 +279,8 @@ def _stacked_factors(case: Case, generator: torch.Generator) -> dict[str, torch.
             if getattr(module, "is_transposed", False):
                 rows, columns = columns, rows
             ranks = experts * case.lora
-            down, up = (
-                torch.randn(shape, generator=generator) for shape in ((ranks, columns), (rows, ranks))
-            )
+            down = torch.randn(ranks, columns, generator=generator)
+            up = torch.randn(rows, ranks, generator=generator)
             factors[f"base_model.model.{name}{wrapper}.lora_A.weight"] = INNER * down * columns**-0.5
             factors[f"base_model.model.{name}{wrapper}.lora_B.weight"] = INNER * up * case.lora**-0.5
     return factors

@@ -93,9 +93,10 @@ def bounds_of(
             if math.isfinite(error):
                 noise[quantity] = max(noise.get(quantity, 0.0), error)
     floor = _of_one_token([found for found, _ in runs], logprobs)
-    return Bounds(
-        {name: max(error, floor) if _may_be_missed(name, error) else error for name, error in noise.items()}
-    )
+    for name, error in noise.items():
+        if _may_be_missed(name, error):
+            noise[name] = max(error, floor)
+    return Bounds(noise)
 
 
 def _may_be_missed(quantity: str, error: float) -> bool:
@@ -210,7 +211,7 @@ def _make_noisy(model: torch.nn.Module, spread: float, generator: torch.Generato
             lambda _, given: (_noisy(given[0], ROUTER_FACTOR * spread, generator),)
         )
     for module in model.modules():
-        if module not in gates and not any(True for _ in module.children()):
+        if module not in gates and not list(module.children()):
             module.register_forward_hook(
                 lambda _, given, answer: (
                     _noisy(answer, spread, generator) if isinstance(answer, Tensor) else answer

@@ -176,8 +176,10 @@ def fault_of(text: str, kinds: Mapping[str, Options]) -> str:
         fault = _fault_of_numbers(word, known[name])
         if fault:
             return fault
-    both = next((each for each in ONE_OF if len(set(each) & set(names)) > 1), None)
-    return "" if both is None else f"a loss has at most one of {', '.join(both)}"
+    for exclusive in ONE_OF:
+        if len({*exclusive} & {*names}) > 1:
+            return f"a loss has at most one of {', '.join(exclusive)}"
+    return ""
 
 
 def _fault_of_numbers(word: str, listed: tuple[Numbers, ...]) -> str:

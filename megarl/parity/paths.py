@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,9 +88,8 @@ def attention_of_runs(
     """Return attention [T, H, D] like torch's ``varlen_attn``, one run after another. Masks align a run's
     last query with its last key."""
     mixed = []
-    for begin, end, first, last in zip(
-        *(starts[cut].tolist() for starts in (query_starts, key_starts) for cut in _CUTS), strict=True
-    ):
+    runs = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
+    for (begin, end), (first, last) in runs:
         asked, keys, values = (
             part.transpose(0, 1)[None] for part in (query[begin:end], key[first:last], value[first:last])
         )
@@ -104,9 +104,6 @@ def attention_of_runs(
             ].transpose(0, 1)
         )
     return torch.cat(mixed)
-
-
-_CUTS = (slice(None, -1), slice(1, None))
 
 
 def rotated(tensor: Tensor, by: Any) -> Tensor:

@@ -62,10 +62,10 @@ def absent_model_class() -> Violation | None:
 
 
 def _own_violations(case: Case) -> list[Violation]:
-    found = [
-        Violation(f"case.{name}", getattr(case, name), f"it means nothing with {owner}", "leave it out")
-        for name, owner in idle_fields(case).items()
-    ]
+    found: list[Violation] = []
+    for name, owner in idle_fields(case).items():
+        bound = f"it means nothing with {owner}"
+        found.append(Violation(f"case.{name}", getattr(case, name), bound, "leave it out"))
     if case.hidden < LEAST_HIDDEN:
         bound = (
             f"with {case.heads} heads the model is {case.hidden} wide, too narrow for a norm to be "

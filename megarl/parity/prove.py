@@ -101,20 +101,17 @@ def prove(
     progress = ProgressConsole(console, LINE_SECONDS)
     with progress.phase(Phase("planted faults", "cases", len(plan)), is_told=False) as shown:
         for case, names in plan.items():
-            wanted = [name for name in names if faults[name].kind or name not in seen]
-            given = _verdicts(runner, case, {name: faults[name] for name in wanted})
+            wanted = {name: faults[name] for name in names if faults[name].kind or name not in seen}
+            given = _verdicts(runner, case, wanted)
             verdicts += given
-            seen |= {verdict.name for verdict in given if verdict.state == CAUGHT}
-            missed = [
-                verdict
-                for verdict in given
-                if faults[verdict.name].kind and verdict.state not in (CAUGHT, BELOW_NOISE)
-            ]
-            for verdict in missed:
-                progress.say(
-                    f'{verdict.state.upper()}: megarl parity --mutate {verdict.name} --case "{case}"',
-                    "bold red",
-                )
+            for verdict in given:
+                if verdict.state == CAUGHT:
+                    seen.add(verdict.name)
+                elif faults[verdict.name].kind and verdict.state != BELOW_NOISE:
+                    progress.say(
+                        f'{verdict.state.upper()}: megarl parity --mutate {verdict.name} --case "{case}"',
+                        "bold red",
+                    )
             shown.advance()
             if file is not None:
                 file.write_text(json.dumps(list(map(asdict, verdicts)), indent=1) + "\n", encoding="utf-8")
@@ -160,10 +157,11 @@ def is_above_noise(clean: CaseOutcome, in_float32: CaseOutcome) -> bool:
         return True
     effects = {found.what: found.error for found in in_float32.differences}
     step = torch.finfo(dtype_of(clean.case.precision, "precision")).eps
-    steps = {found.what: step if found.kind == "weights" else 0.0 for found in clean.differences}
-    return any(
-        effects.get(found.what, 0.0) > 2 * found.bound + steps[found.what] for found in clean.differences
-    )
+    for found in clean.differences:
+        room = 2 * found.bound + (step if found.kind == "weights" else 0.0)
+        if effects.get(found.what, 0.0) > room:
+            return True
+    return False
 
 
 def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: Console) -> int:
@@ -171,13 +169,15 @@ def _report(verdicts: Sequence[Verdict], faults: Mapping[str, Fault], console: C
     by_name: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_name.setdefault(verdict.name, []).append(verdict)
-    caught = {name for name, given in by_name.items() if _is_caught(faults[name], given)}
+    caught = set[str]()
     table = Table(title="planted faults")
     for column in ("fault", "cases", "verdict", "seen in"):
         table.add_column(column, overflow="fold")
     for name, given in by_name.items():
         states = ", ".join(dict.fromkeys(verdict.state for verdict in given if verdict.state))
         details = ", ".join(dict.fromkeys(verdict.detail for verdict in given if verdict.detail))
+        if _is_caught(faults[name], given):
+            caught.add(name)
         table.add_row(name, str(len(given)), states, details, style="green" if name in caught else "bold red")
     console.print(table)
     console.print(f"{len(caught)} of {len(by_name)} faults caught, in {len(verdicts)} cases", style="bold")

@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.models.generation.sampling import MODEL_ITSELF, SamplingSettings
 from megarl.observe.metrics import Reduction, default_reduction
-from megarl.parity.batches import Batch, calls_of
+from megarl.parity.batches import Batch, calls_of, in_parts, rows_of
 from megarl.parity.case import CLASS_IN_TRANSFORMERS, Case
 from megarl.parity.errors import BOUND, ROUNDING
 from megarl.parity.losses import rows_together
@@ -56,10 +56,9 @@ class _AdaptedEmbedding(torch.nn.Embedding):
 def _with_adapter(experts: Any, stack: str) -> Tensor:
     """Return a stack of experts plus its adapter's product, differentiable."""
     weight = experts._parameters[stack]
-    down, up = (experts.get_parameter(f"lora_{letter}_{stack}") for letter in "AB")
     # Use PEFT's views of the factors: A is [experts, rank, in], and B is [out, rank, experts].
-    down = down.unflatten(0, (weight.shape[0], -1))
-    up = up.unflatten(1, (-1, weight.shape[0]))
+    down = experts.get_parameter(f"lora_A_{stack}").unflatten(0, (weight.shape[0], -1))
+    up = experts.get_parameter(f"lora_B_{stack}").unflatten(1, (-1, weight.shape[0]))
     axes = "ore,eri->eio" if getattr(experts, "is_transposed", False) else "ore,eri->eoi"
     return weight + ADAPTER_SCALE * torch.einsum(axes, up, down)
 
@@ -80,12 +79,8 @@ def _put_adapters(model: torch.nn.Module, directory: Path) -> None:
     for name, module in model.named_modules():
         is_stack = name.endswith(".experts")
         # PEFT wraps a module once for each of its parameters; the wrapper of the last one is the outermost.
-        wrappers = (
-            {stack: f"{name}{'.base_layer' * (stack != STACKS[-1])}" for stack in STACKS}
-            if is_stack
-            else {"": name}
-        )
-        for stack, wrapper in wrappers.items():
+        wrappers = zip(STACKS, (f"{name}.base_layer", name), strict=True) if is_stack else [("", name)]
+        for stack, wrapper in wrappers:
             is_embedding = isinstance(module, torch.nn.Embedding)
             form = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
             factors = [
@@ -152,14 +147,14 @@ def saved_weights(model: Any) -> dict[str, Tensor]:
             state[f"{name}.weight"] = (module.weight.float() + added).to(module.weight.dtype).detach()
         elif isinstance(module, _AdaptedStacks):
             wide: Any = copy.deepcopy(module).float()
-            state |= {f"{name}.{stack}": getattr(wide, stack).to(model.dtype).detach() for stack in STACKS}
+            for stack in STACKS:
+                state[f"{name}.{stack}"] = getattr(wide, stack).to(model.dtype).detach()
+    weights: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, state_dict=state)
-        return {
-            name: tensor
-            for file in Path(directory).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
+        for file in Path(directory).glob("*.safetensors"):
+            weights |= load_file(file)
+    return weights
 
 
 def distributions(
@@ -267,8 +262,7 @@ class Expected:
     distributions: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """Result of one optimizer step: metrics of its global batch and the size of their terms."""
 
     loss: float
@@ -315,26 +309,27 @@ class ReferenceTrainer:
         self._sampling = sampling
         self._together = rows_together(loss_fn)
         self._routers = Routers(model, hyper.balancing)
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parameters = list(trained.values())
-        self._master = [parameter.detach().float().clone() for parameter in self._parameters]
-        # Megatron-Core decays only matrices. transformers stacks the biases of all experts, which makes a
-        # matrix of vectors.
-        decays = [
-            parameter.ndim > 1 and not name.endswith(_STACKED_BIAS) for name, parameter in trained.items()
-        ]
+        self._parameters, self._master, decays = list[Tensor](), list[Tensor](), list[bool]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._parameters.append(parameter)
+                self._master.append(parameter.detach().float().clone())
+                # Megatron-Core decays only matrices. transformers stacks the biases of all experts, which
+                # makes a matrix of vectors.
+                decays.append(parameter.ndim > 1 and not name.endswith(_STACKED_BIAS))
         self._optimizer = _optimizer(self._master, decays, hyper)
 
     def call(self, batches: Sequence[Mapping[str, Any]], number: int, expected: Expected) -> None:
         """Run the ``number``-th call of ``train()`` over its global batches, and append the figures that it
         must report to ``expected``."""
         rate, decay = self._hyper.rate(number), self._hyper.weight_decay(number)
-        steps = [self._step(batch, rate, decay) for batch in batches]
-        expected.losses.append([step.loss for step in steps])
-        expected.norms.append([step.norm for step in steps])
-        expected.norm_scales.append([step.norm_scale for step in steps])
-        expected.metrics.append(self._over_batches([step.metrics for step in steps]))
-        expected.scales.append(self._over_batches([step.scales for step in steps]))
+        steps = zip(*(self._step(batch, rate, decay) for batch in batches), strict=True)
+        losses, norms, norm_scales, metrics, scales = map(list, steps)
+        expected.losses.append(losses)
+        expected.norms.append(norms)
+        expected.norm_scales.append(norm_scales)
+        expected.metrics.append(self._over_batches(metrics))
+        expected.scales.append(self._over_batches(scales))
 
     def _step(self, data: Mapping[str, Any], rate: float, decay: float) -> _Step:
         sequences = torch.tensor(float(responses(data)))
@@ -358,21 +353,13 @@ class ReferenceTrainer:
             **routing.metrics,
         }
         values = {name: float(value) for name, value in metrics.items()}
-        scales = self._scales(data, sequences, tokens, [values.detach() for values in scores])
-        # Loads are relative to the mean load. An expert without tokens has load 0, and rounding may send it a
-        # token.
-        loads = {
-            name: max(1.0, value)
-            for name, value in routing.metrics.items()
-            if name.startswith("moe_expert_load_")
-        }
-        return _Step(
-            float(loss.detach()),
-            norm,
-            max(norm, balancing),
-            {**values, **known},
-            {**scales, **known, **loads},
-        )
+        scales = self._scales(data, sequences, tokens, [values.detach() for values in scores]) | known
+        for name, value in routing.metrics.items():
+            # Loads are relative to the mean load. An expert without tokens has load 0, and rounding may send
+            # it a token.
+            if name.startswith("moe_expert_load_"):
+                scales[name] = max(1.0, value)
+        return _Step(float(loss.detach()), norm, max(norm, balancing), {**values, **known}, scales)
 
     def _scores(self, data: Mapping[str, Any]) -> list[Tensor]:
         """Return the inputs of the loss, differentiable: log-probabilities, with entropies or
@@ -433,7 +420,7 @@ class ReferenceTrainer:
         parts: dict[str, list[float]] = {}
         for first in range(0, data["input_ids"].shape[0], self._together):
             rows = slice(first, first + self._together)
-            part = {key: value[rows] for key, value in data.items()}
+            part = rows_of(data, first, self._together)
             _, here = self._loss_fn(part, sequences, tokens, *(values[rows] for values in scores))
             _, there = self._loss_fn(part, sequences, tokens, *(values[rows] for values in moved))
             for name, value in here.items():
@@ -441,12 +428,14 @@ class ReferenceTrainer:
                 parts.setdefault(name, []).append(max(abs(float(value)), abs(slope)))
         found: dict[str, float] = {}
         for name, sizes in parts.items():
-            found[name] = self._joined(name, list(filter(math.isfinite, sizes)))
+            size = self._joined(name, list(filter(math.isfinite, sizes)))
+            # A share is relative to the whole: with other rounding, a share of 0 may become the share of one
+            # token.
+            found[name] = max(size, 1.0) if name.endswith("_share") else size
         rounded = self._loss_fn.rounded(data, float(sequences), float(tokens), *scores)
-        # A share is relative to the whole: with other rounding, a share of 0 may become the share of one
-        # token.
-        found |= {name: max(size, 1.0) for name, size in found.items() if name.endswith("_share")}
-        return found | {name: max(found[name], ROUNDING / BOUND * size) for name, size in rounded.items()}
+        for name, size in rounded.items():
+            found[name] = max(found[name], ROUNDING / BOUND * size)
+        return found
 
     def _joined(self, name: str, sizes: Sequence[float]) -> float:
         """Return the size of a metric from the sizes of its rows."""
@@ -473,7 +462,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW or SGD, with weight decay only on the parameters that ``decays`` marks, which excludes
     vectors (norms and biases)."""
-    groups: list[dict[str, Any]] = [{"params": [], "decays": kind} for kind in (True, False)]
+    groups: list[dict[str, Any]] = [{"params": [], "decays": True}, {"params": [], "decays": False}]
     for parameter, decayed in zip(parameters, decays, strict=True):
         groups[not decayed]["params"].append(parameter)
     if hyper.kind == "sgd":
@@ -502,12 +491,7 @@ def trained(
         model, hyperparameters(case), reference_loss(case), case.sampling, loss_scale, read
     )
     for number, data in enumerate(calls_of(case, batch)):
-        rows = case.global_batch
-        steps = [
-            {key: value[first : first + rows] for key, value in data.items()}
-            for first in range(0, len(data["input_ids"]), rows)
-        ]
-        trainer.call(steps, number, expected)
+        trainer.call(in_parts(data, case.global_batch), number, expected)
     expected.weights = saved_weights(model)
     expected.logprobs = token_logprobs(model.eval(), batch, case.sampling)
     look()

@@ -7,6 +7,7 @@ advantages (1506.02438, equation 16) and, with a teacher, those of MOPD (2601.02
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,8 +45,11 @@ def reference_signals(case: Case, data: Columns) -> dict[str, Tensor]:
 def _answers(data: Columns, which: str = "sample_mask") -> dict[int, list[int]]:
     """Return the positions of unmasked tokens in each row that is trained on, or with ``rewarded`` in each
     row that has a reward."""
-    rows = [row for row in range(len(data[which])) if float(data[which][row]) != 0]
-    return {row: data["token_mask"][row].nonzero().squeeze(1).tolist() for row in rows}
+    places: dict[int, list[int]] = {}
+    for row, counts in enumerate(data[which]):
+        if float(counts) != 0:
+            places[row] = data["token_mask"][row].nonzero().squeeze(1).tolist()
+    return places
 
 
 def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> dict[int, float]:
@@ -53,11 +57,7 @@ def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> di
     with the clamps of the loss."""
     if not case.takes_divergence_from_rewards:
         return dict.fromkeys(places, 0.0)
-    bounds = [
-        bound
-        for bound in (case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp"))
-        if bound is not None
-    ]
+    bounds = case.loss_number("kl-input-clamp"), case.loss_number("kl-output-clamp")
     weight, found = case.loss_number("kl"), {}
     assert weight is not None
     for place in places:
@@ -65,7 +65,8 @@ def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> di
             data["reference_policy_logprobs"][row, place]
         )
         for bound in bounds:
-            apart = max(-bound, min(bound, apart))
+            if bound is not None:
+                apart = max(-bound, min(bound, apart))
         found[place] = weight * apart
     return found
 
@@ -73,13 +74,8 @@ def _penalties(case: Case, data: Columns, row: int, places: Sequence[int]) -> di
 def _between(case: Case, advantages: Tensor) -> Tensor:
     if "clip" not in case.advantages_options:
         return advantages
-    low, high = (
-        float(sign) if number is None else number
-        for number, sign in zip(_numbers(case, "clip"), ("-inf", "inf"), strict=True)
-    )
-    return torch.minimum(
-        torch.maximum(advantages, torch.full_like(advantages, low)), torch.full_like(advantages, high)
-    )
+    low, high = _numbers(case, "clip")
+    return advantages.clamp(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def _numbers(case: Case, option: str) -> tuple[float | None, ...]:
@@ -91,12 +87,12 @@ def _of_groups(case: Case, data: Columns) -> dict[int, float]:
     comparison as well."""
     answers, options = _answers(data, "rewarded"), case.advantages_options
     if case.advantages_kind == "gdpo":
-        parts: dict[str, dict[int, float]] = {}
-        for name in PART_WEIGHTS:
+        total = dict.fromkeys(answers, 0.0)
+        for name, weight in PART_WEIGHTS.items():
             rewards = {row: float(data[f"reward/{name}"][row]) for row in answers}
-            parts[name] = _compared(rewards, data, options)
-        total = [sum(PART_WEIGHTS[name] * parts[name][row] for name in PART_WEIGHTS) for row in answers]
-        return dict(zip(answers, _standardised(total), strict=True))
+            for row, advantage in _compared(rewards, data, options).items():
+                total[row] += weight * advantage
+        return dict(zip(total, _standardised(list(total.values())), strict=True))
     rewards = {
         row: float(data["reward"][row]) - sum(_penalties(case, data, row, places).values())
         for row, places in answers.items()
@@ -123,9 +119,8 @@ def _compared(rewards: Mapping[int, float], data: Columns, options: Any) -> dict
 def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
     """Write advantages into ``found``: the reward, less the penalties of the token and of those after it,
     less the mean of the prompt for ``reinforce-baseline``, whitened over tokens."""
-    answered = {row: places for row, places in _answers(data).items() if places}
     places_of, returns = [], []
-    for row, places in answered.items():
+    for row, places in _answers(data).items():
         reward, penalties = float(data["reward"][row]), _penalties(case, data, row, places)
         if case.advantages_kind == "reinforce-baseline":
             peers = [
@@ -144,9 +139,8 @@ def _of_returns(case: Case, data: Columns, found: Tensor) -> None:
 def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
     """Compute equation 16 literally: each advantage is the sum of all later errors of the values, each with
     its discount."""
-    advantages, before, returns = (
-        torch.zeros(data["token_mask"].shape, dtype=torch.float64) for _ in range(3)
-    )
+    advantages = torch.zeros(data["token_mask"].shape, dtype=torch.float64)
+    before, returns = torch.zeros_like(advantages), torch.zeros_like(advantages)
     (gamma,), (trace,) = _numbers(case, "gamma"), _numbers(case, "lambda")
     assert gamma is not None and trace is not None
     for row, places in _answers(data).items():
@@ -156,12 +150,12 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
         values = [float(said[place - 1]) if place else 0.0 for place in places]
         cut = "bootstrap" in case.advantages_options and bool(data["truncated"][row])
         following = [*values[1:], float(said[int(data["input_lengths"][row]) - 1]) if cut else 0.0]
-        rewards = [-penalty for penalty in _penalties(case, data, row, places).values()]
-        rewards[-1] += float(data["reward"][row])
-        errors = [
-            reward + gamma * after - value
-            for reward, after, value in zip(rewards, following, values, strict=True)
-        ]
+        penalties, errors = _penalties(case, data, row, places), list[float]()
+        for place, value, after in zip(places, values, following, strict=True):
+            reward = -penalties[place]
+            if place == places[-1]:
+                reward += float(data["reward"][row])
+            errors.append(reward + gamma * after - value)
         for number, place in enumerate(places):
             later = enumerate(errors[number:])
             advantages[row, place] = sum((gamma * trace) ** distance * error for distance, error in later)
@@ -170,10 +164,9 @@ def _generalized(case: Case, data: Columns) -> dict[str, Tensor]:
     if case.loss_kind == "value":
         return {"prev_values": before.float(), "returns": returns.float()}
     if "white" in case.advantages_options:
-        places_of = [(row, place) for row, places in _answers(data).items() for place in places]
-        whole = _standardised([float(advantages[row, place]) for row, place in places_of])
-        for (row, place), whitened in zip(places_of, whole, strict=True):
-            advantages[row, place] = whitened
+        counted = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+        whitened = _standardised(advantages[counted].tolist())
+        advantages[counted] = torch.tensor(whitened, dtype=torch.float64)
     return {"advantages": advantages.float()}
 
 

@@ -235,9 +235,9 @@ def _preference(call: _Call, logprobs: Tensor) -> Loss:
 def _scores_of_pairs(call: _Call, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the scores of the chosen and the rejected answer of each unmasked pair. The score of an answer is
     the value of its last token."""
-    for pair in call.pairs_of_rows():
-        chosen, rejected = (values[row, int(call.data["input_lengths"][row]) - 1] for row, _ in pair)
-        yield chosen, rejected
+    lengths = call.data["input_lengths"]
+    for (chosen, _), (rejected, _) in call.pairs_of_rows():
+        yield values[chosen, int(lengths[chosen]) - 1], values[rejected, int(lengths[rejected]) - 1]
 
 
 def _bradley_terry(call: _Call, values: Tensor) -> Loss:
@@ -258,18 +258,23 @@ def _bradley_terry(call: _Call, values: Tensor) -> Loss:
 def _rounded_in_margins(call: _Call, values: Tensor) -> dict[str, float]:
     """Return the size of the scores that cancel in a margin, and the scale of the accuracy. An error of a
     score is relative to the score, which is more than the rounding error of their difference."""
-    margins = [
-        (float(chosen - rejected), float(chosen.abs() + rejected.abs()))
-        for chosen, rejected in _scores_of_pairs(call, values)
-    ]
-    size = sum(size for _, size in margins) / call.pairs * BOUND / ROUNDING
-    return {"margin": size, "accuracy": _undecided(margins, call.pairs)}
+    margins, total = list[tuple[float, float]](), 0.0
+    for chosen, rejected in _scores_of_pairs(call, values):
+        size = float(chosen.abs() + rejected.abs())
+        margins.append((float(chosen - rejected), size))
+        total += size
+    return {
+        "margin": total / call.pairs * BOUND / ROUNDING,
+        "accuracy": _undecided(margins, call.pairs),
+    }
 
 
 def _rounded_in_returns(call: _Call, values: Tensor) -> dict[str, float]:
     """Return the size of the returns, which have both signs and may cancel in their mean."""
-    sizes = (float(call.at("returns", row, places).abs().sum()) for row, places in call.rows())
-    return {"returns_mean": sum(sizes) / call.tokens * BOUND / ROUNDING}
+    size = 0.0
+    for row, places in call.rows():
+        size += float(call.at("returns", row, places).abs().sum())
+    return {"returns_mean": size / call.tokens * BOUND / ROUNDING}
 
 
 def _value_error(call: _Call, values: Tensor) -> Loss:
@@ -280,11 +285,9 @@ def _value_error(call: _Call, values: Tensor) -> Loss:
     sums = dict.fromkeys(("clipped_share", "values_mean", "returns_mean"), 0.0)
     for row, places in call.rows():
         # Among log-probabilities, the index of a target is that of the previous token among tokens.
-        numbers = (
-            values[row, places],
-            *(call.at(key, row, places).tolist() for key in ("prev_values", "returns")),
-        )
-        for value, old, target in zip(*numbers, strict=True):
+        before, returns = call.at("prev_values", row, places), call.at("returns", row, places)
+        numbers = zip(values[row, places], before.tolist(), returns.tolist(), strict=True)
+        for value, old, target in numbers:
             error = (value - target) ** 2
             if abs(float(value.detach()) - old) > clip:
                 bound = old + clip if float(value.detach()) > old else old - clip
@@ -304,7 +307,7 @@ def _from_teacher(call: _Call, logprobs: Tensor, scored: Tensor) -> Loss:
     share, total = _forward_share(call.case), 0.0 * scored.sum()
     sums = dict.fromkeys(("forward_kl", "reverse_kl", "teacher_mass", "policy_mass"), 0.0)
     for teacher, policy in _of_teacher_and_policy(call, scored):
-        one, other = (_outcomes(each, call.case) for each in (teacher, policy))
+        one, other = _outcomes(teacher, call.case), _outcomes(policy, call.case)
         forward, reverse = (one * torch.log(one / other)).sum(), (other * torch.log(other / one)).sum()
         total = total + share * forward + (1 - share) * reverse
         for name, value in zip(sums, (forward, reverse, teacher.sum(), policy.sum()), strict=True):
@@ -354,8 +357,8 @@ def _rounded_in_rest(call: _Call, logprobs: Tensor, scored: Tensor) -> dict[str,
     """Return the factor by which an error in the probabilities of both rests, each 1 less a sum, appears in a
     divergence."""
     sizes, share = {"forward_kl": 0.0, "reverse_kl": 0.0}, _forward_share(call.case)
-    for both in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
-        one, other = (float(_outcomes(each, call.case)[-1]) for each in both)
+    for teacher, policy in _of_teacher_and_policy(call, scored) if _has_rest(call.case) else ():
+        one, other = float(_outcomes(teacher, call.case)[-1]), float(_outcomes(policy, call.case)[-1])
         apart = abs(math.log(one / other))
         sizes["forward_kl"] += (apart + 1 + one / other) / call.tokens
         sizes["reverse_kl"] += (apart + 1 + other / one) / call.tokens
@@ -390,7 +393,8 @@ def _policy_gradient(call: _Call, logprobs: Tensor, entropies: Tensor | None = N
         if not len(places):
             continue
         current = logprobs[row, places]
-        advantage, generation = (call.at(key, row, places) for key in ("advantages", "generation_logprobs"))
+        advantage = call.at("advantages", row, places)
+        generation = call.at("generation_logprobs", row, places)
         previous = current.detach() if "forced" in options else call.at("prev_logprobs", row, places)
         ratio = _ratio(current, previous, case)
         clipped = ratio if "noratio" in options else torch.clip(ratio, 1 - low, 1 + high)
@@ -464,10 +468,7 @@ def _within_bounds(weights: Tensor, logarithms: Tensor, case: Case) -> Tensor:
         return torch.minimum(weights, torch.full_like(weights, _number(case, "tis")))
     if "icepop" in options:
         low, high = _bounds(case, "icepop")
-        return torch.tensor(
-            [float(weight) if low <= float(weight) <= high else 0.0 for weight in weights],
-            dtype=weights.dtype,
-        )
+        return weights.where((low <= weights) & (weights <= high), 0.0)
     if "seq-mask" in options:
         low, high = _bounds(case, "seq-mask")
         return weights * float(low <= float(torch.exp(logarithms.mean())) <= high)
@@ -547,9 +548,8 @@ def _rounded_in_divergence(
         if not len(places):
             continue
         current = logprobs[row, places].double()
-        reference, generation = (
-            call.at(key, row, places) for key in ("reference_policy_logprobs", "generation_logprobs")
-        )
+        reference = call.at("reference_policy_logprobs", row, places)
+        generation = call.at("generation_logprobs", row, places)
         difference = torch.clip(reference - current, -most, most)
         weight = torch.exp(current - generation) if "approx" in options else torch.ones_like(current)
         # Past the clamp a term is a constant, in which nothing cancels.

@@ -108,9 +108,8 @@ class Routers:
             probabilities = scores * real[..., None]
             loads.append(_relative_load(went_to))
             whole = _balance(probabilities.flatten(0, 1), went_to.flatten(0, 1))
-            rows_alone = torch.stack(
-                [_balance(p, w) for p, w in zip(probabilities, went_to, strict=True)]
-            ).sum(0) / max(float((data["sample_mask"] != 0).sum()), 1.0)
+            of_rows = torch.stack(list(map(_balance, probabilities, went_to))).sum(0)
+            rows_alone = of_rows / max(float((data["sample_mask"] != 0).sum()), 1.0)
             balance.append(rows_alone if self._balancing.kind == "seq" else whole)
             z_losses.append((by_row.logsumexp(-1).square() * real).sum() / real.sum().clamp(min=1))
         metrics = {

@@ -22,7 +22,9 @@ from megarl.parity.losses import loss_weight
 from megarl.parity.routers import COEFFICIENT, Z_COEFFICIENT, Balancing
 
 _LAYER = "model.layers.*"
-_HEAD_NORMS = {f"{_LAYER}.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
+_HEAD_NORMS = dict.fromkeys(
+    (f"{_LAYER}.self_attn.q_norm", f"{_LAYER}.self_attn.k_norm"), "replicated_with_grad_allreduce"
+)
 mlp = {
     f"{_LAYER}.mlp.gate_proj": "colwise",
     f"{_LAYER}.mlp.up_proj": "colwise",

@@ -3,12 +3,11 @@ always in the same order."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megarl.parity.case import DENSE, SPARSE, SPARSE_FIELDS, Case
+from megarl.parity.case import DEFAULTS, DENSE, SPARSE, SPARSE_FIELDS, Case
 from megarl.parity.options import joined
 
 MOST_TRIALS = 300
@@ -42,8 +41,7 @@ _ORDER = [
     *("family", "dispatcher", "balance", "zloss", "freeze", "router", "experts", "topk", "expert"),
     *("rows", "lpbs", "micro", "mbs", "layers", "length", "group", "kv", "head", "width", "ffn", "vocab"),
 ]
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Case)}
-assert sorted([*_ORDER, *_KEPT]) == sorted(_DEFAULTS), "every field has its place in the order"
+assert sorted([*_ORDER, *_KEPT]) == sorted(DEFAULTS), "every field has its place in the order"
 
 # Change fields together if they are valid only together.
 _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
@@ -56,7 +54,7 @@ _TOGETHER: dict[str, Callable[[Case], dict[str, Any]]] = {
     "family": lambda case: {
         "family": DENSE[0],
         "window": 0,
-        **{name: _DEFAULTS[name] for name in SPARSE_FIELDS},
+        **{name: DEFAULTS[name] for name in SPARSE_FIELDS},
     },
     "layout": lambda case: {"layout": "", "layers": case.pp},
     "cp": lambda case: {"cp": 1, "ep": 1, "comm": "all_gather"},
@@ -73,7 +71,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     """Yield cases that are simpler in one field, and in the fields that depend on it."""
-    value, default = getattr(case, name), _DEFAULTS[name]
+    value, default = getattr(case, name), DEFAULTS[name]
     if case.family in SPARSE and name in ("experts", "topk", "expert"):
         default = min(value, 2)
     if value == default:
@@ -81,14 +79,17 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
     if name in _TOGETHER:
         yield replace(case, **_TOGETHER[name](case))
     if name == "loss":
-        yield from (replace(case, loss=loss, **_advantages_of(case, loss)) for loss in _simpler_losses(case))
+        for loss in _simpler_losses(case):
+            yield replace(case, loss=loss, **_advantages_of(case, loss))
     elif name == "advantages":
         yield replace(case, advantages=default)
-        yield from (replace(case, advantages=advantages) for advantages in _without_one_word(value))
+        for advantages in _without_one_word(value):
+            yield replace(case, advantages=advantages)
     elif isinstance(value, int) and not isinstance(value, bool):
-        # Rotary embeddings rotate pairs, so a head has an even width.
-        possible = (smaller for smaller in _smaller(value, default) if name != "head" or smaller % 2 == 0)
-        yield from (_changed(case, name, smaller) for smaller in possible)
+        for smaller in _smaller(value, default):
+            # Rotary embeddings rotate pairs, so a head has an even width.
+            if name != "head" or smaller % 2 == 0:
+                yield _changed(case, name, smaller)
     else:
         yield _changed(case, name, default)
 
@@ -96,7 +97,7 @@ def _simpler_in(case: Case, name: str) -> Iterator[Case]:
 def _advantages_of(case: Case, loss: str) -> dict[str, Any]:
     """Return the change of advantages that a new loss needs; empty if the loss can use the present ones."""
     kept = loss.startswith("pg") or (loss.startswith("value") and case.advantages_kind in ("given", "gae"))
-    return {} if kept else {"advantages": _DEFAULTS["advantages"]}
+    return {} if kept else {"advantages": DEFAULTS["advantages"]}
 
 
 def _changed(case: Case, name: str, value: Any) -> Case:

@@ -125,10 +125,9 @@ def make_calculator_model(out_dir: Path, seed: int, family: str = "qwen2") -> No
 def _tokenizer() -> PreTrainedTokenizerFast:
     # Use one seed for all runs, so that all of them have the same tokenizer.
     problems = _problems(1, "train")
-    rows = [_conversation(*next(problems), guesses=False) for _ in range(2000)]
     texts = list[str]()
-    for row in rows:
-        question, call = row["messages"][:2]
+    for _ in range(2000):
+        question, call = _conversation(*next(problems), guesses=False)["messages"][:2]
         texts += question["content"], json.dumps(call["tool_calls"][0]["function"])
     tokenizer = new_tokenizer(texts, _MARKS)
     tokenizer.chat_template = TEMPLATE
@@ -164,15 +163,14 @@ def evaluate_conversations(
         return found
 
     said = answers_to([begin + row["prompt"] for row in rows])
-    calls = {
-        place: found for place, answer in enumerate(said) if with_tool and (found := _CALL.search(answer))
-    }
-    results = {place: int(found[1]) * int(found[2]) for place, found in calls.items()}
-    # Write the conversation as TEMPLATE does, up to the second response.
-    texts = [
-        f"{begin}{rows[place]['prompt']}{said[place]}{tokenizer.eos_token}<result>{value}</result>"
-        for place, value in results.items()
-    ]
+    calls, texts = list[int](), list[str]()
+    for place, (row, answer) in enumerate(zip(rows, said, strict=True)):
+        found = _CALL.search(answer)
+        if with_tool and found:
+            calls.append(place)
+            # Write the conversation as TEMPLATE does, up to the second response.
+            value = int(found[1]) * int(found[2])
+            texts.append(f"{begin}{row['prompt']}{answer}{tokenizer.eos_token}<result>{value}</result>")
     for place, answer in zip(calls, answers_to(texts) if texts else (), strict=True):
         said[place] = answer
     right = sum(answer.strip() == row["answer"] for answer, row in zip(said, rows, strict=True))

@@ -24,6 +24,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -72,22 +73,6 @@ def _digit_exercise(draw: random.Random, which: str, choose: Callable[[str], str
     return _Exercise(f"What is the {which} digit of {number}? Answer:", choose(number), number[1])
 
 
-def _first_digit(draw: random.Random) -> _Exercise:
-    return _digit_exercise(draw, "first", lambda number: number[0])
-
-
-def _last_digit(draw: random.Random) -> _Exercise:
-    return _digit_exercise(draw, "last", lambda number: number[-1])
-
-
-def _largest_digit(draw: random.Random) -> _Exercise:
-    return _digit_exercise(draw, "largest", max)
-
-
-def _smallest_digit(draw: random.Random) -> _Exercise:
-    return _digit_exercise(draw, "smallest", min)
-
-
 def _written_sum(draw: random.Random) -> _Exercise:
     name, left, right = draw.choice(NAMES), draw.randint(2, 9), draw.randint(1, 3)
     return _Exercise(f"{name} writes {left}+{right}=", str(left + right), str(left))
@@ -123,25 +108,17 @@ def _share_exercise(draw: random.Random, who: str, choose: Callable[[list[int]],
     return _Exercise(prompt, str(choose(shares)), str(shares[0]))
 
 
-def _richer(draw: random.Random) -> _Exercise:
-    return _share_exercise(draw, "richer", max)
-
-
-def _poorer(draw: random.Random) -> _Exercise:
-    return _share_exercise(draw, "poorer", min)
-
-
 _KINDS: tuple[Callable[[random.Random], _Exercise], ...] = (
-    _first_digit,
-    _last_digit,
-    _largest_digit,
-    _smallest_digit,
+    partial(_digit_exercise, which="first", choose=lambda number: number[0]),
+    partial(_digit_exercise, which="last", choose=lambda number: number[-1]),
+    partial(_digit_exercise, which="largest", choose=max),
+    partial(_digit_exercise, which="smallest", choose=min),
     _written_sum,
     _written_difference,
     _gain,
     _loss,
-    _richer,
-    _poorer,
+    partial(_share_exercise, who="richer", choose=max),
+    partial(_share_exercise, who="poorer", choose=min),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -214,15 +213,14 @@ class Collector:
                 f"{len(seeds)} sampling seeds for {rows} samples. Fix: pass one seed for each prompt and "
                 "generation"
             )
-        prompts = [np.asarray(record.prompt_ids, np.int64) for record in records]
-        episodes = [
-            Episode(
-                record, [Segment(prompt)], None if seeds is None else seeds[place * generations + generation]
-            )
-            for place, (record, prompt) in enumerate(zip(records, prompts, strict=True))
-            for generation in range(generations)
-        ]
-        engines = _Engines(self, list(map(len, prompts)), greedy=greedy, sampling=sampling)
+        episodes, prompt_lengths = list[Episode](), list[int]()
+        for record in records:
+            prompt = np.asarray(record.prompt_ids, np.int64)
+            prompt_lengths.append(len(prompt))
+            for _ in range(generations):
+                seed = None if seeds is None else seeds[len(episodes)]
+                episodes.append(Episode(record, [Segment(prompt)], seed))
+        engines = _Engines(self, prompt_lengths, greedy=greedy, sampling=sampling)
         if self.scorer is not None:
             self.scorer.begin([episode.segment for episode in episodes], generations)
         runner = EpisodeRunner(
@@ -268,26 +266,29 @@ class Collector:
     def _earlier(
         self, episodes: Sequence[Episode], samples: BatchedDataDict[Any]
     ) -> BatchedDataDict[Any] | None:
-        """Return all segments except the last of each episode (see ``Rollouts.earlier``), or None if there
-        are none. Otherwise also update the columns of ``samples`` that count all segments of a response."""
-        found = [(row, segment) for row, episode in enumerate(episodes) for segment in episode.segments[:-1]]
-        if not found:
+        """Return all segments except the last one of each episode, see ``Rollouts``; None if there are none.
+        Update the columns of ``samples`` that count all segments of a response."""
+        segments, rows = list[Segment](), list[int]()
+        for row, episode in enumerate(episodes):
+            segments += episode.segments[:-1]
+            rows += [row] * (len(episode.segments) - 1)
+        if not segments:
             return None
-        samples["generation_lengths"] = torch.tensor(
-            [sum(each.sampled_length for each in episode.segments) for episode in episodes]
-        )
-        samples["sample_mask"] = (samples["generation_lengths"] > 0).float()
+        earlier = self._rows(segments)
+        earlier["opening"] = torch.tensor([segment.opening for segment in segments])
+        earlier["response"] = torch.tensor(rows)
+        lengths = samples["generation_lengths"]
+        lengths = lengths.index_add(0, earlier["response"], earlier["generation_lengths"])
+        samples["generation_lengths"] = lengths
+        samples["sample_mask"] = (lengths > 0).float()
         samples["opening"] = torch.tensor([episode.segment.opening for episode in episodes])
-        earlier = self._rows([segment for _, segment in found])
-        earlier["opening"] = torch.tensor([segment.opening for _, segment in found])
-        earlier["response"] = torch.tensor([row for row, _ in found])
         return earlier
 
 
 def _limits(policy: PolicyConfig, section: AlgorithmConfig) -> EpisodeLimits:
-    longest = [policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")]
-    # Respect the engine's own maximum length too: vLLM rejects requests that exceed it.
-    length = min(each for each in longest if each is not None)
+    longest = policy["max_total_sequence_length"], at(policy, "generation.vllm_cfg.max_model_len")
+    # Include the engine's own bound, which may be smaller: vLLM refuses a request that exceeds it.
+    length = min(filter(None, longest))
     return EpisodeLimits(section.get("max_rollout_turns", 1), section.get("max_rollout_tokens"), length)
 
 
@@ -369,12 +370,12 @@ class _Engines:
     def finish(self, episodes: Sequence[Episode]) -> None:
         if self.collector.shared is None:
             self._generation.finish_generation()
-        segments = [segment for episode in episodes for segment in episode.segments]
-        lengths, prompts = (
-            np.array(list(map(len, segments))),
-            np.array([len(each.prompt) for each in segments]),
-        )
-        self.collector.timer.passed(Sequences(lengths, prompts, np.array(self.prompts)))
+        lengths, prompts = list[int](), list[int]()
+        for episode in episodes:
+            for segment in episode.segments:
+                lengths.append(len(segment))
+                prompts.append(len(segment.prompt))
+        self.collector.timer.passed(Sequences(np.array(lengths), np.array(prompts), np.array(self.prompts)))
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -391,15 +392,14 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _ends(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Count episodes by stop reason, and the observed tokens of all episodes."""
-    counts = Counter(episode.reason for episode in episodes)
-    observed = sum(
-        each.opening + each.length - each.sampled_length for episode in episodes for each in episode.segments
-    )
-    return {
-        **{f"{EPISODES}{reason}": float(counts[reason]) for reason in StopReason},
-        "observed_tokens": float(observed),
-    }
+    """Count the episodes by the reason of their end, and the observed tokens of all."""
+    metrics = {f"{EPISODES}{reason}": 0.0 for reason in StopReason}
+    observed = 0.0
+    for episode in episodes:
+        metrics[f"{EPISODES}{episode.reason}"] += 1
+        for segment in episode.segments:
+            observed += segment.opening + segment.length - segment.sampled_length
+    return {**metrics, "observed_tokens": observed}
 
 
 def add_metrics(own: Mapping[str, float], of_environment: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -459,5 +459,9 @@ def part_metrics(batches: Sequence[BatchedDataDict[Any]]) -> dict[str, float]:
             if name.startswith(PART):
                 values = samples[name]
                 found.setdefault(name, []).append(values[~samples["masked"] & ~values.isnan()])
-    means = {name: torch.cat(values).double() for name, values in found.items()}
-    return {name: float(values.mean()) for name, values in means.items() if len(values)}
+    means: dict[str, float] = {}
+    for name, parts in found.items():
+        values = torch.cat(parts).double()
+        if len(values):
+            means[name] = float(values.mean())
+    return means

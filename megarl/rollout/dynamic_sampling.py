@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,14 +50,13 @@ def signals(accuracies: Tensor, scored: Tensor, trained: Tensor, generations: in
         trained: [B] bool, true if the response would be trained on.
         generations: number of responses per prompt.
     """
-    groups = zip(
-        *(
-            values.view(-1, generations)
-            for values in (accuracies.double(), scored & ~accuracies.isnan(), trained)
-        ),
-        strict=True,
-    )
-    return [_signal(values[known], bool((known & counts).any())) for values, known, counts in groups]
+    found: list[Signal] = []
+    known = scored & ~accuracies.isnan()
+    for start in range(0, len(accuracies), generations):
+        group = slice(start, start + generations)
+        is_usable = bool((known[group] & trained[group]).any())
+        found.append(_signal(accuracies[group][known[group]].double(), is_usable))
+    return found
 
 
 def _signal(values: Tensor, any_trained: bool) -> Signal:
@@ -190,7 +190,9 @@ def joined(
         pad_token_id: token id for padding.
         only_numbers: keep only the columns of shape [B], and no records.
     """
-    rows = [group * generations + answer for group in groups for answer in range(generations)]
+    rows = list[int]()
+    for group in groups:
+        rows += range(group * generations, (group + 1) * generations)
     first = 0
     parts: list[BatchedDataDict[Any]] = []
     records: list[Example] = []
@@ -199,9 +201,9 @@ def joined(
     # values.
     columns = _column_types(batches, only_numbers)
     for rollouts in batches:
-        count = len(rollouts.records)
-        mine = [row - first for row in rows if first <= row < first + count]
-        first += count
+        end = first + len(rollouts.records)
+        mine = [row - first for row in rows if first <= row < end]
+        first = end
         if mine:
             batch: BatchedDataDict[Any] = BatchedDataDict(
                 {name: _column(rollouts, name, kind) for name, kind in columns.items()}
@@ -222,24 +224,27 @@ def _earlier(rollouts: Rollouts, rows: Sequence[int], first: int) -> Iterator[Ba
     renumbered to the rows of the joined batch, which start at ``first``."""
     if rollouts.earlier is None:
         return
-    places = {row: first + place for place, row in enumerate(rows)}
-    responses = rollouts.earlier["response"].tolist()
-    chosen = [number for number, row in enumerate(responses) if row in places]
+    places = dict(zip(rows, count(first), strict=False))
+    chosen, responses = list[int](), list[int]()
+    for number, row in enumerate(rollouts.earlier["response"].tolist()):
+        if row in places:
+            chosen.append(number)
+            responses.append(places[row])
     if chosen:
         found = _cut(rollouts.earlier.select_indices(chosen))
-        found["response"] = torch.tensor([places[responses[number]] for number in chosen])
+        found["response"] = torch.tensor(responses)
         yield found
 
 
 def _column_types(batches: Sequence[Rollouts], only_numbers: bool) -> dict[str, Any]:
-    """Map each column name that occurs in any batch to an example of its values."""
-    # Iterate in reverse, so that the first batch with a column determines its type.
-    columns = {name: values for rollouts in reversed(batches) for name, values in rollouts.samples.items()}
-    return {
-        name: values
-        for name, values in columns.items()
-        if not only_numbers or (isinstance(values, Tensor) and values.ndim == 1)
-    }
+    """Return an example of each column that any batch has, by name."""
+    # Iterate in reverse, so that a column has the type of the first batch that holds it.
+    columns: dict[str, Any] = {}
+    for rollouts in reversed(batches):
+        for name, values in rollouts.samples.items():
+            if not only_numbers or (isinstance(values, Tensor) and values.ndim == 1):
+                columns[name] = values
+    return columns
 
 
 def _column(rollouts: Rollouts, name: str, kind: Any) -> Any:

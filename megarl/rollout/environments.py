@@ -178,10 +178,10 @@ class _Merged:
         self.says_accuracy |= bool(said.accuracies)
         # If an environment reports no accuracy, its reward is the accuracy.
         _put(self.accuracies, rows, said.accuracies or said.rewards)
-        for part, values in {
-            name: said.rewards,
-            **{f"{name}/{part}": values for part, values in said.parts.items()},
-        }.items():
+        parts = {name: said.rewards}
+        for part, values in said.parts.items():
+            parts[f"{name}/{part}"] = values
+        for part, values in parts.items():
             _put(self.parts.setdefault(part, [None] * len(self.rewards)), rows, values)
         for metric, value in said.metrics.items():
             self.metrics[metric] = self.metrics.get(metric, 0) + value
@@ -292,11 +292,12 @@ def final_answers(
         B answers, None for a response without one; or None if an environment of these records cannot extract
         answers.
     """
-    met = [environment_of(environment, record) for record in records]
-    finders = [finder for each in met if (finder := getattr(each, "final_answer", None)) is not None]
-    if len(finders) < len(met):
-        return None
-    return [_final_answer(finder, response) for finder, response in zip(finders, responses, strict=True)]
+    finders: list[Any] = []
+    for record in records:
+        finders.append(getattr(environment_of(environment, record), "final_answer", None))
+        if finders[-1] is None:
+            return None
+    return list(map(_final_answer, finders, responses))
 
 
 def _final_answer(find: Callable[[str], str | None], response: str) -> str | None:
@@ -316,7 +317,11 @@ def tools_told(environment: Environment | None) -> dict[str | None, Sequence[Map
     environment."""
     met: dict[Any, Any] = dict(environment.environments) if isinstance(environment, NamedEnvironments) else {}
     met[None] = next(iter(met.values())) if len(met) == 1 else environment
-    return {name: tools for name, each in met.items() if (tools := getattr(each, "tools", ()))}
+    told: dict[str | None, Sequence[Mapping[str, Any]]] = {}
+    for name, each in met.items():
+        if tools := getattr(each, "tools", ()):
+            told[name] = tools
+    return told
 
 
 def make_environment(section: EnvConfig) -> Environment:

@@ -14,6 +14,7 @@ import functools
 import logging
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -133,8 +134,11 @@ class Episode:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of all turns, in order."""
-        return [reward for segment in self.segments for reward in segment.rewards]
+        """Rewards of all turns."""
+        rewards: list[float] = []
+        for segment in self.segments:
+            rewards += segment.rewards
+        return rewards
 
     @property
     def segment(self) -> Segment:
@@ -228,11 +232,9 @@ class EpisodeRunner:
         try:
             with self._timer.phase("reward"):
                 self._begin()
-            self._requests = {
-                number: self._request(episode)
-                for number, episode in enumerate(episodes)
-                if episode.reason is None
-            }
+            for number, episode in enumerate(episodes):
+                if episode.reason is None:
+                    self._requests[number] = self._request(episode)
             metrics = self._lead()
         except BaseException:
             self._threads.forget()
@@ -243,18 +245,17 @@ class EpisodeRunner:
             raise
         finally:
             self._end()
-        # Report the masked conversations, because nothing else shows that training data are missing.
-        # Environments without ``step_timeout_s`` use the reason LATE by a rule of their own.
-        if late := [
-            number
-            for number, each in enumerate(episodes)
-            if each.reason is StopReason.LATE and hasattr(self._owners[number], "step_timeout_s")
-        ]:
-            owner = self._owners[late[0]]
+        # Else nobody would know what a run is missing, and why. An environment without this time limit calls
+        # conversations late by a rule of its own.
+        late: list[tuple[float, int]] = []
+        for episode, owner in zip(episodes, self._owners, strict=True):
+            if episode.reason is StopReason.LATE and hasattr(owner, "step_timeout_s"):
+                late.append((owner.step_timeout_s, episode.record.index))
+        if late:
             logger.warning(
                 "%d of %d conversations are left out of training, since a step did not return within "
                 "env.step_timeout_s = %g s (the first is of record %s). Fix: raise it, or make steps faster",
-                *(len(late), len(episodes), owner.step_timeout_s, episodes[late[0]].record.index),
+                *(len(late), len(episodes), *late[0]),
             )
         return metrics
 
@@ -336,15 +337,17 @@ class EpisodeRunner:
         return episode.reason is None and not episode.truncated and episode.turns < self._limits.turns
 
     def _answered(self, in_waves: bool) -> dict[int, Request]:
-        """Pass responses to the environment as far as it can process them now. Return the next requests of
-        the episodes that continue."""
-        # Completions arrive in any order, but the environment must see the same order in every run.
-        together = sorted(self._unanswered)
-        if self._have("threads"):
-            threaded = [number for number in together if getattr(self._owners[number], "threads", 0)]
-            for number in threaded:
-                self._start(number, self._owners[number])
-            together = sorted({*together} - {*threaded})
+        """Have the environment process all responses that it can process now, and return the next
+        requests."""
+        # Sort the numbers: completions arrive in any order, but the environment has to be called in the same
+        # order in every run.
+        together: list[int] = []
+        for number in sorted(self._unanswered):
+            owner = self._owners[number]
+            if getattr(owner, "threads", 0):
+                self._start(number, owner)
+            else:
+                together.append(number)
         self._unanswered = together
         answers: dict[int, tuple[EnvironmentReturn, int]] = {}
         if self._threads.busy:
@@ -354,18 +357,18 @@ class EpisodeRunner:
         # describe that batch.
         if together and not self._requests and not self._threads.busy:
             said = self._step(together)
-            answers |= {number: (said, row) for row, number in enumerate(together)}
+            for row, number in enumerate(together):
+                answers[number] = said, row
             self._unanswered = []
             self._begun.clear()
-        elif self._scores_ahead and (fresh := [number for number in together if number not in self._begun]):
+        elif self._scores_ahead and (fresh := sorted({*together} - self._begun)):
             self._begun.update(fresh)
             cast("Any", self._environment).score_ahead(self._turn(fresh))
-        going_on = [
-            number
-            for number, (said, row) in answers.items()
-            if self._goes_on(self._episodes[number], said, row)
-        ]
-        return {number: self._request(self._episodes[number]) for number in going_on}
+        requests: dict[int, Request] = {}
+        for number, (said, row) in answers.items():
+            if self._goes_on(self._episodes[number], said, row):
+                requests[number] = self._request(self._episodes[number])
+        return requests
 
     def _judge(self) -> None:
         """Pass all complete conversations at once to the environments that have ``judge``, and add these
@@ -373,11 +376,10 @@ class EpisodeRunner:
         if not self._have("judge"):
             return
         environment: Any = self._environment
-        numbers = [
-            number
-            for number, episode in enumerate(self._episodes)
-            if episode.reason not in _NOT_JUDGED and hasattr(self._owners[number], "judge")
-        ]
+        numbers: list[int] = []
+        for number, (episode, owner) in enumerate(zip(self._episodes, self._owners, strict=True)):
+            if episode.reason not in _NOT_JUDGED and hasattr(owner, "judge"):
+                numbers.append(number)
         if numbers:
             with self._judging:
                 answer = environment.judge(self._turn(numbers))
@@ -587,16 +589,18 @@ def messages_of(observation: Any) -> Sequence[Mapping[str, Any]]:
     if isinstance(observation, str):
         return [{"role": "user", "content": _whole_characters(observation)}]
     found = [observation] if isinstance(observation, Mapping) else observation
-    right = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
-    if not right or not all(
-        isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found
-    ):
+    are_messages = isinstance(found, Sequence) and not isinstance(found, bytes) and len(found) > 0
+    if not are_messages or not all(map(_is_message, found)):
         raise BatchError(
             f"the environment continues, but returned the observation {repr(observation)[:80]}. "
             "Fix: return a text, a message with role and content, or a list of messages; or "
             "terminated = True"
         )
     return cast("Sequence[Mapping[str, Any]]", _whole_characters(found))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
 def _whole_characters(value: Any) -> Any:
@@ -632,13 +636,11 @@ def check_answer(said: EnvironmentReturn, rows: int) -> None:
             f"the environment returned a {type(said).__name__}. Fix: return an EnvironmentReturn "
             "(megarl.rollout.environment)"
         )
-    sizes = list(map(len, _columns_of(said)))
-    if {*sizes} - {rows, 0} or sizes[: len(_NEEDED)] != [rows] * len(_NEEDED):
-        wrong = {
-            name: size
-            for name, size in zip(_COLUMNS, sizes, strict=True)
-            if size != rows and (size or name in _NEEDED)
-        }
+    wrong: dict[str, int] = {}
+    for name, column in zip(_COLUMNS, _columns_of(said), strict=True):
+        if len(column) != rows and (len(column) or name in _NEEDED):
+            wrong[name] = len(column)
+    if wrong:
         raise BatchError(
             f"the environment returned {wrong} for {rows} responses. Fix: return one of each a response, in "
             "their order"
@@ -704,9 +706,12 @@ def _summed(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Sum metrics by name."""
     if len(metrics) == 1:
         return dict(metrics[0])
-    names = dict.fromkeys(name for each in metrics for name in each)
-    # fsum is exact, so the sum does not depend on the order in which the calls returned.
-    return {name: math.fsum(each[name] for each in metrics if name in each) for name in sorted(names)}
+    values = defaultdict[str, list[float]](list)
+    for each in metrics:
+        for name, value in each.items():
+            values[name].append(value)
+    # fsum is exact, so that the sum does not depend on the order in which environments returned.
+    return {name: math.fsum(values[name]) for name in sorted(values)}
 
 
 class LateTexts(Sequence[str]):

@@ -78,9 +78,10 @@ def validation_sets(config: RunConfig, dataset: Dataset) -> list[ValidationSet]:
     """
     found = []
     for plan in set_plans(config):
-        ranges = [dataset.sources[place] for place in plan.places]
-        places = [place for each in ranges for place in range(each.start, each.end)]
-        found.append(ValidationSet(plan, dataset.select(places[: plan.max_prompts])))
+        rows = list[int]()
+        for place in plan.places:
+            rows += range(dataset.sources[place].start, dataset.sources[place].end)
+        found.append(ValidationSet(plan, dataset.select(rows[: plan.max_prompts])))
     return found
 
 
@@ -133,28 +134,21 @@ def validation_metrics(validated: Sequence[ValidatedSet]) -> dict[str, float]:
     """
     if len(validated) == 1:
         return metrics_of_set(validated[0], estimates=validated[0].plan.generations > 1)
-    of_sets = {each.plan.name: metrics_of_set(each) for each in validated}
-    means = [of_sets[each.plan.name].get(f"mean@{each.plan.generations}") for each in validated]
-    known = [mean for mean in means if mean is not None]
-    lengths, truncated = (
-        torch.cat([each.column(name) for each in validated]) for name in ("generation_lengths", "truncated")
-    )
-    overall: dict[str, float] = {
-        **({"accuracy": statistics.fmean(known)} if len(known) == len(means) else {}),
-        "samples": len(lengths),
-        "scored": _share_scored(torch.cat([each.accuracies for each in validated])),
-        "generation_length": float(lengths.double().mean()),
-        "truncated": float(truncated.double().mean()),
+    of_sets: dict[str, float] = {}
+    means, batches = list[float](), list[Rollouts]()
+    for each in validated:
+        metrics = metrics_of_set(each)
+        for metric, value in metrics.items():
+            of_sets[f"{each.plan.name}/{metric}"] = value
+        mean = f"mean@{each.plan.generations}"
+        if mean in metrics:
+            means.append(metrics[mean])
+        batches += each.batches
+    overall = {
+        **({"accuracy": statistics.fmean(means)} if len(means) == len(validated) else {}),
+        **_response_metrics(ValidatedSet(validated[0].plan, batches, None)),
     }
-    overall = add_metrics(overall, [rollouts.metrics for each in validated for rollouts in each.batches])
-    return {
-        **overall,
-        **{
-            f"{name}/{metric}": value
-            for name, metrics in of_sets.items()
-            for metric, value in metrics.items()
-        },
-    }
+    return {**add_metrics(overall, [rollouts.metrics for rollouts in batches]), **of_sets}
 
 
 def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[str, float]:
@@ -170,18 +164,21 @@ def metrics_of_set(validated: ValidatedSet, *, estimates: bool = True) -> dict[s
     own = {
         **({"accuracy": float(known.mean())} if len(known) else {}),
         **part_metrics([rollouts.samples for rollouts in validated.batches]),
-        "samples": len(accuracies),
-        "scored": _share_scored(accuracies),
-        "generation_length": float(validated.column("generation_lengths").double().mean()),
-        "truncated": float(validated.column("truncated").double().mean()),
+        **_response_metrics(validated),
     }
     if estimates:
         own |= estimates_of(accuracies.tolist(), validated.plan.generations, validated.answers)
     return add_metrics(own, [rollouts.metrics for rollouts in validated.batches])
 
 
-def _share_scored(accuracies: Tensor) -> float:
-    return float((~accuracies.isnan()).double().mean())
+def _response_metrics(validated: ValidatedSet) -> dict[str, float]:
+    unscored = validated.accuracies.isnan()
+    return {
+        "samples": len(unscored),
+        "scored": float((~unscored).double().mean()),
+        "generation_length": float(validated.column("generation_lengths").double().mean()),
+        "truncated": float(validated.column("truncated").double().mean()),
+    }
 
 
 def estimates_of(
@@ -204,16 +201,18 @@ def estimates_of(
 
         Empty if no response was scored.
     """
-    prompts = [
-        [
-            (accuracies[place], None if answers is None else answers[place])
-            for place in range(start, start + k)
-        ]
-        for start in range(0, len(accuracies), k)
-    ]
-    scored = [[each for each in prompt if not math.isnan(each[0])] for prompt in prompts]
-    scored = [prompt for prompt in scored if prompt]
-    means = [statistics.fmean(accuracy for accuracy, _ in prompt) for prompt in scored]
+    means, votes, correct_counts = list[float](), list[float](), list[int]()
+    for start in range(0, len(accuracies), k):
+        scored = [accuracy for accuracy in accuracies[start : start + k] if not math.isnan(accuracy)]
+        if scored:
+            means.append(statistics.fmean(scored))
+        # Leave out prompts with fewer than k scored responses: their pass@j would be a different quantity
+        # under the same name.
+        if len(scored) == k:
+            correct = [accuracy >= 1 for accuracy in scored]
+            correct_counts.append(sum(correct))
+            if answers is not None:
+                votes.append(majority(answers[start : start + k], correct))
     if not means:
         return {}
     found = {f"mean@{k}": statistics.fmean(means)}
@@ -221,18 +220,11 @@ def estimates_of(
         found[f"mean@{k}_ci95"] = half_interval(means)
     if k == 1:
         return found
-    # With fewer than k scored responses, a prompt's pass@j would be a different quantity under the same name.
-    whole = [prompt for prompt in scored if len(prompt) == k]
-    right = [[accuracy >= 1 for accuracy, _ in prompt] for prompt in whole]
-    for j in _powers_of_two(k) if whole else ():
-        found[f"pass@{j}"] = statistics.fmean(pass_at(j, k, sum(each)) for each in right)
-    if whole and answers is not None:
-        votes = [
-            majority([answer for _, answer in prompt], each)
-            for prompt, each in zip(whole, right, strict=True)
-        ]
+    for j in _powers_of_two(k) if correct_counts else ():
+        found[f"pass@{j}"] = statistics.fmean(pass_at(j, k, correct) for correct in correct_counts)
+    if votes:
         found[f"majority@{k}"] = statistics.fmean(votes)
-    return {**found, f"pass@{k}_prompts": len(whole)}
+    return {**found, f"pass@{k}_prompts": len(correct_counts)}
 
 
 def _powers_of_two(k: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
+from itertools import chain, combinations, product, starmap
 from math import lcm
 from typing import Any
 
@@ -98,8 +98,7 @@ def agree(reference: str, response: str) -> bool:
     by_choice = _choices_agree(reference, response)
     if by_choice is not None:
         return by_choice
-    readings = (list(map(spell, _readings(text))) for text in (reference, response))
-    return any(_spelled_agree(wanted, given) for wanted, given in product(*readings))
+    return any(starmap(_spelled_agree, product(_readings(reference), _readings(response))))
 
 
 def values_in(reference: str) -> int:
@@ -114,22 +113,20 @@ def _choices_agree(reference: str, response: str) -> bool | None:
 
     The other answer may be the letter alone or the text alone. If both have letter and text, both must agree.
     """
-    given = _choice(response)
-    # Only a response may hedge ("B or C"); a reference never does.
-    choices = [_choice(reference), given if given and not _OTHER_CHOICE.search(given[1]) else None]
-    if not any(choices):
+    wanted, given = _choice(reference), _choice(response)
+    # Check only the response for a hedge, such as "B or C": a reference has none.
+    if given and _OTHER_CHOICE.search(given[1]):
+        given = None
+    if not wanted and not given:
         return None
-    letters = [
-        choice[0] if choice else _bare_choice(text)
-        for choice, text in zip(choices, (reference, response), strict=True)
-    ]
-    if None not in letters and letters[0] != letters[1]:
-        return False
-    if None not in letters and not all(choices):
-        return True
-    return agree(
-        *(choice[1] if choice else text for choice, text in zip(choices, (reference, response), strict=True))
-    )
+    wanted_letter, wanted_text = wanted or (_bare_choice(reference), reference)
+    given_letter, given_text = given or (_bare_choice(response), response)
+    if wanted_letter and given_letter:
+        if wanted_letter != given_letter:
+            return False
+        if not wanted or not given:
+            return True
+    return agree(wanted_text, given_text)
 
 
 def _choice(text: str) -> tuple[str, str] | None:
@@ -151,10 +148,10 @@ def _bare_choice(text: str) -> str | None:
     return found[1] if found else None
 
 
-def _readings(text: str) -> tuple[str, ...]:
-    """Return the text and, if it contains a number like 2e-1, also a variant in which e is Euler's number."""
+def _readings(text: str) -> list[str]:
+    """Return the spelled text and, if it has a number like 2e-1, also a reading with e as Euler's number."""
     by_euler = re.sub(r"([0-9])e(?=[-+][0-9])", r"\1 e ", text)
-    return (text,) if by_euler == text else (text, by_euler)
+    return list(map(spell, dict.fromkeys((text, by_euler))))
 
 
 def _spelled_agree(reference: str, response: str) -> bool:
@@ -189,15 +186,15 @@ def _approximations_agree(reference: str, response: str) -> bool | None:
         return None
     if wanted is not None:
         exact, about = wanted
-        candidates = [response] if given is None else [each for each in given if each]
-        if exact and any(_spelled_agree(exact, each) for each in candidates):
-            return True
-        return any(_is_near(about, each) for each in candidates)
+        for candidate in filter(None, given or (response,)):
+            if _spelled_agree(exact, candidate) or _is_near(about, candidate):
+                return True
+        return False
     assert given is not None
     exact, about = given
     if exact and not _is_near(about, exact):
         return False
-    if exact and _spelled_agree(reference, exact):
+    if _spelled_agree(reference, exact):
         return True
     return _DECIMAL.match(_WORDS.sub("", reference).strip()) is not None and _spelled_agree(reference, about)
 
@@ -209,10 +206,10 @@ def _approximation(text: str) -> tuple[str, str] | None:
     if sign:
         # Ignore the name of the approximated quantity.
         return ("" if re.fullmatch(rf"\s*(?:{_NAME})?\s*", before) else before.strip(), after.strip())
-    found = [without_about(run[1])[1] for run in _WORDS.finditer(text)]
-    if not any(found):
-        return None
-    return "", _WORDS.sub(_words_without_about, text).strip()
+    for run in _WORDS.finditer(text):
+        if without_about(run[1])[1]:
+            return "", _WORDS.sub(_words_without_about, text).strip()
+    return None
 
 
 def _words_without_about(run: re.Match[str]) -> str:
@@ -241,8 +238,8 @@ def _is_within(value: Any, middle: Fraction, allowed: Fraction) -> bool:
 
     if not isinstance(value, sympy.Expr) or value.free_symbols:
         return False
-    distance = sympy.N(abs(value - sympy.Rational(middle.numerator, middle.denominator)), 30)
-    return bool(distance <= sympy.Rational(allowed.numerator, allowed.denominator))
+    distance = sympy.N(abs(value - sympy.Rational(middle)), 30)
+    return bool(distance <= sympy.Rational(allowed))
 
 
 def _sequences_agree(reference: str, response: str) -> bool | None:
@@ -251,12 +248,15 @@ def _sequences_agree(reference: str, response: str) -> bool | None:
     if "\\ldots" not in reference and "\\ldots" not in response:
         return None
     first, second = (
-        _split(re.sub(r"(\\ldots)", r",\1,", _without_braces(text))) for text in (reference, response)
+        _split(_without_braces(text).replace("\\ldots", ",\\ldots,")) for text in (reference, response)
     )
-    return len(first) == len(second) > 1 and all(
-        one == other if "\\ldots" in (one, other) else _spelled_agree(one, other)
-        for one, other in zip(first, second, strict=True)
-    )
+    if not len(first) == len(second) > 1:
+        return False
+    for one, other in zip(first, second, strict=True):
+        agrees = one == other if "\\ldots" in (one, other) else _spelled_agree(one, other)
+        if not agrees:
+            return False
+    return True
 
 
 def _residues_agree(reference: str, response: str) -> bool | None:
@@ -270,20 +270,33 @@ def _residues_agree(reference: str, response: str) -> bool | None:
     if not wanted:
         # The reference gives only the remainder; the response may add the modulus.
         return len(given) == 1 and _spelled_agree(reference, given[0][0])
-    numbers = [[(number(residue), number(modulus)) for residue, modulus in side] for side in (wanted, given)]
-    classes = [
-        [(int(r), int(m)) for r, m in side if r is not None and m and r.denominator == m.denominator == 1]
-        for side in numbers
-    ]
-    if AND in reference + response or list(map(len, classes)) != [len(wanted), len(given)]:
+    first, second = _classes(wanted), _classes(given)
+    if AND in reference + response or not first or not second:
         return matches_all(wanted, given, lambda one, other: all(map(_spelled_agree, one, other)))
-    common = lcm(*(modulus for side in classes for _, modulus in side))
+    common = lcm(*(modulus for _, modulus in first | second))
     if common > _LARGEST_MODULUS:
-        return {(r % m, m) for r, m in classes[0]} == {(r % m, m) for r, m in classes[1]}
-    first, second = (
-        {each % common for r, m in side for each in range(r, r + common, abs(m))} for side in classes
-    )
-    return first == second
+        return first == second
+    return _members(first, common) == _members(second, common)
+
+
+def _classes(residues: Sequence[tuple[str, str]]) -> set[tuple[int, int]]:
+    """Return (residue, modulus) as integers, the residue reduced by its modulus. The result is empty if any
+    of them is not an integer."""
+    classes = set[tuple[int, int]]()
+    for texts in residues:
+        residue, modulus = map(number, texts)
+        if residue is None or not modulus or not residue.denominator == modulus.denominator == 1:
+            return set()
+        classes.add((int(residue % modulus), int(modulus)))
+    return classes
+
+
+def _members(classes: set[tuple[int, int]], common: int) -> set[int]:
+    """Return the members of residue classes below a multiple of all their moduli."""
+    members = set[int]()
+    for residue, modulus in classes:
+        members.update(range(residue % abs(modulus), common, abs(modulus)))
+    return members
 
 
 def _residues(text: str) -> list[tuple[str, str]]:
@@ -319,7 +332,7 @@ def _in_base(text: str) -> tuple[str, int] | None:
     # Capital letters are digits above 9; a lower-case letter is a variable.
     if found is None or (not found[1][0].isdigit() and not found[1].isupper()):
         return None
-    if not any(each.isdigit() for each in found[1]) and found[1].isalpha() and len(found[1]) == 1:
+    if found[1].isalpha() and len(found[1]) == 1:
         return None  # a variable with an index
     return found[1].upper().lstrip("0") or "0", _BASES.get(found[2]) or int(found[2])
 
@@ -335,9 +348,11 @@ def _ratios_agree(reference: str, response: str) -> bool | None:
     if len(wanted) != len(given):
         # 1:2 against a single number may be one half; leave that to the other kinds.
         return None if min(len(wanted), len(given)) == 1 and max(len(wanted), len(given)) == 2 else False
-    # Cross products, because a term may be 0.
-    crossed = ((one, other) for one in range(len(wanted)) for other in range(one))
-    return all((wanted[i] or 0) * (given[j] or 0) == (wanted[j] or 0) * (given[i] or 0) for i, j in crossed)
+    # Compare cross products instead of quotients, because a term may be 0.
+    for (first, given_first), (second, given_second) in combinations(zip(wanted, given, strict=True), 2):
+        if (first or 0) * (given_second or 0) != (second or 0) * (given_first or 0):
+            return False
+    return True
 
 
 # ---- Lists and their elements.
@@ -360,16 +375,18 @@ class _Piece:
 
     @classmethod
     def of(cls, text: str) -> _Piece:
-        parts = _WORDS.split(text)
-        values = [part.strip(" ,;:") for part in parts[::2]]
-        kept = [value for value in values if value]
-        words = " ".join(parts[1::2])
-        if len(kept) > 1:
-            marked = (
-                f"{OPEN}{part}" if place % 2 else part.strip(" ,;:") for place, part in enumerate(parts)
-            )
-            return cls("", words, tuple(part for part in marked if part))
-        return cls(kept[0] if kept else "", words)
+        words, values, parts = list[str](), list[str](), list[str]()
+        for place, part in enumerate(_WORDS.split(text)):
+            # The pattern has a group, so that words and the text between them alternate.
+            if place % 2:
+                words.append(part)
+                parts.append(f"{OPEN}{part}")
+            elif value := part.strip(" ,;:"):
+                values.append(value)
+                parts.append(value)
+        if len(values) > 1:
+            return cls("", " ".join(words), tuple(parts))
+        return cls(values[0] if values else "", " ".join(words))
 
 
 def _lists_agree(reference: str, response: str) -> bool:
@@ -404,20 +421,17 @@ def _is_bare_tuple(one: Sequence[str], other: Sequence[str], text: str) -> bool:
 
 
 def _conditions_agree(first: Sequence[str], second: Sequence[str], text: str) -> bool:
-    """Compare a set with a list of conditions or sets joined by ``or``, ``and`` or commas. A comma may mean
-    either."""
-    if len(first) == len(second) or not all(
-        _is_condition(each, text) for side in (first, second) if len(side) > 1 for each in side
-    ):
+    """Compare a set with a list of conditions or sets that are joined by ``or``, by ``and``, or by commas,
+    which may mean either."""
+    if len(first) == len(second):
         return False
+    for side in (first, second):
+        # (1,2), (3,4) are two points, unless the text has a union: then they are intervals.
+        if len(side) > 1 and "\\cup" not in text and not all(map(_COMPARED.search, side)):
+            return False
     joined = "or" if OR in text else "and" if AND in text else "by commas"
-    sets = [joined_sets([value_of(_condition(each)) for each in side], joined) for side in (first, second)]
+    sets = [joined_sets(map(value_of, map(_condition, side)), joined) for side in (first, second)]
     return None not in sets and values_agree(*sets)
-
-
-def _is_condition(element: str, text: str) -> bool:
-    # (1,2), (3,4) are two points; with a union sign they are intervals.
-    return _COMPARED.search(element) is not None or "\\cup" in text
 
 
 def _elements(text: str, names_roots: bool) -> list[str]:
@@ -427,15 +441,12 @@ def _elements(text: str, names_roots: bool) -> list[str]:
     roots = [_INDEX.sub("=", each) for each in expanded]
     if names_roots and len({each.partition("=")[0] for each in roots}) == 1:
         expanded = roots
-    distinct: list[str] = []
-    seen = set[Any]()
+    distinct: dict[Any, str] = {}
     for each in expanded:
         value = number(each)
-        # By value, so that 0.5 and \frac{1}{2} are the same element.
-        key = _squeezed(each) if value is None else value
-        distinct += [] if key in seen else [each]
-        seen.add(key)
-    return distinct
+        # Compare by value, because 0.5 and \frac{1}{2} are the same element.
+        distinct.setdefault(_squeezed(each) if value is None else value, each)
+    return list(distinct.values())
 
 
 def _listed(text: str) -> list[str]:
@@ -444,7 +455,7 @@ def _listed(text: str) -> list[str]:
     text = listed if listed.startswith("\\{") else text
     built = _BUILDER.match(text)
     inner = built[2] if built else _without_braces(_without_name_of_list(text))
-    return [value for part in _split(inner) for value in _both_signs(part)]
+    return list(chain.from_iterable(map(_both_signs, _split(inner))))
 
 
 def _without_name_of_list(text: str) -> str:
@@ -518,7 +529,7 @@ def _elements_agree(reference: str, response: str) -> bool:
     wanted, given = read_words(first.words), read_words(second.words)
     if given.changes != wanted.changes and not words_agree(wanted, given):
         return False
-    percents = [("percent", 1) in each.units for each in (wanted, given)]
+    percents = ("percent", 1) in wanted.units, ("percent", 1) in given.units
     if any(percents):
         return _percentages_agree(first, second, percents)
     if words_agree(wanted, given) and _values_agree(first.value, second.value, factor, other_factor):
@@ -539,10 +550,11 @@ def _agree_by_letter(value: str, words: Words, bare: str, others: Words) -> bool
 
 
 def _parts_agree(reference: str, response: str) -> bool:
-    """Compare one part each (words, or a value) of two answers that have words between values."""
-    are_words = [text.startswith(OPEN) for text in (reference, response)]
-    if any(are_words):
-        return all(are_words) and (read_words(reference) == read_words(response))
+    """Compare two parts, each either words or a value, of answers that have words between values."""
+    if reference.startswith(OPEN) != response.startswith(OPEN):
+        return False
+    if reference.startswith(OPEN):
+        return read_words(reference) == read_words(response)
     return _values_agree(reference, response)
 
 
@@ -550,10 +562,10 @@ def _texts_agree(first: _Piece, second: _Piece) -> bool:
     """Compare two answers that consist of words only."""
     if first.value or second.value or not first.words or not second.words:
         return False
-    names = [list(map(plain_words, _BETWEEN_NAMES.split(piece.words))) for piece in (first, second)]
-    return plain_words(first.words) == plain_words(second.words) or (
-        len(names[0]) > 1 and sorted(names[0]) == sorted(names[1])
-    )
+    if plain_words(first.words) == plain_words(second.words):
+        return True
+    names, others = _BETWEEN_NAMES.split(first.words), _BETWEEN_NAMES.split(second.words)
+    return len(names) > 1 and sorted(map(plain_words, names)) == sorted(map(plain_words, others))
 
 
 def _stream(text: str) -> tuple[str, ...]:
@@ -578,8 +590,7 @@ def _percentages_agree(first: _Piece, second: _Piece, percents: Sequence[bool]) 
     rest = [read_words(re.sub(r"percent(?:age)?|%", "", piece.words)) for piece in (first, second)]
     if not words_agree(*rest) or (not all(percents) and any(rest)):
         return False
-    hundredth = Fraction(1, 100)
-    factors = [hundredth if percent else Fraction(1) for percent in percents]
+    factors = [Fraction(1, 100 if percent else 1) for percent in percents]
     if _values_agree(first.value, second.value, *factors):
         return True
     wanted = number(first.value)
@@ -605,42 +616,31 @@ def _values_agree(
         # A pair on one side only may be an open interval, which is parsed below.
         if all(tuples) or len(tuples[0]) > 2 or len(tuples[1]) > 2:
             return len(tuples[0]) == len(tuples[1]) and all(map(_elements_agree, *tuples))
-    values = [value_of(_condition(text)) for text in (reference, response)]
-    if any(
-        str(value) == "EmptySet" and "\\emptyset" not in text
-        for value, text in zip(values, (reference, response), strict=True)
-    ):
-        # math-verify parses impossible intervals such as [2,1) as the empty set; two of them must not be
-        # equal.
-        return False
-    if values[0] is None or values[1] is None:
-        return False
+    wanted, given = value_of(_condition(reference)), value_of(_condition(response))
+    for value, text in ((wanted, reference), (given, response)):
+        # An impossible interval such as [2,1) is read as the empty set. It must not equal another impossible
+        # interval.
+        if value is None or (str(value) == "EmptySet" and "\\emptyset" not in text):
+            return False
     if factor != 1 or other_factor != 1:
-        values = [_scaled(value, each) for value, each in zip(values, (factor, other_factor), strict=True)]
-    return None not in values and values_agree(*values)
+        wanted, given = _scaled(wanted, factor), _scaled(given, other_factor)
+    return wanted is not None and given is not None and values_agree(wanted, given)
 
 
 def _scaled(value: Any, factor: Fraction) -> Any:
     import sympy
 
-    return (
-        value * sympy.Rational(factor.numerator, factor.denominator)
-        if isinstance(value, sympy.Expr)
-        else None
-    )
+    return value * sympy.Rational(factor) if isinstance(value, sympy.Expr) else None
 
 
 def _same_side(reference: str, response: str) -> tuple[str, str]:
     r"""Remove a name that only one of the texts has: ``x = 5`` or ``AB = 5`` against 5, ``x \in [1,2)``
     against [1,2)."""
     reference, response = _MEMBER.sub("", reference, count=1), _MEMBER.sub("", response, count=1)
-    sides = [_split(text, "=") for text in (reference, response)]
-    has_equation = [
-        len(each) > 1 or text.startswith("=") for each, text in zip(sides, (reference, response), strict=True)
-    ]
-    if has_equation == [False, True] and not _COMPARED.search(reference):
-        return reference, sides[1][-1] if sides[1] else ""
-    if has_equation == [True, False] and not _COMPARED.search(response):
+    sides = _split(response, "=")
+    if not _COMPARED.search(reference) and (len(sides) > 1 or response.startswith("=")):
+        return reference, sides[-1] if sides else ""
+    if not _COMPARED.search(response) and (len(_split(reference, "=")) > 1 or reference.startswith("=")):
         named = _ASSIGNED.fullmatch(reference)
         return (named[1].strip() if named else reference), response
     return reference, response

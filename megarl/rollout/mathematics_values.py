@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 
 from megarl.patched import patched
@@ -119,9 +120,13 @@ def _exact(value: Any) -> Any:
         return value.applyfunc(_exact)
     if not isinstance(value, sympy.Basic):
         return value
-    # Convert from the printed float, because the float 0.1 itself is not one tenth.
-    replaced: dict[Any, Any] = {each: sympy.Rational(str(each)) for each in value.atoms(sympy.Float)}
-    replaced |= {each: sympy.I for each in value.atoms(sympy.Symbol) if each.name == "i"}
+    replaced: dict[Any, Any] = {}
+    for each in value.atoms(sympy.Float, sympy.Symbol):
+        if isinstance(each, sympy.Float):
+            # Convert from the text of the float, because the float 0.1 itself is not one tenth.
+            replaced[each] = sympy.Rational(str(each))
+        elif each.name == "i":
+            replaced[each] = sympy.I
     return value.xreplace(replaced) if replaced else value
 
 
@@ -129,8 +134,7 @@ def fractions_agree(reference: Fraction, response: Fraction) -> bool:
     """Return whether two exact numbers are equal."""
     import sympy
 
-    one, other = (sympy.Rational(each.numerator, each.denominator) for each in (reference, response))
-    return library_agrees([one], [other])
+    return library_agrees([sympy.Rational(reference)], [sympy.Rational(response)])
 
 
 def values_agree(reference: Any, response: Any) -> bool:
@@ -210,10 +214,12 @@ def matches_all(first: Iterable[Any], second: Iterable[Any], equal: Callable[[An
     equal."""
     left = list(second)
     for each in first:
-        place = next((place for place, other in enumerate(left) if equal(each, other)), None)
-        if place is None:
+        for place, other in enumerate(left):
+            if equal(each, other):
+                left.pop(place)
+                break
+        else:
             return False
-        left.pop(place)
     return not left
 
 
@@ -228,13 +234,11 @@ def _expressions_equal(one: Any, other: Any) -> bool | None:
 
     if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
         return None
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    if any(
-        isinstance(each, sympy.Basic) and each.has(sympy.core.function.AppliedUndef) for each in (one, other)
-    ):
+    both = sympy.Tuple(one, other)
+    if both.has(sympy.core.function.AppliedUndef):
         return None
-    counts = any(each.has(sympy.Sum, sympy.Product) for each in (one, other))
-    verdicts = [or_none(partial(_equal_at, one, other, point)) for point in _points(symbols, whole=counts)]
+    points = _points(sorted(both.free_symbols, key=str), whole=both.has(sympy.Sum, sympy.Product))
+    verdicts = [or_none(partial(_equal_at, one, other, point)) for point in points]
     if False in verdicts:
         return False
     # Require agreement at two or more points where both are defined; constants have only one point.
@@ -254,20 +258,16 @@ def _points(symbols: list[Any], whole: bool) -> list[dict[Any, Any]]:
     if not symbols:
         return [{}]
     if whole:
-        return [
-            {symbol: sympy.Integer(first + 2 * place) for place, symbol in enumerate(symbols)}
-            for first in (2, 5, 8)
-        ]
-    # A generator of our own, so that earlier comparisons do not change the points.
+        return [dict(zip(symbols, map(sympy.Integer, count(first, 2)), strict=False)) for first in (2, 5, 8)]
+    # Use a separate generator, so that earlier comparisons do not change the points.
     chooser = random.Random(len(symbols))
-
-    def coordinate(low: int, high: int, signs: tuple[int, ...]) -> Any:
-        return sympy.Rational(
-            chooser.choice(signs) * chooser.randrange(low, high), chooser.choice((7, 11, 13, 17, 19))
-        )
-
-    ranges = ((20, 90, (1,)), (20, 90, (-1,)), (1, 6, (1,)), (1, 90, (1, -1)))
-    return [{symbol: coordinate(low, high, signs) for symbol in symbols} for low, high, signs in ranges]
+    points: list[dict[Any, Any]] = []
+    for low, high, signs in ((20, 90, (1,)), (20, 90, (-1,)), (1, 6, (1,)), (1, 90, (1, -1))):
+        points.append({})
+        for symbol in symbols:
+            over = chooser.choice(signs) * chooser.randrange(low, high)
+            points[-1][symbol] = sympy.Rational(over, chooser.choice((7, 11, 13, 17, 19)))
+    return points
 
 
 def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
@@ -275,7 +275,7 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
     there, for example because one of them is undefined."""
     import sympy
 
-    first, second = (each.xreplace(point).doit() for each in (one, other))
+    first, second = one.xreplace(point).doit(), other.xreplace(point).doit()
     if first.is_Rational and second.is_Rational:
         return bool(first == second)
     if first in (sympy.oo, -sympy.oo) or second in (sympy.oo, -sympy.oo):
@@ -283,8 +283,11 @@ def _equal_at(one: Any, other: Any, point: dict[Any, Any]) -> bool | None:
     if point and first.is_real is not second.is_real:
         # One side is undefined here, as ln a + ln b is for negative a and b, where ln(ab) is defined.
         return None
-    verdicts = (_equal_to(digits, first, second) for digits in _DIGITS)
-    return next((verdict for verdict in verdicts if verdict is not True), True)
+    for digits in _DIGITS:
+        verdict = _equal_to(digits, first, second)
+        if verdict is not True:
+            return verdict
+    return True
 
 
 def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
@@ -292,14 +295,15 @@ def _equal_to(digits: int, first: Any, second: Any) -> bool | None:
     either is not a finite number."""
     import sympy
 
-    numbers = [sympy.N(each, digits) for each in (first, second)]
-    if not all(each.is_number and each.is_finite for each in numbers):
-        return None
-    size = max(map(abs, numbers))
+    one, other = sympy.N(first, digits), sympy.N(second, digits)
+    for each in (one, other):
+        if not each.is_number or not each.is_finite:
+            return None
+    size = max(abs(one), abs(other))
     tolerance = sympy.Float(10, digits) ** (_ROOM - digits)
     if size > tolerance:
-        return bool(abs(numbers[0] - numbers[1]) <= size * tolerance)
-    # Both are zero, or too small to tell from zero at this precision.
+        return bool(abs(one - other) <= size * tolerance)
+    # Both numbers are zero, or too small to distinguish from zero at this precision.
     return or_none(lambda: (first - second).equals(0))
 
 
@@ -312,11 +316,14 @@ def _as_set(value: Any, with_equations: bool = False) -> Any:
     if isinstance(value, sympy.Set):
         return value
     parts = list(getattr(value, "_unsorted_args", [value])) if isinstance(value, And) else [value]
-    if not all(isinstance(each, sympy.core.relational.Relational) for each in parts):
-        return None
-    if not with_equations and any(isinstance(each, sympy.Eq) for each in parts):
-        return None
-    if len(set().union(*(each.free_symbols for each in parts))) != 1:
+    variables = set[Any]()
+    for part in parts:
+        if not isinstance(part, sympy.core.relational.Relational):
+            return None
+        if isinstance(part, sympy.Eq) and not with_equations:
+            return None
+        variables |= part.free_symbols
+    if len(variables) != 1:
         return None
     return or_none(lambda: sympy.Intersection(*map(_solutions, parts)))
 

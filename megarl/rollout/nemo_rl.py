@@ -106,7 +106,7 @@ class NemoRLEnvironment:
         """
         conversations = [self._followed(turn, row) for row in range(len(turn.records))]
         try:
-            return self._asked(conversations, turn)
+            return self._asked(conversations)
         except TimeoutError as error:
             self._tell(error)
             return _left_out(conversations, StopReason.LATE)
@@ -139,8 +139,8 @@ class NemoRLEnvironment:
             [*before.messages, {"role": "assistant", "content": turn.responses[row]}], before.metadata
         )
 
-    def _asked(self, conversations: Sequence[_Conversation], turn: Turn) -> environment.EnvironmentReturn:
-        # Pass copies, because an environment may modify the messages that it receives.
+    def _asked(self, conversations: Sequence[_Conversation]) -> environment.EnvironmentReturn:
+        # Pass copies of the messages, because an environment may change what it receives.
         logs = [list(map(dict, each.messages)) for each in conversations]
         metadata = [each.metadata for each in conversations]
         found = _within(lambda: self._environment.step(logs, metadata), self.step_timeout_s)
@@ -158,9 +158,9 @@ class NemoRLEnvironment:
                 [0.0], [True], [False], metadata=conversations, metrics=counts, reasons=[StopReason.ERROR]
             )
         said = {"role": "user", "content": f"Error: {type(error).__name__}: {error}"}
-        return environment.EnvironmentReturn(
-            [0.0], [False], [False], [said], _with(conversations, [said]), counts
-        )
+        [conversation] = conversations
+        following = _Conversation([*conversation.messages, said], conversation.metadata)
+        return environment.EnvironmentReturn([0.0], [False], [False], [said], [following], counts)
 
     def _tell(self, error: Exception) -> None:
         self._told += 1
@@ -221,14 +221,15 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
         )
     rows = len(conversations)
     rewards = torch.as_tensor(found.rewards, dtype=torch.float64)
-    sizes = {
-        "observations": len(found.observations),
-        "metadata": len(found.metadata),
-        "rewards": len(rewards),
-    }
-    sizes["terminateds"] = len(found.terminateds)
     stops = getattr(found, "next_stop_strings", None) or [None] * rows
-    wrong = {name: size for name, size in {**sizes, "next_stop_strings": len(stops)}.items() if size != rows}
+    columns = {
+        "observations": found.observations,
+        "metadata": found.metadata,
+        "rewards": rewards,
+        "terminateds": found.terminateds,
+        "next_stop_strings": stops,
+    }
+    wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
     if wrong:
         raise BatchError(
             f"step returned {wrong} for {rows} conversations. Fix: return one of each a conversation, in "
@@ -239,13 +240,12 @@ def _converted(found: Any, conversations: Sequence[_Conversation]) -> environmen
         parts = {f"reward{place + 1}": column for place, column in enumerate(rewards.T.tolist())}
         rewards = rewards.sum(dim=1)
     ended = list(map(bool, found.terminateds))
-    observations = [
-        None if end else _message(each) for each, end in zip(found.observations, ended, strict=True)
-    ]
-    following = [
-        _Conversation(each.messages if said is None else [*each.messages, said], metadata)
-        for each, said, metadata in zip(conversations, observations, found.metadata, strict=True)
-    ]
+    observations, following = list[Any](), list[_Conversation]()
+    for row, conversation in enumerate(conversations):
+        message = None if ended[row] else _message(found.observations[row])
+        observations.append(message)
+        messages = conversation.messages if message is None else [*conversation.messages, message]
+        following.append(_Conversation(messages, found.metadata[row]))
     return environment.EnvironmentReturn(
         rewards.tolist(), ended, [False] * rows, observations, following, parts=parts, stop_strings=stops
     )
@@ -259,13 +259,6 @@ def _message(said: Any) -> dict[str, str]:
         )
     role = said.get("role")
     return {**said, "role": role if role in _ROLES else "user"}
-
-
-def _with(conversations: Sequence[_Conversation], said: Sequence[dict[str, str]]) -> list[_Conversation]:
-    return [
-        _Conversation([*each.messages, message], each.metadata)
-        for each, message in zip(conversations, said, strict=True)
-    ]
 
 
 def _left_out(conversations: Sequence[_Conversation], reason: StopReason) -> environment.EnvironmentReturn:
@@ -296,13 +289,12 @@ def _joined(answers: Sequence[environment.EnvironmentReturn]) -> environment.Env
         return [next(iter(getattr(each, name)), None) for each in answers]
 
     metrics: dict[str, float] = {}
-    for each in answers:
+    parts: dict[str, list[float | None]] = {}
+    for row, each in enumerate(answers):
         for name, value in each.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
-    names = dict.fromkeys(name for each in answers for name in each.parts)
-    parts = {
-        name: [each.parts[name][0] if name in each.parts else None for each in answers] for name in names
-    }
+        for name, values in each.parts.items():
+            parts.setdefault(name, [None] * len(answers))[row] = values[0]
     further = {name: column(name) for name in ("observations", "metadata", "reasons", "stop_strings")}
     return environment.EnvironmentReturn(
         column("rewards"), column("terminated"), column("masked"), metrics=metrics, parts=parts, **further

@@ -636,12 +636,15 @@ def _is_outage(error: BaseException | None) -> bool:
 
 
 def _is_of_a_file(error: ImportError) -> bool:
-    """Return whether the failed import statement is in a file. Code of a response that the function executes
-    has no file."""
-    names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Skip the frames of the import machinery, including the patched ``__import__`` below.
-    importing = [name for name in names if not name.startswith("<frozen importlib") and name != __file__]
-    return bool(importing) and os.path.exists(importing[-1])
+    """Return whether the failed import is in a file. A response's program that a function runs has no
+    file."""
+    path = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        # Skip the frames that import on behalf of others: those of Python and of ``_imports_told``.
+        if not name.startswith("<frozen importlib") and name != __file__:
+            path = name
+    return os.path.exists(path)
 
 
 def score_of(reward: Reward, task: Task, spec: RewardSpec) -> Score:

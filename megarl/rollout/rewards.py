@@ -327,8 +327,7 @@ def get_reward(spec: RewardSpec) -> Reward:
 
 
 def _of_function(function: Callable[..., Any]) -> Reward:
-    """Wrap a user-defined function as a reward. Its parameter names determine the arguments that it gets."""
-    fault, final = (getattr(function, name, None) for name in ("fault_of_reference", "final_answer"))
+    """Wrap a user's function as a reward. The names of its parameters determine its arguments."""
     arguments = arguments_of(function)
 
     def judge(task: Task) -> Any:
@@ -355,9 +354,9 @@ def _of_function(function: Callable[..., Any]) -> Reward:
 
     return Reward(
         judge,
-        fault,
+        getattr(function, "fault_of_reference", None),
         wants_record=arguments.wants_record,
-        final_answer=final,
+        final_answer=getattr(function, "final_answer", None),
         may_abstain=arguments.is_of_several,
     )
 

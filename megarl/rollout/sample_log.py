@@ -136,7 +136,7 @@ class SampleLog:
         read."""
         if not is_harmony(self.tokenizer):
             return str(samples["response_text"][row])
-        start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
+        start, end = int(samples["prompt_lengths"][row]), int(samples["input_lengths"][row])
         return self._decoded(samples["input_ids"][row, start:end])
 
     def _decoded(self, ids: Tensor) -> str:
@@ -146,20 +146,20 @@ class SampleLog:
         """Return the columns of a conversation of several turns: its texts, in order, and the reason why it
         ended."""
         samples, earlier = rollouts.samples, rollouts.earlier
-        rows: list[tuple[Mapping[str, Any], int]] = [(samples, row)]
-        if earlier is not None:
-            rows = [
-                (earlier, number) for number in (earlier["response"] == row).nonzero().squeeze(1).tolist()
-            ] + rows
         turns: list[dict[str, Any]] = []
-        for segment, (columns, number) in enumerate(rows):
-            turns += self._turns(columns, number, segment + 1)
+        segment = 1
+        if earlier is not None:
+            for number in (earlier["response"] == row).nonzero().squeeze(1).tolist():
+                turns += self._turns(earlier, number, segment)
+                segment += 1
+        turns += self._turns(samples, row, segment)
         answer = "".join(turn["text"] for turn in turns)
-        shown = [{**turn, "text": shorten(turn["text"], limit)} for turn in turns]
-        return {"answer": shorten(answer, limit), "turns": shown, "ended": samples["ended"][row]}
+        for turn in turns:
+            turn["text"] = shorten(turn["text"], limit)
+        return {"answer": shorten(answer, limit), "turns": turns, "ended": samples["ended"][row]}
 
     def _turns(self, samples: Mapping[str, Any], row: int, segment: int) -> list[dict[str, Any]]:
-        start, end = (int(samples[key][row]) for key in ("prompt_lengths", "input_lengths"))
+        start, end = int(samples["prompt_lengths"][row]), int(samples["input_lengths"][row])
         opening = int(samples["opening"][row]) if segment > 1 else 0
         ids = samples["input_ids"][row, start - opening : end].numpy()
         sampled = samples["token_mask"][row, start:end].numpy() != 0
@@ -195,23 +195,22 @@ class SampleLog:
         rows in the writer's queue keep no tensor alive."""
         samples, limit = rollouts.samples, self.section["max_characters"]
         masked = (samples["sample_mask"][:number] == 0).tolist()
-        columns = {name: samples[column][:number].tolist() for name, column in _COLUMNS.items()}
+        lengths = samples["generation_lengths"].tolist()
+        truncated = samples["truncated"].tolist()
         versions = (
             samples["weight_version"].tolist() if "weight_version" in samples else [place["step"]] * number
         )
         newest = samples[TOKEN_VERSIONS][:number].amax(dim=1).tolist() if TOKEN_VERSIONS in samples else None
-        # Masked samples have 0 in these columns, although their reward is unknown.
-        judged = {
-            name: samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
-            for name in _JUDGED
-            if name in samples
-        }
-        figures = {name: _numbers(values) for name, values in {**known, **judged}.items()}
-        parts = {
-            name.removeprefix(PART): _numbers(samples[name][:number])
-            for name in samples
-            if name.startswith(PART)
-        }
+        # A masked sample holds 0 in these columns, but its reward is unknown.
+        figures = {name: _numbers(values) for name, values in known.items()}
+        for name in _JUDGED:
+            if name in samples:
+                values = samples[name][:number].masked_fill(samples["masked"][:number], np.nan)
+                figures[name] = _numbers(values)
+        parts: dict[str, list[float | str | None]] = {}
+        for name in samples:
+            if name.startswith(PART):
+                parts[name.removeprefix(PART)] = _numbers(samples[name][:number])
         rows: list[dict[str, Any]] = []
         before: Example | None = None
         prompt, group, generation = "", first_group - 1, 0
@@ -227,16 +226,15 @@ class SampleLog:
                     "group": group,
                     "generation": generation,
                     "record": record.index,
-                    "source": next(
-                        (source.name for source in sources if source.start <= record.index < source.end), None
-                    ),
+                    "source": _source_of(record, sources),
                     "env": record.env_name,
                     "prompt": shorten(prompt, limit),
                     "answer": shorten(self._response(samples, row), limit),
                     "reference": shorten(record.answer, limit),
                     **{name: figures[name][row] if name in figures else None for name in _FIGURES},
                     "rewards": {name: values[row] for name, values in parts.items()},
-                    **{name: values[row] for name, values in columns.items()},
+                    "length": lengths[row],
+                    "truncated": truncated[row],
                     "masked": masked[row],
                     "weight_version": versions[row],
                     **({"newest_weight_version": newest[row]} if newest is not None else {}),
@@ -247,9 +245,15 @@ class SampleLog:
         return rows
 
 
-_COLUMNS = {"length": "generation_lengths", "truncated": "truncated"}
 _JUDGED = ("reward", "accuracy")
 _FIGURES = (*_JUDGED, "advantage", "mismatch")
+
+
+def _source_of(record: Example, sources: Sequence[SourceRange]) -> str | None:
+    for source in sources:
+        if source.start <= record.index < source.end:
+            return source.name
+    return None
 
 
 def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
@@ -259,7 +263,9 @@ def _token_ids(samples: BatchedDataDict[Any], row: int) -> dict[str, list[int]]:
 
 
 def _numbers(values: Tensor) -> list[float | str | None]:
-    """Convert float32 values to JSON numbers with the shortest digits that restore them exactly. NaN becomes
-    None, an infinity ``inf`` or ``-inf``."""
-    plain: list[float | str | None] = [float(str(value)) for value in values.detach().float().numpy()]
-    return [value if np.isfinite(value) else None if np.isnan(value) else str(value) for value in plain]  # type: ignore[arg-type]
+    """Convert values to JSON numbers, with as few digits as reproduce the float32 exactly. NaN becomes None,
+    and an infinity becomes ``inf`` or ``-inf``."""
+    numbers: list[float | str | None] = []
+    for value in map(float, map(str, values.detach().float().numpy())):
+        numbers.append(value if np.isfinite(value) else None if np.isnan(value) else str(value))
+    return numbers

@@ -19,11 +19,7 @@ def sampling_seed(run_seed: int, step: int, prompt_index: int, sample_index: int
 def sampling_seeds(run_seed: int, step: int, num_prompts: int, num_generations: int) -> list[int]:
     """Return the seeds of a step's responses, with those for the same prompt adjacent. A prompt is identified
     by its position in the step."""
-    return [
-        sampling_seed(run_seed, step, prompt, sample)
-        for prompt in range(num_prompts)
-        for sample in range(num_generations)
-    ]
+    return seeds_from(run_seed, (step - 1) * num_prompts, num_prompts, num_generations, num_prompts)
 
 
 def seeds_from(
@@ -41,13 +37,13 @@ def seeds_from(
         num_prompts, num_generations: number of prompts, and of responses per prompt.
         prompts_per_step: number of prompts that a step trains on.
     """
-    places = [divmod(ordinal + prompt, prompts_per_step) for prompt in range(num_prompts)]
-    return [
-        # Steps count from 1.
-        sampling_seed(run_seed, step + 1, place, sample)
-        for step, place in places
-        for sample in range(num_generations)
-    ]
+    seeds: list[int] = []
+    for number in range(ordinal, ordinal + num_prompts):
+        step, prompt = divmod(number, prompts_per_step)
+        for sample in range(num_generations):
+            # Steps count from 1.
+            seeds.append(sampling_seed(run_seed, step + 1, prompt, sample))
+    return seeds
 
 
 def validation_seeds(name: str, num_prompts: int, num_generations: int) -> list[int]:

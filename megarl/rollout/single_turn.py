@@ -3,7 +3,9 @@ reference answer."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import threading
 from collections import defaultdict, deque
@@ -195,8 +197,7 @@ class SingleTurn:
         turn = self._as_read(turn)
         columns = self._without_broken(_with_a_score_each(self._scores(turn)), turn)
         masked = self._masked(columns, turn)
-        values = [[0.0 if score.value is None else score.value for score in column] for column in columns]
-        rewards = _weighted(self._parts, values)
+        rewards = [_weighted(self._parts, scores) for scores in zip(*columns, strict=True)]
         return EnvironmentReturn(
             rewards=[0.0 if hidden else reward for reward, hidden in zip(rewards, masked, strict=True)],
             terminated=[True] * len(masked),
@@ -220,10 +221,12 @@ class SingleTurn:
 
     @property
     def final_answer(self) -> Callable[[str], str | None] | None:
-        """Function that extracts the final answer from a response. It comes from the first reward function
-        that measures correctness and can extract answers; None if there is no such function."""
-        rewards = [part.reward for part in self._parts if part.reward.tells_right_from_wrong]
-        return next((reward.final_answer for reward in rewards if reward.final_answer is not None), None)
+        """Function that extracts a response's final answer, from the first reward that measures correctness
+        and has such a function; None if there is none."""
+        for part in self._parts:
+            if part.reward.tells_right_from_wrong and part.reward.final_answer is not None:
+                return part.reward.final_answer
+        return None
 
     def close(self) -> None:
         """Stop the processes of the pool."""
@@ -242,12 +245,13 @@ class SingleTurn:
         pooled = self._pooled_scores(turn)
         full = self._tasks(turn) if any(part.place is None for part in self._parts) else []
         rows = len(turn.responses)
-        return [
-            [score_of(part.reward, task, part.spec) for task in full]
-            if part.place is None
-            else pooled[part.place * rows : (part.place + 1) * rows]
-            for part in self._parts
-        ]
+        columns: list[list[Score]] = []
+        for part in self._parts:
+            if part.place is None:
+                columns.append([score_of(part.reward, task, part.spec) for task in full])
+            else:
+                columns.append(pooled[part.place * rows : (part.place + 1) * rows])
+        return columns
 
     def _pooled_scores(self, turn: Turn) -> list[Score]:
         """Return the scores of the pool's rewards. Scores that ``score_ahead`` has started are reused."""
@@ -266,23 +270,19 @@ class SingleTurn:
         return [next(rest) if score is None else score for score in found]
 
     def _pooled_tasks(self, turn: Turn) -> list[tuple[Hashable, tuple[int, Task]]]:
-        """Return the pool's tasks, each with a key that identifies it. Tasks are ordered by reward, so that a
-        response which is slow for every reward does not occupy neighbouring slots."""
-        full = self._tasks(turn)
-        # Sending prompts and records through a pipe is slow, so omit them for rewards that do not read them.
-        short = (
-            [task._replace(prompt="", record={}) for task in full]
-            if any(part.reward.wants_record for part in self._parts)
-            else full
-        )
+        """Return the tasks for the pool, each with a key. They are ordered by reward, so that the slow
+        responses of different rewards are spread out."""
+        tasks = self._tasks(turn)
         found: list[tuple[Hashable, tuple[int, Task]]] = []
         for part in self._parts:
-            if part.place is not None:
-                for record, task in zip(
-                    turn.records, full if part.reward.wants_record else short, strict=True
-                ):
-                    # id() is a safe key here: the record lives as long as its episode.
-                    found.append(((part.place, id(record), task.response, task.length), (part.place, task)))
+            if part.place is None:
+                continue
+            for record, task in zip(turn.records, tasks, strict=True):
+                # Identify the record by its object, which stays the same as long as its episode exists.
+                key = part.place, id(record), task.response, task.length
+                # Do not send what a reward does not read through the pipe to its process.
+                sent = task if part.reward.wants_record else task._replace(prompt="", record={})
+                found.append((key, (part.place, sent)))
         return found
 
     def _tasks(self, turn: Turn) -> list[Task]:
@@ -297,12 +297,10 @@ class SingleTurn:
         belongs to another function's task."""
         found: dict[str, list[float | None]] = {}
         for part, column in zip(self._parts, columns, strict=True):
-            values = [
-                0.0 if score.value is None and score.fault is not None else score.value for score in column
-            ]
-            found[part.name] = [
-                None if hidden else value for value, hidden in zip(values, masked, strict=True)
-            ]
+            values = found[part.name] = []
+            for score, is_masked in zip(column, masked, strict=True):
+                value = 0.0 if score.value is None and score.fault is not None else score.value
+                values.append(None if is_masked else value)
         return found
 
     def _masked(self, columns: Sequence[Sequence[Score]], turn: Turn) -> list[bool]:
@@ -313,10 +311,11 @@ class SingleTurn:
             RewardError: too many batches in a row had no scored sample.
         """
         masked, untold, told_before = [False] * len(turn.responses), list[str](), self._told
-        unscored = [False] * len(masked)
+        unscored, messages = [False] * len(masked), list[str]()
         for part, column in zip(self._parts, columns, strict=True):
             for row, score in enumerate(column):
                 if score.fault is not None:
+                    messages.append(score.message)
                     tell = self._told < _TOLD
                     masked[row] |= self._is_masked(score, part, turn, row, tell=tell)
                     unscored[row] |= masked[row] or score.fault == "error"
@@ -337,10 +336,9 @@ class SingleTurn:
             self._batches_without_scores >= _BATCHES
             and self._rows_without_scores >= _BATCHES * self._step_rows
         ):
-            first = next(score.message for column in columns for score in column if score.fault is not None)
             raise RewardError(
                 f"no response of {_BATCHES} batches in a row could be scored; the first fault of "
-                f"the last batch is: {first}. Fix: correct the reward function, or start the "
+                f"the last batch is: {messages[0]}. Fix: correct the reward function, or start the "
                 "scorer, and start the run again"
             )
         return masked
@@ -433,21 +431,16 @@ class SingleTurn:
         """
         if not self._has_several and all(score.accuracy is None for score in columns[0]):
             return []
-        judges = [
-            column
-            for part, column in zip(self._parts, columns, strict=True)
-            if part.reward.tells_right_from_wrong
-        ]
-        found: list[float | None] = []
-        for row, reward in enumerate(rewards):
-            said = next(
-                (column[row].accuracy for column in columns if column[row].accuracy is not None), None
-            )
-            if said is None:
-                judge = next((column[row] for column in judges if not _is_of_another_task(column[row])), None)
-                said = reward if judge is None else judge.value or 0.0
-            found.append(said)
-        return found
+        return list(map(self._accuracy, zip(*columns, strict=True), rewards))
+
+    def _accuracy(self, scores: Sequence[Score], reward: float) -> float:
+        for score in scores:
+            if score.accuracy is not None:
+                return score.accuracy
+        for part, score in zip(self._parts, scores, strict=True):
+            if part.reward.tells_right_from_wrong and not _is_of_another_task(score):
+                return score.value or 0.0
+        return reward
 
 
 def _is_of_another_task(score: Score) -> bool:
@@ -465,12 +458,14 @@ def _with_a_score_each(columns: list[list[Score]]) -> list[list[Score]]:
     return columns
 
 
-def _weighted(parts: Sequence[_Part], columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the weighted sum of scores per response. A single reward of weight 1 keeps its exact values."""
-    sums = [parts[0].weight * value for value in columns[0]]
-    for part, column in zip(parts[1:], columns[1:], strict=True):
-        sums = [total + part.weight * value for total, value in zip(sums, column, strict=True)]
-    return sums
+def _weighted(parts: Sequence[_Part], scores: Sequence[Score]) -> float:
+    """Return the weighted sum of a response's values; a missing value is 0. A single reward of weight 1 is
+    returned unchanged."""
+    values = list[float]()
+    for part, score in zip(parts, scores, strict=True):
+        values.append(part.weight * (0.0 if score.value is None else score.value))
+    # Add one by one: from Python 3.12 on, sum() rounds differently.
+    return functools.reduce(operator.add, values)
 
 
 def _task(turn: Turn, row: int, length: int, *, with_record: bool) -> Task:

@@ -11,6 +11,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _harmony_ids(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int] | None:
     added = getattr(tokenizer, "added_tokens_encoder", {})
-    return {mark: added[mark] for mark in _HARMONY} if all(mark in added for mark in _HARMONY) else None
+    return {mark: added[mark] for mark in _HARMONY} if {*_HARMONY} <= added.keys() else None
 
 
 def _final_message(
@@ -119,11 +120,9 @@ def _decodes_as_its_backend(tokenizer: Any) -> bool:
     kind = type(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return False
-    if any(
-        getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name)
-        for name in ("decode", "batch_decode", "_decode")
-    ):
-        return False
+    for name in ("decode", "batch_decode", "_decode"):
+        if getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name):
+            return False
     if not tokenizer.clean_up_tokenization_spaces:
         return True
     # Newer versions of transformers ignore clean_up_tokenization_spaces for BPE, because it would corrupt the
@@ -157,8 +156,8 @@ class ByteTable:
         return cls(np.frombuffer(b"".join(pieces), np.uint8), np.cumsum(lengths) - lengths, lengths)
 
     def decode(self, rows: TokenRows) -> list[str]:
-        """Decode rows to texts. Invalid UTF-8 becomes U+FFFD."""
-        return [text for part in rows.parts(_AT_ONCE) for text in self._decode(part)]
+        """Return the text of each row; invalid UTF-8 becomes U+FFFD."""
+        return list(chain.from_iterable(map(self._decode, rows.parts(_AT_ONCE))))
 
     def _decode(self, rows: TokenRows) -> Iterator[str]:
         ids = rows.joined
@@ -202,25 +201,18 @@ def _table_of(tokenizer: Any, backend: Any) -> ByteTable | None:
 
 
 def _checked_table(backend: Any, added: Mapping[int, Any]) -> ByteTable | None:
-    """Build a byte table and compare its texts with those of the tokenizers library for the whole vocabulary.
-    Return None if they differ, as they may with a future version of that library."""
-    special = {number for number, token in added.items() if token.special}
-    tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
-    tokens |= {
-        number: token.content for number, token in added.items()
-    }  # If an id is in both, the tokenizers library uses the added token.
-    table = ByteTable.of(
-        {number: b"" if number in special else _bytes_of(token) for number, token in tokens.items()}
-    )
-    every = TokenRows.of(
-        [
-            list(range(start, min(start + 256, len(table.lengths))))
-            for start in range(0, len(table.lengths), 256)
-        ]
-    )
-    return (
-        table if table.decode(every) == backend.decode_batch(list(every), skip_special_tokens=True) else None
-    )
+    """Return the table if it gives the library's texts for the whole vocabulary, else None: the library's
+    next version may decode differently."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    tokens = {number: _bytes_of(token) for token, number in vocabulary.items()}
+    # If both have a number, the library uses the added token.
+    for number, token in added.items():
+        tokens[number] = b"" if token.special else _bytes_of(token.content)
+    table = ByteTable.of(tokens)
+    numbers = list(range(len(table.lengths)))
+    every = TokenRows.of([numbers[start : start + 256] for start in range(0, len(numbers), 256)])
+    is_right = table.decode(every) == backend.decode_batch(list(every), skip_special_tokens=True)
+    return table if is_right else None
 
 
 def _bytes_of(token: str) -> bytes:
@@ -236,11 +228,9 @@ def _byte_characters() -> dict[str, int]:
     """Map the characters of byte-level tokens to bytes, as GPT-2 does: printable Latin-1 characters stand for
     themselves, the other bytes for characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(256 + place): byte for place, byte in enumerate(others)},
-    }
+    others = sorted({*range(256)} - {*printable})
+    characters = map(chr, [*printable, *range(256, 256 + len(others))])
+    return dict(zip(characters, [*printable, *others], strict=True))
 
 
 _BYTE_OF = _byte_characters()

@@ -90,17 +90,24 @@ def batch_of(segments: Sequence[Segment], pad_token_id: int) -> BatchedDataDict[
           reports them.
     """
     prompt_ids, prompt_lengths = pad_arrays([segment.prompt for segment in segments], pad_token_id)
-    # Concatenate the prompt and all runs of each segment.
-    pieces = [piece for segment in segments for piece in ((segment.prompt, None, None), *segment.pieces)]
-    tokens = [tokens for tokens, *_ in pieces]
+    # Alternate observed and sampled pieces of all segments, one segment after another.
+    tokens, are_sampled = list[np.ndarray](), list[bool]()
+    of_sampled, versions = list[np.ndarray](), list[np.ndarray]()
+    for segment in segments:
+        for piece, logprobs, piece_versions in ((segment.prompt, None, None), *segment.pieces):
+            tokens.append(piece)
+            are_sampled.append(logprobs is not None)
+            if logprobs is not None:
+                of_sampled.append(logprobs)
+            if piece_versions is not None:
+                versions.append(piece_versions)
     rows = TokenRows(np.concatenate(tokens), np.fromiter(map(len, segments), np.int64, len(segments)))
     input_ids, lengths = padded(rows, pad_token_id)
-    is_sampled = np.repeat([logprobs is not None for _, logprobs, _ in pieces], list(map(len, tokens)))
-    of_sampled = [logprobs for _, logprobs, _ in pieces if logprobs is not None]
-    versions = [each for _, _, each in pieces if each is not None]
-    # Versions are used only if every sampled run has them: a gap would shift the versions of all later runs.
+    is_sampled = np.repeat(are_sampled, list(map(len, tokens)))
+    # Use versions only if every piece has them: a piece without them would shift those of all later pieces.
     tells = len(versions) == len(of_sampled) > 0
-    token_mask, generation_logprobs = (np.zeros(input_ids.shape, np.float32) for _ in range(2))
+    token_mask = np.zeros(input_ids.shape, np.float32)
+    generation_logprobs = np.zeros_like(token_mask)
     token_mask[inside(0, lengths.numpy(), input_ids.shape[1])] = is_sampled
     counts = token_mask != 0
     generation_logprobs[counts] = np.concatenate(of_sampled) if of_sampled else 0

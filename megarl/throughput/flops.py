@@ -69,12 +69,8 @@ class ModelFlops:
         matrices: Counter[str] = Counter()
         kinds = list(map(facts.kind_of, range(facts.num_layers)))
         for kind, layers in Counter(kinds).items():
-            matrices.update(
-                {
-                    part: layers * elements
-                    for part, elements in multiplied(facts, first_layer(facts, kind)).items()
-                }
-            )
+            for part, elements in multiplied(facts, first_layer(facts, kind)).items():
+                matrices[part] += layers * elements
             if kind.mixer == "gated_delta":
                 matrices["attention"] += layers * _state_products(facts)
         windows = Counter(

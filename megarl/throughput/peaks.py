@@ -66,8 +66,8 @@ def measured_rate(device: torch.device, precision: str) -> float:
 
     # A GPU reaches its peak only in large products; a CPU would take seconds for one of that size.
     size = 8192 if device.type == "cuda" else 512
-    left, right = (torch.ones(size, size, device=device, dtype=getattr(torch, precision)) for _ in range(2))
-    out = torch.empty_like(left)
+    left = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
+    right, out = torch.ones_like(left), torch.empty_like(left)
 
     def seconds(calls: int) -> float:
         # A GPU works in the background, so start the clock only when it has nothing left to do.

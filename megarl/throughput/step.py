@@ -135,24 +135,21 @@ class StepThroughput:
         """Return the operations of the model, and those of recomputing parts of it."""
         if self.flops is None:
             return 0.0, 0.0
-        if phase == GENERATION:
-            return math.fsum(
-                self.flops.generation(each.prompts, each.prompt_lengths, each.lengths) for each in passed
-            ), 0.0
-        if phase not in (TRAIN, TRAIN_CRITIC):
-            return math.fsum(self.flops.forward(each.lengths, each.scored) for each in passed), 0.0
-        again = (
-            math.fsum(self.flops.recomputation(each.lengths, self.recomputed) for each in passed)
-            if self.recomputes
-            else 0.0
-        )
         # The policy's adapters do not belong to the critic.
         routers, adapters = self.frozen_routers, self.adapters if phase == TRAIN else None
-        trained = (
-            self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters)
-            for each in passed
-        )
-        return math.fsum(trained), again
+        model, again = list[float](), list[float]()
+        for each in passed:
+            if phase == GENERATION:
+                model.append(self.flops.generation(each.prompts, each.prompt_lengths, each.lengths))
+            elif phase not in (TRAIN, TRAIN_CRITIC):
+                model.append(self.flops.forward(each.lengths, each.scored))
+            else:
+                model.append(
+                    self.flops.training(each.lengths, each.scored, frozen_routers=routers, adapters=adapters)
+                )
+                if self.recomputes:
+                    again.append(self.flops.recomputation(each.lengths, self.recomputed))
+        return math.fsum(model), math.fsum(again)
 
     def _rates(
         self, prefix: str, tokens: int, work: float, extra: float, seconds: float, devices: int
@@ -171,14 +168,18 @@ class StepThroughput:
 
 def _tokens(phase: str, passed: Sequence[Sequences]) -> int:
     """Return the number of sampled tokens for generation, and of all tokens for other phases."""
-    before = sum(int(np.sum(each.prompt_lengths)) for each in passed) if phase == GENERATION else 0
-    return sum(int(np.sum(each.lengths)) for each in passed) - before
+    tokens = 0
+    for each in passed:
+        tokens += int(np.sum(each.lengths))
+        if phase == GENERATION:
+            tokens -= int(np.sum(each.prompt_lengths))
+    return tokens
 
 
 def _padding(passed: Sequence[Sequences]) -> dict[str, float]:
     """Return tokens over positions as ``padding_efficiency``; empty if some positions are unknown."""
     positions = [each.positions for each in passed]
-    known = sum(count for count in positions if count is not None)
+    known = sum(filter(None, positions))
     return {"padding_efficiency": _tokens(TRAIN, passed) / known} if known and None not in positions else {}
 
 

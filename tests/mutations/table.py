@@ -508,8 +508,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "conversations: what is observed counts as sampled": Row(
         "megarl/rollout/trajectory.py",
-        "[logprobs is not None for _, logprobs, _ in pieces], list(",
-        "[True for _, logprobs, _ in pieces], list(",
+        "are_sampled.append(logprobs is not None)",
+        "are_sampled.append(True)",
         ("unit/test_episodes.py",),
     ),
     "conversations: every turn draws by the first one's seed": Row(
@@ -637,8 +637,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "environments: of several rewards the weights do not count": Row(
         "megarl/rollout/single_turn.py",
-        "[total + part.weight * value for",
-        "[total + value for",
+        "part.weight * (0.0 if",
+        "1.0 * (0.0 if",
         ("unit/test_several_rewards.py",),
     ),
     "environments: what cannot be scored is trained on": Row(

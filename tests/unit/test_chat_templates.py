@@ -317,9 +317,7 @@ def test_a_template_that_writes_far_more_than_it_is_given_is_refused() -> None:
     [("", "", 0), ("ab", "ab", 2), ("abc", "abd", 2), ("x", "y", 0), ("abcd", "ab", 2)],
 )
 def test_texts_share_a_beginning(first: str, second: str, shared: int) -> None:
-    assert (
-        conversations._shared_length(first, second) == conversations._shared_length(second, first) == shared
-    )
+    assert conversations.shared_length(first, second) == conversations.shared_length(second, first) == shared
 
 
 def test_a_slow_tokenizer_counts_characters_by_decoding() -> None:

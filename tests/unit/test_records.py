@@ -56,7 +56,11 @@ def test_max_samples(tmp_path: Path, limit: int | None, count: int) -> None:
 
 
 def test_chat_prompts(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    # A message with tool calls need not have a content.
+    messages = json.loads(
+        '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"},'
+        ' {"role": "assistant", "tool_calls": [{"id": "c"}]}]'
+    )
     records = list_records(write(tmp_path / "a.jsonl", [row(messages, "x")]))
     assert records[0].prompt == tuple(messages)
 

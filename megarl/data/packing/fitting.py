@@ -110,10 +110,15 @@ def split_evenly(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
     return halves
 
 
+def load_of(members: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the tokens of a bin's sequences."""
+    return sum(lengths[index] for index in members)
+
+
 def split_in_order(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Split a bin of two or more sequences at the point closest to equal loads, without reordering them.
-    Neither part is empty."""
-    total = sum(lengths[index] for index in members)
+    """Divide a bin of two or more sequences at the point closest to equal loads, neither half empty; the
+    order is kept."""
+    total = load_of(members, lengths)
     best_cut, best_gap, left = 1, total, 0
     for cut in range(1, len(members)):
         left += lengths[members[cut - 1]]
@@ -137,8 +142,8 @@ def grow_by_splitting(bins: Sequence[Bin], bin_count: int, lengths: Sequence[int
             single.append(members)
             return
         halves = split(members, lengths)
-        smaller = min(sum(lengths[index] for index in half) for half in halves)
-        # Tie breaks are unique, so that the heap never compares members.
+        smaller = min(load_of(half, lengths) for half in halves)
+        # Every tie break is different, so that the heap never compares the members.
         heapq.heappush(splittable, (-smaller, tie_break, members, halves))
 
     for number, members in enumerate(bins):

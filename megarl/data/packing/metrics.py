@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from megarl.data.packing.fitting import load_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +49,7 @@ class PackingMetrics:
             bins: lists of indices into ``sequence_lengths``.
             bin_capacity: maximum tokens per bin.
         """
-        loads = [sum(sequence_lengths[index] for index in members) for members in bins]
+        loads = [load_of(members, sequence_lengths) for members in bins]
         total = sum(loads)
         room = len(bins) * bin_capacity
         least_bins = -(-total // bin_capacity) if bin_capacity > 0 else 0
@@ -81,7 +83,10 @@ class PackingMetrics:
             "total_waste",
             "theoretical_min_bins",
         )
-        stats = {key: sum(entry[key] for entry in self.history) for key in summed_keys}
+        stats: dict[str, float] = dict.fromkeys(summed_keys, 0)
+        for entry in self.history:
+            for key in summed_keys:
+                stats[key] += entry[key]
         room, bins = stats["total_bin_capacity"], stats["num_bins"]
         stats["average_utilization"] = stats["total_sequence_length"] / room if room else 0.0
         stats["waste_ratio"] = 1.0 - stats["average_utilization"] if room else 0.0

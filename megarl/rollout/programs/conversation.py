@@ -205,8 +205,7 @@ def conversation(task: Mapping[str, Any], limits: Limits) -> Iterator[Conversati
         RewardError: the program cannot be started.
     """
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(file_of(text)) for text in (json.dumps(task), "", "")]
-        source, given, written = files
+        source, given, written = map(stack.enter_context, map(file_of, (json.dumps(task), "", "")))
         read_asked, asked = os.pipe()
         told, write_told = os.pipe()
         for end in (asked, told):

@@ -11,9 +11,11 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import filterfalse
+from typing import TypeGuard
 
 from megarl.rollout.programs.own_functions import ALWAYS_OURS, EXCEPTIONS, FUNCTIONS, MODULES
-from megarl.rollout.programs.statements import reason_against
+from megarl.rollout.programs.statements import has_node, names_in, reason_against
 
 # Name by which the tests of data sets import the program's file.
 _PROGRAM = "solution"
@@ -42,7 +44,7 @@ def statements_of_file(text: str) -> tuple[str, ...] | None:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    if not any(isinstance(node, ast.Assert | ast.ClassDef | Function) for node in tree.body):
+    if not has_node(tree.body, ast.Assert | ast.ClassDef | Function):
         return None
     try:
         return tuple(map(_checked, _statements(tree)))
@@ -51,44 +53,44 @@ def statements_of_file(text: str) -> tuple[str, ...] | None:
 
 
 def _statements(tree: ast.Module) -> Iterator[str]:
-    tests = {node.name: node for node in tree.body if isinstance(node, Function) and _is_test(node.name)}
+    tests = {node.name: node for node in tree.body if _is_test(node)}
     fault = _fault_of_tests(tree, tests)
     if fault is not None:
         raise ValueError(fault)
     body = _Plain(tree).visit(tree).body
-    rest = [node for node in body if not (isinstance(node, Function) and _is_test(node.name))]
+    rest = list(filterfalse(_is_test, body))
     if not tests:
         yield _text([*_used(rest, rest)])
         return
-    shared = {
-        name for node in rest if isinstance(node, ast.Assign) and _has_call(node) for name in _made(node)
-    }
+    shared = set[str]()
+    for node in rest:
+        if isinstance(node, ast.Assign) and has_node(ast.walk(node), ast.Call):
+            shared.update(_made(node))
     together = sum(bool(_names([test]) & shared) for test in tests.values()) > 1
     for called in [list(tests)] if together else [[name] for name in tests]:
-        functions = [tests[name] for name in _reached(called, tests)]
+        functions = _reached(called, tests)
         calls = ast.parse("\n".join(f"{name}()" for name in called)).body
         yield _text([*_used(rest, [*rest, *functions]), *functions, *calls])
 
 
-def _is_test(name: str) -> bool:
-    return name.startswith("test")
+def _is_test(node: ast.AST) -> TypeGuard[Function]:
+    return isinstance(node, Function) and node.name.startswith("test")
 
 
 def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
     """Return which part of a file is unsupported, or None."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and any(each.name == _PROGRAM for each in node.names):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        imported = {alias.name for alias in node.names}
+        if isinstance(node, ast.Import) and _PROGRAM in imported:
             return (
                 f"it imports the program as a module: store 'from {_PROGRAM} import NAME', and use the name"
             )
-        if isinstance(node, ast.ImportFrom) and _is_of_program(node):
-            own = sorted({each.name for each in node.names} & {*_OURS, "*"})
-            if own:
-                return f"it tests {own[0]} of the program, which is also a name of Python"
+        if _is_of_program(node) and (own := imported & {*_OURS, "*"}):
+            return f"it tests {min(own)} of the program, which is also a name of Python"
     for each in tree.body:
-        if isinstance(each, ast.ClassDef) and any(
-            _is_test(inner.name) for inner in each.body if isinstance(inner, Function)
-        ):
+        if isinstance(each, ast.ClassDef) and any(map(_is_test, each.body)):
             return f"its tests are methods of {each.name}: store functions test_...(), or assert statements"
         if isinstance(each, Function) and (_FIXTURE.fullmatch(each.name) or "fixture" in _decorators(each)):
             return f"{each.name}() is run only by pytest: call it in the tests"
@@ -97,15 +99,15 @@ def _fault_of_tests(tree: ast.Module, tests: dict[str, Function]) -> str | None:
             return (
                 f"{name}() needs pytest (a fixture, a decorator or a loop): store functions without arguments"
             )
-        if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(test)):
+        if has_node(ast.walk(test), ast.Yield | ast.YieldFrom):
             return f"{name}() is a generator, so calling it runs nothing"
-    if tests or any(isinstance(each, ast.Assert) for each in _executed(tree)):
+    if tests or has_node(_executed(tree), ast.Assert):
         return None
-    called = {name for each in _executed(tree) if isinstance(each, ast.Expr) for name in _names([each])}
+    called = _names(each for each in _executed(tree) if isinstance(each, ast.Expr))
     functions = [each.name for each in tree.body if isinstance(each, Function)]
     if not functions:
         return "it asserts nothing"
-    if any(name in called for name in functions):
+    if called.intersection(functions):
         return None
     name = functions[0]
     return (
@@ -146,7 +148,7 @@ class _Plain(ast.NodeTransformer):
 
     def __init__(self, tree: ast.Module) -> None:
         self._made = set(_made(tree))
-        self._has_tests = any(isinstance(node, Function) and _is_test(node.name) for node in tree.body)
+        self._has_tests = any(map(_is_test, tree.body))
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -199,22 +201,20 @@ def _made(node: ast.AST) -> Iterator[str]:
         if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
             yield each.id
         elif isinstance(each, ast.ImportFrom) and _is_of_program(each):
-            yield from (alias.asname for alias in each.names if alias.asname is not None)
+            for alias in each.names:
+                if alias.asname is not None:
+                    yield alias.asname
 
 
-def _has_call(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Call) for each in ast.walk(node))
-
-
-def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[str]:
-    """Return the given tests and the tests that they call, in file order."""
+def _reached(names: Sequence[str], tests: dict[str, Function]) -> list[Function]:
+    """Return the given tests and those that they call, in the order of the file."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.add(name)
             waiting += _names([tests[name]]) & tests.keys()
-    return [name for name in tests if name in found]
+    return [test for name, test in tests.items() if name in found]
 
 
 def _used(rest: Sequence[ast.stmt], users: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -228,11 +228,11 @@ def _used(rest: Sequence[ast.stmt], users: Iterable[ast.stmt]) -> Iterator[ast.s
 
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return set[str]().union(*map(names_in, nodes))
 
 
 def _text(nodes: Sequence[ast.stmt]) -> str:
-    return "\n".join(ast.unparse(ast.fix_missing_locations(each)) for each in nodes)
+    return "\n".join(map(ast.unparse, map(ast.fix_missing_locations, nodes)))
 
 
 def _checked(statement: str) -> str:

@@ -111,12 +111,16 @@ def _are_named_arguments(given: str) -> bool:
         call = ast.parse(f"f({given.strip()})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
+    if not isinstance(call, ast.Call) or call.args:
         return False
-    # Accept the literals of Python and those of JSON.
-    names = ("null", "true", "false")
-    parts = [part for each in call.keywords for part in ast.walk(each.value)]
-    return all(isinstance(part, _LITERALS) or getattr(part, "id", "") in names for part in parts)
+    for keyword in call.keywords:
+        if not keyword.arg:
+            return False
+        for part in ast.walk(keyword.value):
+            # Accept the literals of Python and those of JSON.
+            if not isinstance(part, _LITERALS) and getattr(part, "id", "") not in ("null", "true", "false"):
+                return False
+    return True
 
 
 def _parsed(value: Any, what: str) -> Any:
@@ -205,15 +209,16 @@ def _tests_of_object(given: Mapping[str, Any], metadata: Mapping[str, Any]) -> I
     inner = {**metadata, **_metadata_of(given)}
     if given.get("fn_name"):
         inner["func_name"] = given["fn_name"]
-    if lists := [name for name in _LISTS_OF_TESTS if given.get(name)]:
+    if lists := list(filter(given.get, _LISTS_OF_TESTS)):
         for name in lists:
             yield from _tests_in(_parsed(given[name], name), inner)
-    elif statements := [name for name in _STATEMENTS if given.get(name)]:
+    elif statements := list(filter(given.get, _STATEMENTS)):
         yield from _statements(given, statements)
     elif "input_output" in given:
         yield from _tests_in(_parsed(given["input_output"], "input_output"), inner)
     else:
-        inputs, outputs = (_parsed(given.get(name), name) for name in ("inputs", "outputs"))
+        inputs = _parsed(given.get("inputs"), "inputs")
+        outputs = _parsed(given.get("outputs"), "outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("inputs and outputs are wanted, two lists of the same length")
         for each, expected in zip(inputs, outputs, strict=True):
@@ -252,7 +257,7 @@ def _test(given: Any, expected: Any, function: Any) -> Test:
         return Test(given=_lines(given), expected=_lines(expected))
     try:
         arguments = (
-            [json.loads(line) for line in given.splitlines() if line.strip()]
+            list(map(json.loads, filter(str.strip, given.splitlines())))
             if isinstance(given, str)
             else list(given)
         )

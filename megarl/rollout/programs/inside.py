@@ -216,8 +216,11 @@ def _imported(task: Mapping[str, Any]) -> dict[str, Any]:
         public = getattr(loaded, "__all__", None) or [
             name for name in vars(loaded) if not name.startswith("_")
         ]
-        given.update((name, getattr(loaded, name)) for name in public if not hasattr(builtins, name))
-    given.update((name, __import__(name)) for name in task["given_modules"])
+        for name in public:
+            if not hasattr(builtins, name):
+                given[name] = getattr(loaded, name)
+    for name in task["given_modules"]:
+        given[name] = __import__(name)
     if "Solution" not in task["code"]:
         given.pop(task["function"], None)
     return given

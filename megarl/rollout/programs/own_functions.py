@@ -126,9 +126,13 @@ def refuse_growth(kind: type, left: Any, right: Any) -> None:
         }
         size = sizes[kind]
     else:
-        size = math.prod(abs(each) if isinstance(each, int) else _length(each) for each in (left, right))
+        size = _size(left) * _size(right)
     if size > _LARGEST:
         raise MemoryError(f"what {kind.__name__} makes is too large")
+
+
+def _size(operand: Any) -> int:
+    return abs(operand) if isinstance(operand, int) else _length(operand)
 
 
 def _length(value: Any) -> int:
@@ -164,8 +168,7 @@ def bounded(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         values = [getattr(method, "__self__", None), *arguments, *keywords.values()]
-        sizes = [abs(value) if isinstance(value, int) else _length(value) for value in values]
-        if math.prod(max(1, size) for size in sizes) > _LARGEST:
+        if math.prod(max(1, _size(value)) for value in values) > _LARGEST:
             raise MemoryError("its result may be too large")
         return method(*arguments, **keywords)
 

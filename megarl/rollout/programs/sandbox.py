@@ -123,25 +123,25 @@ def planned_root() -> Root:
     fault = system_calls.fault_of_machine(machine)
     if fault is not None:
         raise OSError(fault)
-    places: dict[str, tuple[str, bool]] = {}
+    places: dict[str, tuple[str, str, bool]] = {}
     for path in (*_SYSTEM, *_paths_of_python()):
         real = os.path.realpath(path)
         # Bind the real path too: absolute links and Python's home may refer to it.
         for inside in (path, real):
             if os.path.exists(real) and not _is_covered(inside, places):
-                places[inside] = (real, os.path.isdir(real))
+                places[inside] = (real, inside, os.path.isdir(real))
     links = tuple(
         (path, target) for path, target in _links_to(sys.executable) if not _is_covered(path, places)
     )
-    rows = tuple((real, inside, is_directory) for inside, (real, is_directory) in places.items())
     changes_user = os.geteuid() == 0 and _is_mapped("uid_map") and _is_mapped("gid_map")
-    return Root(machine, os.path.realpath(tempfile.gettempdir()), rows, links, changes_user)
+    return Root(machine, os.path.realpath(tempfile.gettempdir()), tuple(places.values()), links, changes_user)
 
 
 def _paths_of_python() -> Iterator[str]:
     home = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, home)):
-        yield from (os.path.join(prefix, name) for name in _OF_PYTHON)
+        for name in _OF_PYTHON:
+            yield os.path.join(prefix, name)
     yield from map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -160,8 +160,11 @@ def _links_to(path: str) -> Iterator[tuple[str, str]]:
 def _is_mapped(file: str) -> bool:
     """Return whether user or group 65534 exists in this process's user namespace. Some containers have only
     one user."""
-    rows = [list(map(int, line.split())) for line in Path(f"/proc/self/{file}").read_text().splitlines()]
-    return any(first <= NOBODY < first + count for first, _, count in rows)
+    for line in Path(f"/proc/self/{file}").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= NOBODY < first + count:
+            return True
+    return False
 
 
 def start_inside(root: Root) -> tuple[int, int]:

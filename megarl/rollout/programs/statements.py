@@ -9,7 +9,8 @@ or needs a module that is not available.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megarl.rollout.programs.conversation import Conversation
 from megarl.rollout.programs.evaluation import runs_to_its_end
@@ -104,11 +105,14 @@ def reason_against(statement: str) -> str | None:
 
 
 def _reason_against_tree(tree: ast.Module) -> str | None:
-    if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
+    if not has_node(ast.walk(tree), ast.Assert | ast.Raise):
         return "it asserts nothing"
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     nodes = list(_evaluated(tree))
-    keys = {id(each) for node in nodes if isinstance(node, ast.Call) for each in _lambdas_for_us(node)}
+    keys = set[int]()
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            keys.update(map(id, _lambdas_for_us(node)))
     for node in nodes:
         reason = _reason_against_node(node) or _reason_against_call(node, functions)
         if isinstance(node, ast.Lambda) and id(node) not in keys:
@@ -118,12 +122,20 @@ def _reason_against_tree(tree: ast.Module) -> str | None:
     return None
 
 
+def has_node(nodes: Iterable[ast.AST], kinds: Any) -> bool:
+    """Return whether any node is of one of the kinds."""
+    return any(isinstance(node, kinds) for node in nodes)
+
+
+def _passed(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def _lambdas_for_us(call: ast.Call) -> list[ast.expr]:
     """Return the lambdas that a call passes to a built-in function."""
     ours = isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS
     ours = ours or (isinstance(call.func, ast.Attribute) and call.func.attr == "sort")
-    passed = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return [each for each in passed if ours and isinstance(each, ast.Lambda)]
+    return [each for each in _passed(call) if ours and isinstance(each, ast.Lambda)]
 
 
 def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
@@ -131,9 +143,10 @@ def _reason_against_call(node: ast.AST, functions: set[str]) -> str | None:
         isinstance(node.func, ast.Name) and node.func.id in {*functions, *FUNCTIONS}
     ):
         return None
-    passed = [*node.args, *(keyword.value for keyword in node.keywords)]
-    given = any(isinstance(each, ast.Name) and each.id in functions for each in passed)
-    return "a function is passed to the program" if given else None
+    for each in _passed(node):
+        if isinstance(each, ast.Name) and each.id in functions:
+            return "a function is passed to the program"
+    return None
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -193,27 +206,32 @@ def reason_to_doubt(statement: str) -> str | None:
     not_programs = _OURS | _names_made(tree)
     # In order, so that a name assigned from the program's names counts as the program's too.
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and _names_in(node.value) - not_programs:
+        if isinstance(node, ast.Assign) and names_in(node.value) - not_programs:
             not_programs -= {each.id for each in node.targets if isinstance(each, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and all(
-            _names_in(each) - not_programs for each in (node.left, *node.comparators)
+            names_in(each) - not_programs for each in (node.left, *node.comparators)
         ):
             return "it compares two values that the program makes"
     return None
 
 
-def _names_in(part: ast.AST) -> set[str]:
+def names_in(part: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _names_made(tree: ast.Module) -> set[str]:
-    """Return the names that a statement defines."""
-    nodes = list(ast.walk(tree))
-    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return made | {(node.asname or node.name) for node in nodes if isinstance(node, ast.alias)}
+    """Return the names that a statement assigns to."""
+    made = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                made.add(name)
+            case ast.FunctionDef(name=name) | ast.arg(arg=name):
+                made.add(name)
+            case ast.alias():
+                made.add(node.asname or node.name)
+    return made
 
 
 def holds(statement: str, program: Conversation) -> bool:
@@ -231,8 +249,8 @@ def holds(statement: str, program: Conversation) -> bool:
 
 
 def _functions_of_program(tree: ast.Module) -> frozenset[str]:
-    """Return the names of built-in functions that refer to the program's functions instead: if a statement
-    uses no other names, it must be testing these."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    """Return the names of Python's own functions that mean the program's: a statement that uses no other
+    names tests these functions."""
+    names = names_in(tree)
     made = _names_made(tree)
     return frozenset() if names - _OURS - made else frozenset(names & {*FUNCTIONS, *ALWAYS_OURS} - made)

@@ -132,7 +132,7 @@ def same_output(written: str, expected: str) -> bool:
     """Return whether two outputs are equal, except for white space around words, empty lines at the end, and
     the tolerance of decimal numbers."""
     ours, theirs = written.rstrip().split("\n"), expected.rstrip().split("\n")
-    return len(ours) == len(theirs) and all(_same_line(*pair) for pair in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
 def _same_line(written: str, expected: str) -> bool:
@@ -188,7 +188,7 @@ def _same_value(value: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         if type(value) not in (list, tuple) or len(value) != len(expected):
             return False
-        return all(_same_value(ours, theirs) for ours, theirs in zip(value, expected, strict=True))
+        return all(map(_same_value, value, expected))
     if isinstance(expected, Mapping):
         return type(value) is dict and _same_mapping(value, expected)
     return type(value) is type(expected) and bool(value == expected)

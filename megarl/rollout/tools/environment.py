@@ -28,8 +28,8 @@ class ToolEnv(MessageEnv):
         self._toolbox, self._calls = Toolbox(tools), 0
 
     def step(self, message: Message) -> Step:
-        """Run the tool calls of a response. A response without calls ends the conversation."""
-        calls = [call["function"] | {"id": call["id"]} for call in message.get("tool_calls") or ()]
+        """Run the tool calls of a response; a response without calls ends the conversation."""
+        calls = message.get("tool_calls") or ()
         if not calls:
             return Step(done=True)
         most = self.section["max_tool_calls"]
@@ -39,10 +39,9 @@ class ToolEnv(MessageEnv):
         counts: Counter[str] = Counter({"tool_calls": len(calls)})
         answers: list[Message] = []
         for call in calls:
-            text, kind = self._answer(call["name"], call["arguments"])
-            answers.append(
-                {"role": "tool", "name": call["name"], "tool_call_id": call["id"], "content": text}
-            )
+            name = call["function"]["name"]
+            text, kind = self._answer(name, call["function"]["arguments"])
+            answers.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": text})
             if kind is not None:
                 counts[kind] += 1
                 if self.section["on_bad_call" if kind == "bad_tool_calls" else "on_tool_error"] == "end":

@@ -62,6 +62,8 @@ def post(url: str, timeout_s: float, **arguments: Any) -> str:
         found = json.loads(said)
     except (ValueError, RecursionError):
         return said
-    keys = [key for key in ("output", "result", "content") if isinstance(found, dict) and key in found]
-    value = found[keys[0]] if keys else found
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    for key in ("output", "result", "content"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+            break
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

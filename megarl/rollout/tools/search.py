@@ -74,11 +74,11 @@ class DocumentIndex:
                 "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?",
                 (match, count),
             ).fetchall()
-        shown = [f"{title}\n{text[:_SHOWN]}" if title else text[:_SHOWN] for title, text in found]
-        return (
-            "\n\n".join(f"[{place}] {text}" for place, text in enumerate(shown, start=1))
-            or "nothing was found"
-        )
+        shown: list[str] = []
+        for place, (title, text) in enumerate(found, start=1):
+            heading = f"{title}\n" if title else ""
+            shown.append(f"[{place}] {heading}{text[:_SHOWN]}")
+        return "\n\n".join(shown) or "nothing was found"
 
 
 def _documents(path: str) -> Iterator[tuple[str, str]]:
@@ -119,13 +119,11 @@ def _titles_and_texts(row: Any, origin: str) -> Iterator[tuple[str, str]]:
             raise ValueError(
                 f"{origin} has a context that is no list of titles and one of sentences"
             ) from error
-        yield from ((str(title), sentences) for title, sentences in paragraphs)
+        for title, sentences in paragraphs:
+            yield str(title), sentences
         return
-    text = (
-        next((row[key] for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
-        if isinstance(row, Mapping)
-        else None
-    )
-    if text is None:
-        raise ValueError(f"{origin} is no object with a text under {', '.join(_TEXT_KEYS)}")
-    yield str(row.get("title") or ""), text
+    for key in _TEXT_KEYS if isinstance(row, Mapping) else ():
+        if isinstance(row.get(key), str):
+            yield str(row.get("title") or ""), row[key]
+            return
+    raise ValueError(f"{origin} is no object with a text under {', '.join(_TEXT_KEYS)}")

@@ -143,11 +143,10 @@ class Toolbox:
         if name not in self._tools:
             return f"there is no tool {name!r}; the tools are {', '.join(self._tools)}"
         parameters = self._tools[name].schema["function"]["parameters"]
-        missing = [each for each in parameters.get("required", ()) if each not in arguments]
-        unknown = [each for each in arguments if each not in parameters.get("properties", {})]
-        if missing or unknown:
+        properties = parameters.get("properties", {})
+        if not {*parameters.get("required", ())} <= arguments.keys() <= properties.keys():
             return (
-                f"{name} takes {', '.join(parameters.get('properties', {})) or 'no arguments'}, not "
+                f"{name} takes {', '.join(properties) or 'no arguments'}, not "
                 f"{', '.join(arguments) or 'none'}"
             )
         return None
