@@ -712,8 +712,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "converters: ranks read one another's rows": Row(
         "converters/mapping/layouts.py",
-        "spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))",
-        "spans = tuple(_clip(_qkv_spans(rule, head_dim), 0, stop - start))",
+        "tuple(_clip(spans, start, stop))",
+        "tuple(_clip(spans, 0, stop - start))",
         ("unit/test_converters_shards.py",),
     ),
     "converters: configurations are not compared": Row(
