@@ -112,9 +112,9 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     the adapters and other trained parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # Describe each layer separately, because not every layer need have adapters.
-        metadata = {**_metadata(), "non_homogeneous_layers": True}
         states = []
         for chunk in chunks:
+            metadata = {**_metadata(), "non_homogeneous_layers": True}
             parameters = dict(chunk.module.named_parameters())
             kept = {}
             for name, value in chunk.module.sharded_state_dict(metadata=metadata).items():

@@ -584,6 +584,7 @@ class WeightStream:
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
+        self._units = []
         for _, neighbours in alike:
             self._units += self._units_of(list(neighbours))
         return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
