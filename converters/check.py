@@ -6,10 +6,11 @@ must be in the checkpoint, and every key of the checkpoint must belong to a para
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from converters.checkpoint.source import HuggingFaceSource
@@ -135,7 +136,9 @@ def check_headers(source: HuggingFaceSource, architecture: Architecture, excused
 def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: list[str]) -> None:
     if not problems:
         return
-    expected = {place.name for tensor in hf_tensors(architecture) for place in tensor.places}
+    expected: set[str] = set()
+    for tensor in hf_tensors(architecture):
+        expected.update(place.name for place in tensor.places)
     wrapped = wrapped_names(source.names(), expected)
     if wrapped is not None:
         raise ConversionError(
@@ -145,17 +148,12 @@ def _refuse(source: HuggingFaceSource, architecture: Architecture, problems: lis
             "save the model inside the wrapper with its save_pretrained, or rename the tensors",
         )
     stale = source.unread_files()
+    if stale:
+        problems.append(f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)")
     raise ConversionError(
         f"the weights in {source.directory} do not fit their config.json ({architecture.family})",
         "use the config.json that belongs to these weights, and complete weights",
-        [
-            *problems,
-            *(
-                [f"not read, since no index names them: {', '.join(stale)} (left by an earlier save?)"]
-                if stale
-                else []
-            ),
-        ],
+        problems,
     )
 
 
@@ -175,8 +173,7 @@ def wrapped_names(stored: Collection[str], expected: Iterable[str]) -> tuple[str
     if not strange:
         return None
     for front, who in _FRONTS.items():
-        bare = {name.removeprefix(front) for name in missing if name.startswith(front)}
-        if sum(name in bare for name in strange) >= _LEAST_SHARE * len(strange):
+        if sum(front + name in missing for name in strange) >= _LEAST_SHARE * len(strange):
             return f"no {front} in front", who
     for words in _candidates(strange, missing):
         if sum(_without(name, words) in missing for name in strange) >= _LEAST_SHARE * len(strange):
@@ -188,11 +185,14 @@ def _candidates(stored: Collection[str], wanted: set[str]) -> Iterable[tuple[str
     """Yield the words to try removing from the names: first those of known wrappers, then any prefix of an
     expected name."""
     # Most expected names contain ``model``. It therefore counts as a wrapper only as a prefix, below.
-    yield from ((word,) for word in _WRAPPERS if word != "model")
+    for word in _WRAPPERS:
+        if word != "model":
+            yield (word,)
     fronts = set[str]()
     for each in ("model.norm.weight", "model.embed_tokens.weight"):
         fronts.update(name.removesuffix(each) for name in stored if name.endswith(f".{each}"))
-    yield from (tuple(front.rstrip(".").split(".")) for front in sorted(fronts))
+    for front in sorted(fronts):
+        yield tuple(front.rstrip(".").split("."))
 
 
 def _without(name: str, words: tuple[str, ...]) -> str:
@@ -225,7 +225,7 @@ def stored_twice(
 
 def is_excused(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Return whether one of the names matches one of the patterns (``*`` and ``?``)."""
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    return any(fnmatch.filter(names, pattern) for pattern in patterns)
 
 
 def _equal(source: HuggingFaceSource, first: str, second: str) -> bool:
@@ -315,7 +315,7 @@ def check_plausible(
     layers = architecture.num_layers + architecture.prediction_layers
     experts = architecture.mixture.num_experts if architecture.mixture is not None else 1
     most_layers = max([count, *(shape[0] for shape in inside)]) if stacked else count
-    most_experts = max([count, *(size for shape in inside for size in shape)])
+    most_experts = max([count, *itertools.chain(*inside)])
     # Upper bound on the number of (layer, expert) pairs: a stacked tensor holds at most one for each index of
     # its first two axes, since an expert may be a single row of a layer's tensor.
     places = count + sum(math.prod(shape[:2]) for shape in inside)

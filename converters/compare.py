@@ -67,14 +67,14 @@ def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
     dtype of its weights.
     """
     # Fill in default values, because transformers removes settings of text generation from a config.
-    sides = [{**with_defaults(config), **config} for config in (one, other)]
-    left, right = (
-        {_spelling(key): value for key, value in side.items() if value is not None} for side in sides
-    )
+    sides = []
+    for config in (one, other):
+        settings = {**with_defaults(config), **config}
+        sides.append({_spelling(key): value for key, value in settings.items() if value is not None})
     for key in sorted(set(map(_spelling, SPEAKING_KEYS))):
-        values = [_plain(side.get(key)) for side in (left, right)]
-        if values[0] != values[1] and not (key == "dtype" and None in values):
-            yield Difference("config", key, f"{values[0]!r} and {values[1]!r}")
+        left, right = (_plain(side.get(key)) for side in sides)
+        if left != right and not (key == "dtype" and None in (left, right)):
+            yield Difference("config", key, f"{left!r} and {right!r}")
 
 
 def _spelling(key: str) -> str:

@@ -320,10 +320,10 @@ def convert(
     ) as staging:
         conversion = begin(staging)
         # Divide the work by file rather than by piece: two processes must not write into one file.
-        own = [number for number in range(len(conversion.files)) if options.has(number)]
         sizes: dict[str, int] = {}
-        for number in own:
-            sizes.update((name, conversion.size(name)) for name in conversion.files[number])
+        for number, names in enumerate(conversion.files):
+            if options.has(number):
+                sizes |= {name: conversion.size(name) for name in names}
         total = sum(sizes.values())
         shown = Progress(total, f"{conversion.verb} {target.name}", progress)
         notes: dict[str, Any] = {}
@@ -340,12 +340,12 @@ def convert(
         # the run.
         require_space(staging.directory, total - resumed)
         shown.skip(resumed)
-        waiting = [name for name in sizes if name not in conversion.finished]
-        run_pieces(
-            [Piece(sizes[name], functools.partial(conversion.write, name)) for name in waiting],
-            workers,
-            shown,
-        )
+        pieces = [
+            Piece(size, functools.partial(conversion.write, name))
+            for name, size in sizes.items()
+            if name not in conversion.finished
+        ]
+        run_pieces(pieces, workers, shown)
         shown.finish()
         waits_for: tuple[int, ...] = ()
         # Hold a lock, so that exactly one of several parts that end together finds that it is the last.

@@ -46,8 +46,8 @@ from converters.checkpoint.work import ConversionResult, RunOptions, row_ranges
 from converters.conversion import Chunk, Conversion, Plan, Rows, convert
 from converters.errors import ConversionError
 from converters.families.vision import MEGATRON_PREFIX
-from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation
-from converters.mapping.rules import all_rules, hf_tensors
+from converters.mapping.rule import HuggingFaceTensor, Rule, TensorLocation, parts_in
+from converters.mapping.rules import all_rules, missing_names
 from converters.opening import MegatronCheckpoint, open_huggingface
 from converters.untouched import Completed
 
@@ -275,24 +275,25 @@ def plan_export(
     _check_manifest(checkpoint, rules, allow_missing)
     stored = _stored(rules, checkpoint.manifest)
     written: list[tuple[str, tuple[int, ...], torch.dtype, Parts]] = []
+    dtypes: dict[str, torch.dtype] = {}
     for place, parts in stored:
-        kept = {
-            kept_dtype(part, checkpoint.dtype_before(part.name, model.dtype(part)), dtype)
-            for part, _ in parts
-        }
+        kept = set()
+        for part, _ in parts:
+            before = checkpoint.dtype_before(part.name, model.dtype(part))
+            dtypes[part.name] = kept_dtype(part, before, dtype)
+            kept.add(dtypes[part.name])
         if len(kept) > 1:
             raise ConversionError(
                 f"{place.name} is made of tensors of different dtypes", "pass --dtype to choose one"
             )
         written.append((place.name, place.shape, kept.pop(), parts))
-    dtypes = {part.name: chosen for _, _, chosen, parts in written for part, _ in parts}
     return ExportPlan(
         checkpoint=checkpoint,
         model=model,
         written=tuple(in_files(written, max_shard_bytes)),
         dtypes=dtypes,
         left_out=left_out,
-        missing=tuple(part.name for part in hf_tensors(model.architecture) if part.name not in dtypes),
+        missing=missing_names(model.architecture, dtypes),
         adapter=adapter,
         dtype_asked=dtype,
         max_shard_bytes=max_shard_bytes,
@@ -328,24 +329,17 @@ def _check_manifest(checkpoint: MegatronCheckpoint, rules: list[Rule], excused: 
         return
     if checkpoint.hf_directory is not None:
         refuse_changed_files(checkpoint.hf_directory, checkpoint.directory, checkpoint.recorded_files)
-    there = {name for rule in rules for name in rule.hf_names}
-    problems = [
-        f"{name!r} is in the checkpoint, but not in the manifest"
-        for name in sorted(there - set(manifest.tensors))
-    ]
-    gone = [
-        name
-        for name in manifest.tensors
-        if name not in there and not is_excused([name], (*excused, *manifest.excused))
-    ]
-    problems += [f"{name!r} is in the manifest, but not in the checkpoint" for name in gone]
+    there = {part.name for part in parts_in(rules)}
+    problems = []
+    for name in sorted(there - set(manifest.tensors)):
+        problems.append(f"{name!r} is in the checkpoint, but not in the manifest")
+    for name in manifest.tensors:
+        if name not in there and not is_excused([name], (*excused, *manifest.excused)):
+            problems.append(f"{name!r} is in the manifest, but not in the checkpoint")
     known = repeated_tensors(checkpoint.model.architecture)
-    doubled = [
-        (name, original) for name, original in manifest.also_stored.items() if known.get(name) != original
-    ]
-    problems += [
-        f"{name!r} repeats {original!r}, which no {manifest.family} model does" for name, original in doubled
-    ]
+    for name, original in manifest.also_stored.items():
+        if known.get(name) != original:
+            problems.append(f"{name!r} repeats {original!r}, which no {manifest.family} model does")
     if problems:
         raise ConversionError(
             f"{checkpoint.directory / MANIFEST_FILE} and the checkpoint do not belong together",
@@ -358,16 +352,16 @@ def _stored(rules: list[Rule], manifest: ConversionManifest | None) -> list[tupl
     """Return the tensors to store and their parts. Each tensor is stored alone under its own name, or at its
     location in the source of the import."""
     together: dict[str, list[tuple[HuggingFaceTensor, TensorLocation]]] = {}
-    for rule in rules:
-        for part in rule.parts:
-            place = part.places[0]
-            described = manifest.places.get(part.name) if manifest is not None else None
-            for other in part.alternatives:
-                if other.written and described is not None and other.name == described["name"]:
-                    place = other
-            together.setdefault(place.name, []).append((part, place))
+    known = {}
+    for part in parts_in(rules):
+        known[part.name] = part
+        place = part.places[0]
+        described = manifest.places.get(part.name) if manifest is not None else None
+        for other in part.alternatives:
+            if other.written and described is not None and other.name == described["name"]:
+                place = other
+        together.setdefault(place.name, []).append((part, place))
     stored = [(TensorLocation(name, parts[0][1].shape), tuple(parts)) for name, parts in together.items()]
-    known = {part.name: part for rule in rules for part in rule.parts}
     # Write again the tensors that the source stored a second time under another name.
     for name, original in (manifest.also_stored if manifest is not None else {}).items():
         if original in known and name not in known:
@@ -434,10 +428,14 @@ class _Export(Conversion):
         )
         # Open the files for writing, and for reading back what an earlier run has written.
         self._export, self._opened = plan, OpenFiles(os.O_RDWR)
-        self._headers = {file: header_of(tensors) for file, tensors in plan.files.items()}
-        self._tensors = {tensor.key: tensor for tensor in plan.written}
-        self.pieces = {tensor.key: [part for part, _ in tensor.parts] for tensor in plan.written}
-        self.files = [[tensor.key for tensor in tensors] for tensors in plan.files.values()]
+        self._headers, self.files = {}, []
+        for file, tensors in plan.files.items():
+            self._headers[file] = header_of(tensors)
+            self.files.append([tensor.key for tensor in tensors])
+        self._tensors, self.pieces = {}, {}
+        for tensor in plan.written:
+            self._tensors[tensor.key] = tensor
+            self.pieces[tensor.key] = [part for part, _ in tensor.parts]
         for number in filter(options.has, range(len(self.files))):
             path, header, length = self._file(number)
             # An existing file keeps its bytes: they may be finished work.
@@ -514,11 +512,10 @@ def _write_rest(plan: ExportPlan, directory: Path, digests: Mapping[str, str], n
         )
     # Write the config after the comparison of the copied files above, because this may change them.
     write_config(directory, main_dtype((tensor.dtype, tensor.size) for tensor in plan.written))
-    own = {part.name: (part, tensor) for tensor in plan.written for part, _ in tensor.parts}
-    tensors = {
-        name: TensorRecord(dtype_name(tensor.dtype), part.shape, digests[name])
-        for name, (part, tensor) in own.items()
-    }
+    tensors = {}
+    for tensor in plan.written:
+        for part, _ in tensor.parts:
+            tensors[part.name] = TensorRecord(dtype_name(tensor.dtype), part.shape, digests[part.name])
     manifest = plan.checkpoint.manifest
     also_stored = dict(manifest.also_stored) if manifest is not None else {}
     places = dict(manifest.places) if manifest is not None else {}

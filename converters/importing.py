@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +39,8 @@ from converters.families.read import config_notes, read_architecture
 from converters.mapping.layouts import padded_vocab_size, runs_of
 from converters.mapping.logical import HuggingFaceModel, shape_of_parameter
 from converters.mapping.places import locate
-from converters.mapping.rule import Rule
-from converters.mapping.rules import all_rules, hf_tensors
+from converters.mapping.rule import Rule, parts_in
+from converters.mapping.rules import all_rules, missing_names
 from converters.model_config.architecture import Architecture
 from converters.model_config.megatron_settings import megatron_settings
 from converters.model_config.prediction_layers import as_stored
@@ -112,7 +111,10 @@ class ImportPlan(Plan):
     @property
     def object_names(self) -> list[str]:
         """Names of the module states in the checkpoint."""
-        return [name for rule in self.rules for name in extra_state_keys(self.place(rule))]
+        names: list[str] = []
+        for rule in self.rules:
+            names += extra_state_keys(self.place(rule))
+        return names
 
     @functools.cached_property
     def files(self) -> list[tuple[str, list[Rule]]]:
@@ -212,7 +214,7 @@ def plan_import(
     rules = [rule for rule in all_rules(architecture) if _is_whole(rule, source, allow_missing)]
     dtypes: dict[str, torch.dtype] = {}
     accounted = set[str]()
-    for part in itertools.chain.from_iterable(rule.parts for rule in rules):
+    for part in parts_in(rules):
         dtypes[part.name] = kept_dtype(part, model.dtype(part), dtype)
         accounted.update(place.name for place in part.places)
     also_stored = stored_twice(source, architecture, allow_missing)
@@ -226,7 +228,7 @@ def plan_import(
         dtypes=dtypes,
         also_stored=also_stored,
         left_out=tuple(name for name in source.names() if name not in accounted and name not in also_stored),
-        missing=tuple(part.name for part in hf_tensors(architecture) if part.name not in dtypes),
+        missing=missing_names(architecture, dtypes),
         adapter=adapter,
         dtype_asked=dtype,
         config_notes=tuple(config_notes(config, ignore_config_keys)),
@@ -299,10 +301,7 @@ class _Import(Conversion):
             refuse_changed_files(directory, directory, manifest.files)
         super().__init__(plan, staging, Narrowing(asked=True), manifest, directory)
         self._import, self._common_state, self._rules = plan, common_state, dict(plan.files)
-        self.pieces = {
-            name: list(itertools.chain.from_iterable(rule.parts for rule in rules))
-            for name, rules in plan.files
-        }
+        self.pieces = {name: list(parts_in(rules)) for name, rules in plan.files}
         self.files = [[name] for name in self.pieces]
 
     def size(self, name: str) -> int:
@@ -377,7 +376,7 @@ class _Import(Conversion):
         if isinstance(source, DequantizedSource):
             drop_quantization(beside)
         tensors, places = {}, {}
-        for part in (part for rule in plan.rules for part in rule.parts):
+        for part in parts_in(plan.rules):
             tensors[part.name] = TensorRecord(
                 dtype_name(plan.dtypes[part.name]), part.shape, digests[part.name]
             )

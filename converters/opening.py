@@ -28,7 +28,7 @@ from converters.foreign.settings import ForeignSettings
 from converters.foreign.view import EMBEDDING
 from converters.mapping.logical import HuggingFaceModel, MegatronModel
 from converters.mapping.rule import HuggingFaceTensor
-from converters.mapping.rules import hf_tensors
+from converters.mapping.rules import hf_tensors, missing_names
 from converters.model_config.prediction_layers import as_stored
 from converters.torch_dist.keys import is_of_optimizer
 from converters.torch_dist.location import find_checkpoint
@@ -90,7 +90,10 @@ class MegatronCheckpoint:
             self.directory,
             *([] if self.weights == MODEL_WEIGHTS else optimizer_beside(self.directory)),
         ]
-        return identity_of(path for place in places for path in sorted(place.iterdir()) if path.is_file())
+        files: list[Path] = []
+        for place in places:
+            files += sorted(filter(Path.is_file, place.iterdir()))
+        return identity_of(files)
 
 
 def open_megatron(path: Path, options: OpeningOptions | None = None) -> MegatronCheckpoint:
@@ -300,7 +303,7 @@ def describe(opened: Opened) -> dict[str, Any]:
         dtypes[dtype_name(dtype)] += 1
         elements += count
         size += count * dtype.itemsize
-    missing = [tensor.name for tensor in hf_tensors(architecture) if tensor.name not in opened.tensors]
+    missing = list(missing_names(architecture, opened.tensors))
     facts: dict[str, Any] = {
         "path": str(opened.path),
         "format": MEGATRON if opened.megatron is not None else HUGGING_FACE,

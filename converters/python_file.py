@@ -77,11 +77,7 @@ def _refuse_others_names(text: bytes, directory: Path) -> None:
     while unread:
         for name in set(_imported_names(unread.pop())) - seen:
             seen.add(name)
-            beside = [
-                each
-                for each in (directory / f"{name}.py", directory / name / "__init__.py")
-                if each.is_file()
-            ]
+            beside = list(filter(Path.is_file, (directory / f"{name}.py", directory / name / "__init__.py")))
             if not beside:
                 continue
             found = _origin_of(name)
@@ -101,7 +97,8 @@ def _imported_names(text: bytes) -> Iterator[str]:
         return
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (each.name.partition(".")[0] for each in node.names)
+            for each in node.names:
+                yield each.name.partition(".")[0]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0]
 

@@ -45,7 +45,7 @@ from converters.family_file import load_family_file
 from converters.files.reading import read_json_object
 from converters.importing import import_model, plan_import
 from converters.mapping.layouts import padded_vocab_size, shard_layout
-from converters.mapping.rule import Kind, Rule
+from converters.mapping.rule import Kind, Rule, parts_in
 from converters.mapping.rules import all_rules, rule_for
 from converters.mapping.shards import load_shard, to_hf
 from converters.model_config.architecture import Architecture
@@ -78,10 +78,12 @@ def rule_problems(architecture: Architecture) -> Iterator[str]:
     places = (stored_place(rule, architecture, stacked=stacked) for rule in emitted)
     for what, names in {
         "Megatron-Core parameter": [rule.megatron_name for rule in rules],
-        "Hugging Face tensor": [part.name for rule in emitted for part in rule.parts],
+        "Hugging Face tensor": [part.name for part in parts_in(emitted)],
         "place in a checkpoint": [f"{place.key} {list(place.index)}" for place in places],
     }.items():
-        yield from (f"{what} {name} has {count} rules" for name, count in Counter(names).items() if count > 1)
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"{what} {name} has {count} rules"
     for rule in emitted:
         if rule_for(rule.megatron_name, architecture) != rule:
             yield f"{rule.megatron_name}: another rule is found under this name"
@@ -271,14 +273,11 @@ class _Variant:
         export_model(plan_export(open_megatron(middle)), back)
         differences = verify(open_any(source), open_any(back)) + verify(open_any(source), open_any(middle))
         before, after = stored_tensors(source), stored_tensors(back)
-        differing = [
-            tensor
-            for tensor in before
-            if tensor not in after or not torch.equal(before[tensor], after[tensor])
-        ]
-        _refuse(
-            list(map(str, differences)) + [f"{tensor} differs after the round trip" for tensor in differing]
-        )
+        problems = list(map(str, differences))
+        for tensor in before:
+            if tensor not in after or not torch.equal(before[tensor], after[tensor]):
+                problems.append(f"{tensor} differs after the round trip")
+        _refuse(problems)
 
     def _accounting(self) -> None:
         """Raise ``ConversionError`` unless every tensor is reported by name when it is removed or renamed."""
@@ -293,12 +292,9 @@ class _Variant:
                     # Only the names are wrong here. Without the comparison of tied weights no data is read.
                     check_source(open_source(changed), self.architecture, compare_tied=False)
                 except ConversionError as error:
-                    unnamed = [
-                        each
-                        for each in (name, *(set(stored) - set(tensors)))
-                        if each not in "\n".join(error.details)
-                    ]
-                    problems += [f"{each} has a wrong name, but no error names it" for each in unnamed]
+                    for each in (name, *(set(stored) - set(tensors))):
+                        if each not in "\n".join(error.details):
+                            problems.append(f"{each} has a wrong name, but no error names it")
                 else:
                     problems.append(f"{name} is missing, but no error says so")
         _refuse(problems)

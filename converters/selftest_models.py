@@ -92,7 +92,7 @@ def tiny_config(family: Family) -> dict[str, Any]:
             f"no tiny {like} config can be made ({type(error).__name__}: {error})", _FIX
         ) from error
     # transformers neither builds nor saves such a layer, while a config without this key has one.
-    without_mtp = {key: 0 for key in family.config_keys & {"mtp_num_hidden_layers"}}
+    without_mtp = dict.fromkeys(family.config_keys & {"mtp_num_hidden_layers"}, 0)
     return {
         **described,
         **without_mtp,
@@ -186,11 +186,10 @@ def save_unique(directory: Path, model: Path, architecture: Architecture, dtype:
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a Hugging Face directory."""
-    return {
-        name: tensor
-        for file in sorted(directory.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def save_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -32,17 +32,17 @@ class Untouched:
     def __init__(self, source: HuggingFaceSource, architecture: Architecture | None = None) -> None:
         self.directory = source.directory
         self._prefixes = _prefixes(architecture)
-        repeated = set() if architecture is None else {name for name, _ in copies(architecture)}
+        repeated = {} if architecture is None else dict(copies(architecture))
         self._names = [
             name for name in source.names() if name.startswith(tuple(self._prefixes)) and name not in repeated
         ]
 
     def __str__(self) -> str:
         """Return the parts and their numbers of tensors; empty if there are none."""
-        found = [
-            what for name in self._names for prefix, what in self._prefixes.items() if name.startswith(prefix)
-        ]
-        counts = {what: found.count(what) for what in (_VISION, _PREDICTION)}
+        counts = dict.fromkeys((_VISION, _PREDICTION), 0)
+        for name in self._names:
+            for prefix, what in self._prefixes.items():
+                counts[what] += name.startswith(prefix)
         return " and ".join(f"{what} ({count} tensors)" for what, count in counts.items() if count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -130,9 +130,11 @@ def _has_kind(found: Sequence[Difference], *kinds: str) -> bool:
 
 def recorded_excuses(opened: Sequence[Opened]) -> tuple[str, ...]:
     """Return the patterns that the manifests of the checkpoints record as excused."""
-    return tuple(
-        dict.fromkeys(name for each in opened if each.manifest is not None for name in each.manifest.excused)
-    )
+    names: dict[str, None] = {}
+    for each in opened:
+        if each.manifest is not None:
+            names |= dict.fromkeys(each.manifest.excused)
+    return tuple(names)
 
 
 def scope(
@@ -179,7 +181,7 @@ def _unchecked_files(opened: Sequence[Opened]) -> Iterator[str]:
     hashes = [file_hashes(each.files) for each in opened if each.files is not None]
     if len(opened) == 1:
         recorded = opened[0].recorded_files
-        later = sorted({name for each in hashes for name in each} - recorded.keys())
+        later = sorted(set[str]().union(*hashes) - recorded.keys())
         if not recorded:
             yield "tokenizer and other files next to the weights"
         elif later:

@@ -200,29 +200,27 @@ class LoraAdapter:
             # PEFT wraps a module once for each target parameter, so that a module with two stacks has this
             # suffix twice.
             block = module.removesuffix(".base_layer").removesuffix(".base_layer")
-            candidates = [stack for stack in stacks if stack.rpartition(".")[0] == block]
+            candidates = {
+                stack: members for stack, members in stacks.items() if stack.rpartition(".")[0] == block
+            }
             if candidates:
-                problems += self._fit_stack(
-                    module, names, {stack: stacks[stack] for stack in candidates}, fitted
-                )
+                problems += self._fit_stack(module, names, candidates, fitted)
                 continue
             faults = list(self._faults(module, names, tensors, tied))
             problems += faults
             if not faults:
                 is_embedding = "lora_embedding_A" in names
-                down, up = (names[f"lora_{'embedding_' if is_embedding else ''}{letter}"] for letter in "AB")
+                kind = "lora_embedding_" if is_embedding else "lora_"
                 fitted[f"{module}.weight"] = Factors(
-                    down,
-                    up,
+                    names[f"{kind}A"],
+                    names[f"{kind}B"],
                     self._config.scaling_of(module),
                     self._config.rank_of(module),
                     is_embedding=is_embedding,
                 )
-        problems += [
-            f"{name} is changed twice: by LoRA factors and by a full tensor"
-            for name in fitted
-            if name in self.replaced
-        ]
+        for name in fitted:
+            if name in self.replaced:
+                problems.append(f"{name} is changed twice: by LoRA factors and by a full tensor")
         untrained = _untrained_layers(architecture, [*fitted, *found, *self.replaced])
         # Experts are no modules in transformers 5, so that a list of modules does not mean them.
         stacked = {tensor.name for members in stacks.values() for tensor, _ in members}
@@ -250,14 +248,16 @@ class LoraAdapter:
         return fitted
 
     def _refuse_wrapped(self, tensors: Mapping[str, HuggingFaceTensor]) -> None:
-        modules = (name.removesuffix(".weight") for name in tensors)
-        expected = {f"{PEFT_PREFIX}{module}.lora_{letter}.weight" for module in modules for letter in "AB"}
+        expected = set()
+        for name in tensors:
+            module = PEFT_PREFIX + name.removesuffix(".weight")
+            expected |= {f"{module}.lora_A.weight", f"{module}.lora_B.weight"}
         wrapped = wrapped_names(self.source.keys(), expected)
         if wrapped is not None:
             raise ConversionError(
                 f"the tensors of the adapter in {self.directory} have names with {wrapped[0]}, as "
                 f"{wrapped[1]} gives them (such as "
-                f"{next(name for name in sorted(set(self.source.keys()) - expected))})",
+                f"{min(set(self.source.keys()) - expected)})",
                 (
                     "save the adapter with save_pretrained of the PEFT model inside the wrapper, or rename "
                     "the "
@@ -293,12 +293,13 @@ class LoraAdapter:
         dtypes = list(map(self.source.dtype, (down, up)))
         if not set(dtypes) <= set(FLOATS):
             return [f"dtype: {down} and {up} are {dtypes}; float32, bfloat16 or float16 is needed"]
-        # Look these up before the loop below adds them.
-        again = [tensor.name for tensor, _ in stacks[fitting[0]] if tensor.name in fitted]
+        problems = []
+        scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
         for tensor, place in stacks[fitting[0]]:
-            scaling, rank = self._config.scaling_of(fitting[0]), self._config.rank_of(fitting[0])
+            if tensor.name in fitted:
+                problems.append(f"{tensor.name} is changed twice, by {module} too")
             fitted[tensor.name] = Factors(down, up, scaling, rank, place=place)
-        return [f"{name} is changed twice, by {module} too" for name in again]
+        return problems
 
     def _faults(
         self, module: str, names: Mapping[str, str], tensors: Mapping[str, HuggingFaceTensor], tied: bool
@@ -379,12 +380,10 @@ def _left_out(
 ) -> list[str]:
     """Return a problem for each module that the config lists and that has no factors, except modules of
     ``untrained`` layers."""
-    modules = [
-        name.removesuffix(".weight")
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and len(tensor.shape) == 2
-    ]
-    listed = [
-        module for module in modules if is_among(module, config.targets) and not module.startswith(untrained)
-    ]
-    return [f"missing: {module}, which target_modules lists" for module in listed if module not in found]
+    problems = []
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        may_have_factors = module != name and len(tensor.shape) == 2 and not module.startswith(untrained)
+        if may_have_factors and is_among(module, config.targets) and module not in found:
+            problems.append(f"missing: {module}, which target_modules lists")
+    return problems

@@ -189,7 +189,10 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         )
     others = sorted(set(config) - _INERT - _CHOICE - _READ - {"use_dora"})
     # New releases of peft add keys. A key that is off requests nothing.
-    return problems + [f"{key} = {config[key]!r}: not supported" for key in others if not is_off(config[key])]
+    for key in others:
+        if not is_off(config[key]):
+            problems.append(f"{key} = {config[key]!r}: not supported")
+    return problems
 
 
 def _patterns(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, float]:
@@ -216,7 +219,7 @@ def _token_indices(config: Mapping[str, Any], problems: list[str]) -> dict[str, 
     given = config.get("trainable_token_indices") or {}
     by_module = {"embed_tokens": given} if isinstance(given, list) else given
     if not isinstance(by_module, Mapping) or not all(
-        isinstance(each, list) and all(type(i) is int for i in each) for each in by_module.values()
+        isinstance(tokens, list) and set(map(type, tokens)) <= {int} for tokens in by_module.values()
     ):
         problems.append(
             f"trainable_token_indices = {given!r}: a list of token ids is needed, or an object of such lists"

@@ -9,7 +9,7 @@ Megatron-Bridge's CanonicalLoRA has one adapter for each part, like PEFT. The th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from converters.adapters.lora_config import LoraConfig, read_lora_config
 from converters.checkpoint.artifacts import HF_DIRECTORY
-from converters.checkpoint.boxes import Box, whole
+from converters.checkpoint.boxes import Box, single, whole
 from converters.checkpoint.manifest import MANIFEST_FILE, ConversionManifest, TensorHashes, read_manifest
 from converters.checkpoint.source import ADAPTER_CONFIG
 from converters.errors import ConversionError
@@ -90,11 +90,6 @@ def parts_of(rule: Rule) -> range:
     return range(len(PARTS.get(rule.kind, ())))
 
 
-def rows_of(rule: Rule) -> int:
-    """Return the number of rows of the whole layer."""
-    return sum(part.shape[0] for part in rule.parts)
-
-
 Block = tuple[int, int]
 """Range of ranks (start, stop) of a part in the adapter of its layer."""
 FORM_NOTE, SHARED, BLOCKS = "adapter_form", "shared", "blocks"
@@ -126,12 +121,11 @@ def blocks_of(manifest: ConversionManifest, rules: Iterable[Rule], stored_rank: 
             f"the manifest says {FORM_NOTE} = {form!r} and the ranks {sorted(ranks)}", _CHANGED
         )
     rank = ranks.pop()
-    found = {
-        part.name: block(number, rank, form)
-        for rule in rules
-        for number, part in enumerate(rule.parts)
-        if peft_name(part, "lora_A") in manifest.tensors
-    }
+    found = {}
+    for rule in rules:
+        for number, part in enumerate(rule.parts):
+            if peft_name(part, "lora_A") in manifest.tensors:
+                found[part.name] = block(number, rank, form)
     if max((stop for _, stop in found.values()), default=0) > stored_rank:
         raise ConversionError(
             f"the manifest records rank {rank} for each part, but {stored_rank} is stored", _CHANGED
@@ -311,19 +305,21 @@ class MegatronAdapter:
         )
         self._stacked = any(map(_STACKED.match, found))
         rules = linears(architecture)
-        places = [
-            self._place(rule, side, part)
-            for rule in rules
-            for part in (None, *parts_of(rule))
-            for side in _SIDES
-        ]
-        self._tensors = CanonicalTensors(checkpoint, {place.key: place.grid for place in places})
-        self._refuse_unknown(found, {place.key for place in places})
+        grids = {}
+        for rule in rules:
+            for part in (None, *parts_of(rule)):
+                for side in _SIDES:
+                    place = self._place(rule, side, part)
+                    grids[place.key] = place.grid
+        self._tensors = CanonicalTensors(checkpoint, grids)
+        self._refuse_unknown(found, grids)
         self.rank = self._common_rank(rules)
         manifest = read_manifest(self.directory)
         blocks = None if manifest is None else blocks_of(manifest, rules, self.rank)
         self._factors: dict[str, _Factor] = {}
-        problems = [problem for rule in rules for problem in self._add(rule, blocks)]
+        problems: list[str] = []
+        for rule in rules:
+            problems += self._add(rule, blocks)
         if problems:
             raise ConversionError(f"the adapters in {self.directory} do not fit the model", _FIX, problems)
         self.left_out = self._beside(checkpoint, found)
@@ -338,12 +334,10 @@ class MegatronAdapter:
         self.origin, self.raw_config, cut = said
         self.config: LoraConfig = read_lora_config(self.origin, self.raw_config)
         # These are separate adapters of gate and up, whose rows Megatron-Bridge treats as rows of both.
-        apart = (
-            self._place(rule, "linear_out", part)
-            for rule in rules
-            if rule.kind is Kind.GATED
-            for part in parts_of(rule)
-        )
+        apart = []
+        for rule in rules:
+            if rule.kind is Kind.GATED:
+                apart += [self._place(rule, "linear_out", part) for part in parts_of(rule)]
         if cut != 1 and any(map(self._has, apart)):
             raise ConversionError(
                 f"{self.directory} holds adapters of gate and up saved with "
@@ -357,7 +351,7 @@ class MegatronAdapter:
 
     def files(self) -> list[Path]:
         """See ``AdapterSource``."""
-        return [*sorted(path for path in self.directory.iterdir() if path.is_file()), self.origin]
+        return [*sorted(filter(Path.is_file, self.directory.iterdir())), self.origin]
 
     def keys(self) -> list[str]:
         """See ``AdapterSource``."""
@@ -388,7 +382,7 @@ class MegatronAdapter:
         return torch.cat(pieces)
 
     def _read(self, place: StoredPlace, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        box = (*((index, index + 1) for index in place.index), rows, columns)
+        box = (*single(place.index), rows, columns)
         return self._tensors.read(place.key, box).reshape(rows[1] - rows[0], columns[1] - columns[0])
 
     def _place(self, rule: Rule, side: str, part: int | None = None) -> StoredPlace:
@@ -400,18 +394,17 @@ class MegatronAdapter:
         shape = self._tensors.shape(place.key)
         own = shape[len(place.grid) :]
         return shape[: len(place.grid)] == place.grid and self._tensors.is_saved(
-            place.key, (*((index, index + 1) for index in place.index), *whole(own))
+            place.key, (*single(place.index), *whole(own))
         )
 
     def _common_rank(self, rules: list[Rule]) -> int:
         # The shape of linear_in is [..., rank, in], after the leading axes of stacked layers.
-        ranks = {
-            place.key: self._tensors.shape(place.key)[-2]
-            for rule in rules
-            for part in (None, *parts_of(rule))
-            if (place := self._place(rule, "linear_in", part)).key in self._tensors
-            and len(self._tensors.shape(place.key)) >= 2
-        }
+        ranks = {}
+        for rule in rules:
+            for part in (None, *parts_of(rule)):
+                key = self._place(rule, "linear_in", part).key
+                if key in self._tensors and len(self._tensors.shape(key)) >= 2:
+                    ranks[key] = self._tensors.shape(key)[-2]
         if len(set(ranks.values())) != 1:
             listing = [f"{key}: rank {rank}" for key, rank in sorted(ranks.items())]
             raise ConversionError(f"the adapters in {self.directory} have several ranks", _FIX, listing)
@@ -433,7 +426,7 @@ class MegatronAdapter:
         runs = tuple(sorted(runs, key=lambda run: run.start))
         for part in found:
             down, up = (self._place(rule, side, part) for side in _SIDES)
-            rows = rows_of(rule) if part is None else rule.parts[part].shape[0]
+            rows = rule.rows if part is None else rule.parts[part].shape[0]
             faults = list(self._faults({down: (self.rank, columns), up: (rows, self.rank)}))
             yield from faults
             for number, tensor in () if faults else enumerate(rule.parts):
@@ -462,7 +455,7 @@ class MegatronAdapter:
             elif not self._has(place):
                 yield f"missing: {place.key}{at}, which was not saved"
 
-    def _refuse_unknown(self, found: set[str], known: set[str]) -> None:
+    def _refuse_unknown(self, found: set[str], known: Collection[str]) -> None:
         unknown = [key for key in found if key.removesuffix("_w").removesuffix("_v") not in known]
         experts = [key for key in unknown if ".experts." in key]
         if experts:
@@ -484,19 +477,17 @@ class MegatronAdapter:
 
     def _beside(self, checkpoint: TorchDistCheckpoint, found: set[str]) -> tuple[str, ...]:
         # Look for both layouts: the base may be stacked or not, independently of the adapters.
-        base = {
-            stored_place(rule, self._architecture, stacked=stacked).key
-            for rule in all_rules(self._architecture)
-            for stacked in (True, False)
-        }
-        others = [
-            key
-            for key in checkpoint
-            if key not in found
-            and not is_of_optimizer(key)
-            and not key.startswith(("rng_state", "rerun_state"))
-        ]
-        unknown = [key for key in others if key not in base and "opt_param_scheduler" not in key]
+        base = set()
+        for rule in all_rules(self._architecture):
+            for stacked in (True, False):
+                base.add(stored_place(rule, self._architecture, stacked=stacked).key)
+        others, unknown = [], []
+        for key in checkpoint:
+            if key in found or is_of_optimizer(key) or key.startswith(("rng_state", "rerun_state")):
+                continue
+            others.append(key)
+            if key not in base and "opt_param_scheduler" not in key:
+                unknown.append(key)
         if unknown:
             raise ConversionError(
                 f"{self.directory} holds more than adapters and the base model", _FIX, unknown
@@ -510,7 +501,7 @@ class MegatronAdapter:
             up = self._place(rule, "linear_out")
             if not self._has(up):
                 continue
-            stored = self._read(up, (0, rows_of(rule)), (0, self.rank))
+            stored = self._read(up, (0, rule.rows), (0, self.rank))
             for run in runs_of(rule, self._architecture.head_dim, 0):
                 start, stop = blocks.get(rule.parts[run.part].name, (0, 0))
                 rows = stored[run.position : run.position + run.length]

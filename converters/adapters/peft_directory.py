@@ -49,12 +49,10 @@ class PeftDirectory(SafetensorsFile):
                 return name
             return ours + name.removeprefix(theirs)
 
-        entries = {
-            PEFT_PREFIX + renamed(name.removeprefix(PEFT_PREFIX))
-            if name.startswith(PEFT_PREFIX)
-            else name: entry
-            for name, entry in self._entries.items()
-        }
+        entries = {}
+        for name, entry in self._entries.items():
+            own = name.removeprefix(PEFT_PREFIX)
+            entries[name if own == name else PEFT_PREFIX + renamed(own)] = entry
         if entries.keys() == self._entries.keys():
             return
         self._entries, listed = entries, self.config
@@ -77,7 +75,7 @@ class PeftDirectory(SafetensorsFile):
 def is_peft_directory(directory: Path) -> bool:
     """Return whether a directory holds at least one file of a PEFT adapter."""
     return directory.is_dir() and any(
-        path.is_file() for path in (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*"))
+        map(Path.is_file, (directory / ADAPTER_CONFIG, *directory.glob("adapter_model.*")))
     )
 
 
@@ -89,9 +87,9 @@ def _weights_of(directory: Path) -> Path:
     if not (directory / WEIGHTS_FILE).is_file():
         # A trainer saves the adapters of its steps in directories inside that of the last one.
         places = (*sorted(directory.glob("adapter_model*")), *sorted(directory.glob(f"*/{WEIGHTS_FILE}")))
-        others = [str(path.relative_to(directory)) for path in places]
+        only = f", only {places[0].relative_to(directory)}" if places else ""
         raise ConversionError(
-            f"{directory} has no {WEIGHTS_FILE}" + (f", only {others[0]}" if others else ""),
+            f"{directory} has no {WEIGHTS_FILE}{only}",
             (
                 "give the directory that has it, or save the adapter with save_pretrained of a recent peft; "
                 "only safetensors are read, since other formats may run code"

@@ -77,11 +77,9 @@ class Replacements:
                 self._add(stored, f"{module}.weight", next(listed, None))
             elif self._is_of_saved(name, tied) and (name in tensors or (tied and name == _HEAD)):
                 self._add(stored, name, None)
-        self.problems += [
-            f"missing: {name}, which modules_to_save lists"
-            for name in tensors
-            if self._is_saved(name) and name not in self.found
-        ]
+        for name in tensors:
+            if self._is_saved(name) and name not in self.found:
+                self.problems.append(f"missing: {name}, which modules_to_save lists")
         has_tokens = any(name.endswith(_TOKENS) for name in self.names)
         if any(self._config.token_indices.values()) and not has_tokens:
             self.problems.append("missing: the rows that trainable_token_indices lists")
@@ -92,8 +90,8 @@ class Replacements:
         """Return whether modules_to_save lists the module of a tensor, or an enclosing module. PEFT matches
         the ends of names regardless of dots, so ``norm`` also matches every ``input_layernorm``."""
         parts = name.split(".")[:-1]
-        modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        return any(module.endswith(target) for module in modules for target in self._config.saved_modules)
+        saved = tuple(self._config.saved_modules)
+        return any(".".join(parts[:end]).endswith(saved) for end in range(1, len(parts) + 1))
 
     def _is_of_saved(self, name: str, tied: bool) -> bool:
         """Return whether a tensor is of a saved module. PEFT saves the output layer of a tied model under its

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from converters.adapters.megatron_adapter import (
     block,
     linears,
     peft_name,
-    rows_of,
     stored_factor,
 )
 from converters.checkpoint.artifacts import HF_DIRECTORY, read_config
@@ -108,15 +107,27 @@ def plan_adapter(directory: Path, hf_directory: Path, ignored: Collection[str] =
     config = read_config(hf_directory)
     architecture = read_architecture(config, ignored)
     adapter = LoraAdapter(directory, architecture)
-    rules = tuple(rule for rule in linears(architecture) if any(part.name in adapter for part in rule.parts))
-    problems = list(_without_form(adapter, {part.name for rule in rules for part in rule.parts}))
+    rules = []
+    names: set[str] = set()
+    for rule in linears(architecture):
+        if not adapter.changed.isdisjoint(rule.hf_names):
+            rules.append(rule)
+            names.update(rule.hf_names)
+    problems = list(_without_form(adapter, names))
     if problems:
         raise ConversionError(f"the adapter in {directory} has no exact form in Megatron", _FIX, problems)
     # ``_without_form`` has checked that all factors have the same rank and scale.
     one = next(iter(adapter.factors.values()))
     form = SHARED if all(_is_shared(adapter, rule) for rule in rules) else BLOCKS
     return AdapterPlan(
-        adapter, architecture, config, rules, _may_stack(rules, architecture), one.rank, one.scaling, form
+        adapter,
+        architecture,
+        config,
+        tuple(rules),
+        _may_stack(rules, architecture),
+        one.rank,
+        one.scaling,
+        form,
     )
 
 
@@ -143,7 +154,10 @@ def write_megatron_adapter(plan: AdapterPlan, target: Path, *, overwrite: bool =
     }
     planned = fingerprints(facts)
     with Staging(target, planned, overwrite=overwrite, others_in=others_than_converted) as staging:
-        hashes = TensorHashes([name for one in plan.adapter.factors.values() for name in (one.down, one.up)])
+        names: list[str] = []
+        for one in plan.adapter.factors.values():
+            names += (one.down, one.up)
+        hashes = TensorHashes(names)
         # torch.distributed.checkpoint names its files __RANK_NUMBER.distcp. This is the only file here.
         file = ItemFile(staging.directory / "__0_0.distcp")
         tensors: dict[str, StoredTensor] = {}
@@ -182,7 +196,12 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
         )
     # The config is kept as it is, and read with the names of the model, which may be those of another class.
     kept = read_lora_config(adapter.directory / ADAPTER_CONFIG, adapter.source.raw_config)
+    kinds: dict[str, set[Any]] = {"rank": set(), "scaling": set(), "dtype": set()}
     for name, factors in adapter.factors.items():
+        kinds["rank"].add(factors.rank)
+        kinds["scaling"].add(factors.scaling)
+        for factor in (factors.down, factors.up):
+            kinds["dtype"].add(dtype_name(adapter.source.dtype(factor)))
         module = name.removesuffix(".weight")
         if factors.place is not None or (name not in known and ".experts." in name):
             yield f"{name}: adapters of experts, of which Megatron-Bridge has one for all experts of a rank"
@@ -190,18 +209,7 @@ def _without_form(adapter: LoraAdapter, known: set[str]) -> Iterator[str]:
             yield f"{name}: only linear layers of the transformer layers have adapters"
         elif not kept.chooses(module) or kept.scaling_of(module) != factors.scaling:
             yield f"{name}: patterns or target_modules of {ADAPTER_CONFIG} name it as another class does"
-    for what, values in (
-        ("rank", Counter(factors.rank for factors in adapter.factors.values())),
-        ("scaling", Counter(factors.scaling for factors in adapter.factors.values())),
-        (
-            "dtype",
-            Counter(
-                dtype_name(adapter.source.dtype(name))
-                for one in adapter.factors.values()
-                for name in (one.down, one.up)
-            ),
-        ),
-    ):
+    for what, values in kinds.items():
         if len(values) > 1:
             yield (
                 f"{what}: {', '.join(map(str, sorted(values)))}; Megatron has one for all adapters of a model"
@@ -218,7 +226,7 @@ def _is_shared(adapter: LoraAdapter, rule: Rule) -> bool:
     return all(bytes_of(adapter.source.read(other.down)) == expected for other in others if other is not None)
 
 
-def _may_stack(rules: tuple[Rule, ...], architecture: Architecture) -> bool:
+def _may_stack(rules: Sequence[Rule], architecture: Architecture) -> bool:
     """Return whether layers of the model can be stacked and all have the same adapters."""
     if not is_stacked(architecture):
         return False
@@ -236,7 +244,7 @@ def _stored(plan: AdapterPlan, rule: Rule, hashes: TensorHashes) -> Iterator[tup
     # Fill with zeros the ranks of other parts, and parts without an adapter, so that each part gets only its
     # own product.
     down = torch.zeros(plan.stored_rank, rule.parts[0].shape[1], dtype=dtype)
-    up = torch.zeros(rows_of(rule), plan.stored_rank, dtype=dtype)
+    up = torch.zeros(rule.rows, plan.stored_rank, dtype=dtype)
 
     def read(name: str) -> Tensor:
         tensor = source.read(name)

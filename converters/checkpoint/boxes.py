@@ -39,14 +39,19 @@ def intersection(one: Box, other: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
-def relative(box: Box, origin: Sequence[int]) -> Box:
-    """Return the box relative to ``origin``."""
-    return tuple((start - first, stop - first) for (start, stop), first in zip(box, origin, strict=True))
+def single(index: Sequence[int]) -> Box:
+    """Return the box that contains only the element at ``index``."""
+    return tuple((position, position + 1) for position in index)
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """Return the box relative to the beginning of ``outer``."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
     """Return the view of a tensor that a box describes."""
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
+    return tensor[tuple(itertools.starmap(slice, box))]
 
 
 def read_box(
@@ -71,14 +76,10 @@ def read_box(
     if out.numel() == 0:
         return out
     # The dimensions behind this one are whole, so that a range of this dimension is one run of bytes.
-    inner = max(
-        (
-            axis
-            for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True))
-            if stop - start < size
-        ),
-        default=0,
-    )
+    inner = 0
+    for axis, size in enumerate(out.shape):
+        if size < shape[axis]:
+            inner = axis
     tail = math.prod(shape[inner + 1 :]) * dtype.itemsize
     first, last = box[inner] if box else (0, 1)
     run = (last - first) * tail
@@ -88,7 +89,7 @@ def read_box(
         return part(rows, (*whole(rows.shape[:inner]), *box[inner:])).contiguous()
     strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(inner)]
     position = 0
-    for place in itertools.product(*(range(*limits) for limits in box[:inner])):
+    for place in itertools.product(*itertools.starmap(range, box[:inner])):
         begin = (
             offset + sum(index * stride for index, stride in zip(place, strides, strict=True)) + first * tail
         )

@@ -213,7 +213,7 @@ class TensorHashes:
             rows.is_floating_point()
             and rows.itemsize > 1
             and rows.numel()
-            and not all(bool(extreme.isfinite()) for extreme in torch.aminmax(rows))
+            and not torch.stack(torch.aminmax(rows)).isfinite().all()
         ):
             self.not_finite.add(name)
 
@@ -243,15 +243,18 @@ class HeldAgainst:
         dtypes: Mapping[str, torch.dtype],
         other: Container[str] = (),
     ) -> None:
-        known = manifest.tensors if manifest is not None else {}
         self._directory = directory
-        self._records = {name: known[name] for name in dtypes if name in known and name not in other}
-        self._unknown = [name for name in dtypes if manifest is not None and name not in known]
-        self._cast = {
-            name: dtype_called(record.dtype)
-            for name, record in self._records.items()
-            if record.dtype != dtype_name(dtypes[name])
-        }
+        self._records, self._unknown, self._cast = {}, [], {}
+        if manifest is None:
+            return
+        for name, dtype in dtypes.items():
+            record = manifest.tensors.get(name)
+            if record is None:
+                self._unknown.append(name)
+            elif name not in other:
+                self._records[name] = record
+                if record.dtype != dtype_name(dtype):
+                    self._cast[name] = dtype_called(record.dtype)
 
     def hashes(self, names: Iterable[str]) -> TensorHashes:
         """Return empty hashes for those tensors that are written in another dtype than the manifest's."""
@@ -273,11 +276,11 @@ class HeldAgainst:
         Raises:
             ChangedSourceError: lists the changed tensors.
         """
-        changed = [
-            name
-            for name, record in self._records.items()
-            if (before if name in self._cast else written)[name] != record.sha256
-        ]
+        changed = []
+        for name, record in self._records.items():
+            digests = before if name in self._cast else written
+            if digests[name] != record.sha256:
+                changed.append(name)
         # A manifest lists every tensor of the source, so that a tensor that it does not list was added later.
         changed += [f"{name}, which the manifest does not list" for name in self._unknown]
         if changed:

@@ -67,7 +67,7 @@ class BlockScaled:
         of_column = torch.arange(*columns) // self._block[1] - columns[0] // self._block[1]
         weight = self._read_weight(box)
         result = torch.empty(shape_of(box), dtype=dtype)
-        for index in itertools.product(*(range(stop - start) for start, stop in leading)):
+        for index in itertools.product(*map(range, shape_of(leading))):
             for number, (start, stop) in enumerate(_cuts(rows, self._block[0])):
                 piece = slice(start - rows[0], stop - rows[0])
                 result[index][piece] = weight[index][piece].float() * scales[index][number][of_column]
@@ -251,7 +251,9 @@ class DequantizedSource(HuggingFaceSource):
     def _find_groups(self) -> list[str]:
         """Find the MXFP4 tensors, which keep the names of their blocks, and return the problems with them."""
         problems = []
-        for name in sorted(name for name in self._file_of if name.endswith(_BLOCKS)):
+        for name in sorted(self._file_of):
+            if not name.endswith(_BLOCKS):
+                continue
             shape, dtype, scales = (
                 super().shape(name),
                 super().dtype(name),
@@ -309,13 +311,13 @@ def _method_of(config: Any) -> str:
             f"{KEY} = {config!r}: only quant_method {FP8!r} (with weight_block_size) and {MXFP4!r} are known",
             remedy_for_quantized(config),
         )
-    problems = (
-        []
-        if config.get("activation_scheme", "dynamic") == "dynamic"
-        else [f"activation_scheme = {config['activation_scheme']!r}"]
-    )
+    problems = []
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        problems.append(f"activation_scheme = {config['activation_scheme']!r}")
     others = sorted(set(config) - _INERT - ({"weight_block_size"} if method == FP8 else set()))
-    problems += [f"{key} = {config[key]!r}" for key in others if not is_off(config[key])]
+    for key in others:
+        if not is_off(config[key]):
+            problems.append(f"{key} = {config[key]!r}")
     if problems:
         raise ConversionError(
             f"{KEY} has settings that are not supported",

@@ -33,11 +33,10 @@ _HUB_PATTERNS = [
 _TEMPLATES = "additional_chat_templates"
 # These patterns match every directory but that of the templates. Patterns have no "not", so one pattern for
 # each letter matches the names that differ from there on.
-_OTHER_DIRECTORIES = [
-    pattern
-    for length, letter in enumerate(_TEMPLATES)
-    for pattern in (f"{_TEMPLATES[:length]}[!{letter}]*/*", *([f"{_TEMPLATES[:length]}/*"] if length else []))
-] + [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
+_OTHER_DIRECTORIES = [f"{_TEMPLATES}[!/]*/*", f"{_TEMPLATES}/*/*"]
+for _length, _letter in enumerate(_TEMPLATES):
+    # The first of these directories has an empty name, which no path has.
+    _OTHER_DIRECTORIES += [f"{_TEMPLATES[:_length]}[!{_letter}]*/*", f"{_TEMPLATES[:_length]}/*"]
 # Mistral's repositories have a second copy of the weights, consolidated*. An adapter is not part of the base
 # model.
 _HUB_IGNORED = [*_OTHER_DIRECTORIES, "consolidated*", "adapter_*"]
@@ -151,7 +150,7 @@ class HuggingFaceSource:
 
     def files(self) -> list[Path]:
         """Return the weight files, sorted."""
-        return sorted({self.directory / name for name in self._file_of.values()})
+        return sorted(map(self.directory.joinpath, set(self._file_of.values())))
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
@@ -290,17 +289,16 @@ class HuggingFaceSource:
                 return ConversionError(
                     f"{what}, only {unfinished}, an unfinished download", "fetch the model again"
                 )
-        inside = sorted(
-            path.parent
-            # The user may have given a directory above the model, or models--OWNER--NAME of the hub's cache.
-            for pattern in ("*", "snapshots/*")
-            for path in self.directory.glob(f"{pattern}/config.json")
-            if any(path.parent.glob("model*.safetensors"))
-        )
+        # The user may have given a directory above the model, or models--OWNER--NAME of the hub's cache.
+        inside: list[Path] = []
+        for pattern in ("*/config.json", "snapshots/*/config.json"):
+            for path in self.directory.glob(pattern):
+                if any(path.parent.glob("model*.safetensors")):
+                    inside.append(path.parent)
         if inside:
             return ConversionError(
-                f"{what}; its subdirectory {inside[-1].relative_to(self.directory)} holds a model",
-                f"give {inside[-1]}",
+                f"{what}; its subdirectory {max(inside).relative_to(self.directory)} holds a model",
+                f"give {max(inside)}",
             )
         for pattern, whose, fix in _SHARDED:
             if any(self.directory.glob(pattern)):

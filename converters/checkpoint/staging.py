@@ -195,10 +195,7 @@ class Staging:
         if error is None:
             return
         try:
-            with self._mutex:
-                if not self._journal.closed:
-                    self._flush()
-                    self._journal.close()
+            self.close_journal()
             # If the source has changed, finished pieces are useless: they would be mixed with pieces of the
             # new source.
             is_of_use = self._finished_pieces > 0 and not isinstance(error, ChangedSourceError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import sys
 import threading
@@ -78,7 +79,7 @@ class RunOptions:
         own, count = self.part
         missing = set(range(1, count + 1)) - set(others) - {own}
         if not missing:
-            check([record for records in others.values() for record in records])
+            check(list(itertools.chain.from_iterable(others.values())))
             missing = {number % count + 1 for number in incomplete()}
         return tuple(sorted(missing))
 

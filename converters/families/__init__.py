@@ -52,8 +52,8 @@ _FAMILIES = (
     qwen3_next.FAMILY,
     seed_oss.FAMILY,
 )
-_BUILT_IN = frozenset(family.model_type for family in _FAMILIES)
 _known = {family.model_type: family for family in _FAMILIES}
+_BUILT_IN = frozenset(_known)
 FAMILIES: Mapping[str, Family] = MappingProxyType(_known)
 """Families by ``model_type``, including user-defined ones once they are registered."""
 

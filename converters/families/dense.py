@@ -59,7 +59,8 @@ def _grouped_query_rules(facts: ModelFacts, layer: int) -> Iterator[Rule]:
     heads = {"q": query * (1 + facts.output_gate), "k": key, "v": key}
     projections = {f"{prefix}{letter}_proj": (width, hidden) for letter, width in heads.items()}
     rules = module_rules(f"{megatron}linear_qkv", Kind.QKV, projections, bias=facts.qkv_bias)
-    yield from (_with_gates(rule, facts) for rule in rules) if facts.output_gate else rules
+    for rule in rules:
+        yield _with_gates(rule, facts) if facts.output_gate else rule
     for letter in "qk" if facts.qk_norm else "":
         yield from module_rules(
             f"{megatron}{letter}_layernorm", Kind.REPLICATED, {f"{prefix}{letter}_norm": (head_dim,)}
@@ -78,8 +79,9 @@ def _with_gates(rule: Rule, facts: ModelFacts) -> Rule:
     groups, width = facts.num_key_value_heads, facts.head_dim
     heads = facts.num_attention_heads // groups
     # In the rows of a group, query head h begins at 2h widths, and its gate follows one width later.
-    ordered = [2 * head * width for head in range(heads)] + [(2 * head + 1) * width for head in range(heads)]
-    queries = [GroupRows(0, start, width, 2 * heads * width) for start in ordered]
+    stop = 2 * heads * width
+    starts = (*range(0, stop, 2 * width), *range(width, stop, 2 * width))
+    queries = [GroupRows(0, start, width, stop) for start in starts]
     rows = (*queries, GroupRows(1, 0, width, width), GroupRows(2, 0, width, width))
     return replace(rule, kind=Kind.GROUPED, groups=groups, group_rows=rows)
 

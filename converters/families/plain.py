@@ -124,9 +124,11 @@ def _head_width(config: Config) -> None:
 def _windows(config: Config) -> None:
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
     if config["layer_types"] is None:
+        count, first = config["num_hidden_layers"], config["max_window_layers"]
         windowed = config["sliding_window"] is not None
-        kinds = (layer >= config["max_window_layers"] for layer in range(config["num_hidden_layers"]))
-        config["layer_types"] = [_WINDOWED if windowed and behind else _FULL for behind in kinds]
+        config["layer_types"] = [
+            _WINDOWED if windowed and layer >= first else _FULL for layer in range(count)
+        ]
 
 
 def _qwen2_moe(config: Config) -> None:
@@ -135,10 +137,10 @@ def _qwen2_moe(config: Config) -> None:
     config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else 0
     if config["layer_types"] is None:
         count, last = config["num_hidden_layers"], config["max_window_layers"]
-        windowed = (
-            config["use_sliding_window"] and layer % 2 == 0 and layer < last for layer in range(count)
-        )
-        config["layer_types"] = [_WINDOWED if each else _FULL for each in windowed]
+        windowed = config["use_sliding_window"]
+        config["layer_types"] = [
+            _WINDOWED if windowed and layer % 2 == 0 and layer < last else _FULL for layer in range(count)
+        ]
 
 
 def _qwen3_moe(config: Config) -> None:
@@ -333,9 +335,13 @@ def filled_config(content: Mapping[str, Any]) -> Config | None:
     given = {key: value for key, value in content.items() if key not in _ROPE_KEYS}
     if not all(_is_plain(key, value, keys, kind.free) for key, value in given.items()):
         return None
-    if any(key.default is None and name not in given for name, key in keys.items()):
-        return None
-    config = {**{name: key.default[0] for name, key in keys.items() if key.default is not None}, **given}
+    config = {}
+    for name, key in keys.items():
+        if key.default is not None:
+            config[name] = key.default[0]
+        elif name not in given:
+            return None
+    config |= given
     rope = _rope(content, config, kind)
     if rope is None or not _fits(config, kind):
         return None
@@ -352,7 +358,7 @@ def _is_plain(name: str, value: object, keys: Mapping[str, _Key], free: frozense
     if name in {"dtype", "torch_dtype"}:
         return value is None or value in _DTYPES
     if name == "eos_token_id" and isinstance(value, list):
-        return all(type(each) is int for each in value)
+        return set(map(type, value)) <= {int}
     key = keys.get(name)
     if key is None:
         known = name in free or (name in INERT_KEYS and name not in _TELLING)
@@ -380,7 +386,7 @@ def _fits(config: Config, kind: _ConfigClass) -> bool:
         return False
     if types is not None and (len(types) != layers or not all(each in (_WINDOWED, _FULL) for each in types)):
         return False
-    if not all(type(each) is int for each in config.get("mlp_only_layers") or ()):
+    if not set(map(type, config.get("mlp_only_layers") or ())) <= {int}:
         return False
     return width % heads == 0 or not (kind.divides_width or (config.get("head_dim") is None and not latent))
 

@@ -51,10 +51,10 @@ def check_raw(options: Mapping[str, Any], config_class: type) -> None:
     Raises:
         ConversionError: lists every key that is not a setting, and every value of the wrong type.
     """
-    internal = sorted(
-        str(key) for key in options if key in _INTERNALS or callable(getattr(config_class, str(key), None))
-    )
-    problems = [f"{key}: no setting, but a part of transformers' {config_class.__name__}" for key in internal]
+    problems = []
+    for key in sorted(map(str, options)):
+        if key in _INTERNALS or callable(getattr(config_class, key, None)):
+            problems.append(f"{key}: no setting, but a part of transformers' {config_class.__name__}")
     problems += dtype_problems(options)
     quantization = options.get("quantization_config")
     if quantization is not None and not isinstance(quantization, Mapping):
@@ -67,12 +67,12 @@ def check_raw(options: Mapping[str, Any], config_class: type) -> None:
 
 def dtype_problems(config: Mapping[str, Any]) -> list[str]:
     """Return the problems with the config's dtypes; loading a model with any other name of a dtype fails."""
-    said = {key: config.get(key) for key in ("dtype", "torch_dtype")}
-    return [
-        f"{key} = {value!r}: the name of a dtype is needed, such as bfloat16"
-        for key, value in said.items()
-        if value is not None and str(value).removeprefix("torch.") not in _DTYPES
-    ]
+    problems = []
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+            problems.append(f"{key} = {value!r}: the name of a dtype is needed, such as bfloat16")
+    return problems
 
 
 _DIMENSIONS = {
@@ -176,7 +176,9 @@ def config_notes(hf_config: Any, ignore_config_keys: Collection[str] = ()) -> li
     )
     asked = [f"{key} = {shown(config[key])}" for key in sorted(ignored & set(config))]
     notes += [f"{', '.join(asked)}: ignored as requested"] if asked else []
-    return notes + [f"{key} = {config[key]!r}: training uses 0" for key in _DROPOUTS if config.get(key)]
+    for key in filter(config.get, _DROPOUTS):
+        notes.append(f"{key} = {config[key]!r}: training uses 0")
+    return notes
 
 
 def _read(config: Mapping[str, Any], ignored: frozenset[str], config_class: type | None) -> Architecture:
@@ -354,11 +356,9 @@ def _refused_keys(
     problems = dtype_problems(config)
     if config.get("hidden_act") != "silu":
         problems.append(f"hidden_act = {config.get('hidden_act')!r}: only 'silu' is supported")
-    problems += [
-        f"{key} = {config[key]!r}: a number from 0 to 1 is needed"
-        for key in _DROPOUTS
-        if not _is_rate(config.get(key))
-    ]
+    for key in _DROPOUTS:
+        if not _is_rate(config.get(key)):
+            problems.append(f"{key} = {config[key]!r}: a number from 0 to 1 is needed")
     if config.get("is_causal") is False:
         problems.append(
             "is_causal = False: transformers then lets tokens attend to later ones; only causal "
@@ -378,10 +378,11 @@ def _refused_keys(
     if config.get("quantization_config"):
         fix = remedy_for_quantized(config["quantization_config"])
         problems.append(f"quantization_config: the weights are quantised; {fix}")
-    reasons = ((key, refusal_of_key(key, config_class)) for key in _foreign_keys(config, family, ignored))
-    return problems + [
-        f"{key} = {shown(config[key])}: {reason}" for key, reason in reasons if reason is not None
-    ]
+    for key in _foreign_keys(config, family, ignored):
+        reason = refusal_of_key(key, config_class)
+        if reason is not None:
+            problems.append(f"{key} = {shown(config[key])}: {reason}")
+    return problems
 
 
 def remedy_for_quantized(config: Any) -> str:

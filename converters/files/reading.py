@@ -40,8 +40,11 @@ def first_special(directory: Path) -> tuple[Path, str] | None:
     Raises:
         OSError: the directory cannot be read.
     """
-    found = ((path, special_kind(path)) for path in sorted(directory.iterdir()))
-    return next(((path, kind) for path, kind in found if kind is not None), None)
+    for path in sorted(directory.iterdir()):
+        kind = special_kind(path)
+        if kind is not None:
+            return path, kind
+    return None
 
 
 def require_regular(path: Path) -> Path:
@@ -114,12 +117,13 @@ def check_depth(content: Any, what: str) -> None:
             raise ConversionError(
                 f"{what} nests deeper than {DEEPEST} levels", "fetch or write the file again"
             )
-        children = [
-            value.values() if isinstance(value, Mapping) else value
-            for value in level
-            if isinstance(value, (Mapping, list, tuple))
-        ]
-        level, depth = [child for several in children for child in several], depth + 1
+        children: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                children += value.values()
+            elif isinstance(value, (list, tuple)):
+                children += value
+        level, depth = children, depth + 1
 
 
 def unusable_names(directory: Path, names: Iterable[str], kind: str = "file", suffix: str = "") -> list[str]:

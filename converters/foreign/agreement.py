@@ -59,14 +59,10 @@ def check_agreement(
     known = _PROVIDER | set(ignored)
     problems = [*_differences(settings, architecture, ignored)]
     # Settings of YaRN are compared above if the config uses YaRN, and have no meaning otherwise.
-    problems += [
-        f"{name} = {value!r}: unknown setting, which may change the forward pass"
-        for name, value in sorted(settings.values.items())
-        if is_suspicious(name)
-        and name not in known
-        and not name.startswith(("yarn_", "_"))
-        and not is_off(value)
-    ]
+    for name, value in sorted(settings.values.items()):
+        is_unknown = name not in known and not name.startswith(("yarn_", "_"))
+        if is_unknown and is_suspicious(name) and not is_off(value):
+            problems.append(f"{name} = {value!r}: unknown setting, which may change the forward pass")
     if problems:
         raise ConversionError(
             f"{settings.origin} does not describe the model that its Hugging Face config "

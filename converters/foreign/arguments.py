@@ -111,11 +111,9 @@ def megatron_lm_state(architecture: Architecture, padded_vocab: int, dtype: torc
     for name in ("gated_linear_unit", "share_embeddings_and_output_weights"):
         arguments.pop(name)
     # If a config gives YaRN no scales, Megatron-LM's values without the flags mean the same.
-    arguments |= {
-        name: _FLAGS[name]
-        for name in ("mscale", "mscale_all_dim")
-        if name in arguments and arguments[name] is None
-    }
+    for name in ("mscale", "mscale_all_dim"):
+        if name in arguments and arguments[name] is None:
+            arguments[name] = _FLAGS[name]
     arguments |= {
         "add_position_embedding": False,
         "bf16": dtype == torch.bfloat16,
@@ -182,17 +180,15 @@ def _require_arguments(settings: MegatronSettings) -> None:
         "latent_norm_epsilon": settings.latent_norm_epsilon,
     }
     problems = [f"{name} = {value}" for name, value in own.items() if value is not None]
-    problems += [
-        f"{name} = {value!r}" for name, value in settings.attributes.items() if not name.startswith("yarn_")
-    ]
-    problems += [
-        (
-            f"{name} = {settings.transformer[name]!r}: Megatron-LM has no flag for it, and computes with "
-            f"{value!r}"
-        )
-        for name, value in _WITHOUT_FLAGS.items()
-        if settings.transformer.get(name, value) != value
-    ]
+    for name, value in settings.attributes.items():
+        if not name.startswith("yarn_"):
+            problems.append(f"{name} = {value!r}")
+    for name, value in _WITHOUT_FLAGS.items():
+        if settings.transformer.get(name, value) != value:
+            problems.append(
+                f"{name} = {settings.transformer[name]!r}: Megatron-LM has no flag for it, and computes with "
+                f"{value!r}"
+            )
     factor = settings.model.get("rope_scaling_factor", ROPE_FACTOR)
     if factor != ROPE_FACTOR:
         problems.append(

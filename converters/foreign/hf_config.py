@@ -136,13 +136,11 @@ def _rope_scaling(settings: ForeignSettings) -> dict[str, Any]:
         }
         names |= {"mscale_all_dim": "mscale_all_dim", "truncate": "correction_range_round_to_int"}
         names["original_max_position_embeddings"] = "original_max_position_embeddings"
-        found = {key: values.get(f"yarn_{name}") for key, name in names.items()}
-        return {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                **{key: value for key, value in found.items() if value is not None},
-            }
-        }
+        scaling: dict[str, Any] = {"rope_type": "yarn"}
+        for key, name in names.items():
+            if values.get(f"yarn_{name}") is not None:
+                scaling[key] = values[f"yarn_{name}"]
+        return {"rope_scaling": scaling}
     if values.get("rope_scaling"):
         # The other three numbers are constants in Megatron-Core's code.
         original = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -82,16 +82,22 @@ def with_master_weights(checkpoint: TorchDistCheckpoint) -> MasterTensors:
     """
     places = [checkpoint, *map(TorchDistCheckpoint, optimizer_beside(checkpoint.directory))]
     for place in places:
-        names = {match.group(1): key for key in place if (match := _MASTER.fullmatch(key)) is not None}
+        names = {}
+        for key in place:
+            match = _MASTER.fullmatch(key)
+            if match is not None:
+                names[match.group(1)] = key
         if names:
             return MasterTensors(checkpoint, RenamedTensors(place, names))
     readable = "readable are fully_reshardable and, not flattened, fully_sharded_model_space"
-    if any(_BUCKETS.match(key) for place in places for key in (*place, *place.objects)):
-        raise ConversionError(
-            f"the optimizer of {checkpoint.directory} was saved by buckets (dp_reshardable or "
-            f"dp_zero_gather_scatter); {readable}",
-            "save it again with --dist-ckpt-optim-fully-reshardable, or leave --source-weights master out",
-        )
+    for place in places:
+        if any(map(_BUCKETS.match, (*place, *place.objects))):
+            raise ConversionError(
+                f"the optimizer of {checkpoint.directory} was saved by buckets (dp_reshardable or "
+                f"dp_zero_gather_scatter); {readable}",
+                "save it again with --dist-ckpt-optim-fully-reshardable, or leave --source-weights master "
+                "out",
+            )
     raise ConversionError(
         f"{checkpoint.directory} has no optimizer state with float32 weights; {readable}",
         "leave --source-weights master out",

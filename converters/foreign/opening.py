@@ -160,8 +160,11 @@ def canonical(tensors: StoredTensors, architecture: Architecture) -> CanonicalTe
         ConversionError: a tensor is stored under two names.
     """
     stacked = are_stacked(tensors)
-    places = [stored_place(rule, architecture, stacked=stacked) for rule in all_rules(architecture)]
-    return CanonicalTensors(tensors, {place.key: place.grid for place in places})
+    grids = {}
+    for rule in all_rules(architecture):
+        place = stored_place(rule, architecture, stacked=stacked)
+        grids[place.key] = place.grid
+    return CanonicalTensors(tensors, grids)
 
 
 # This is Megatron-LM's default of --make-vocab-size-divisible-by.

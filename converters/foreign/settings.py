@@ -7,6 +7,7 @@ is read as plain YAML, and nothing in it is called.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,9 +148,7 @@ def with_settings_of_whole_layers(settings: ForeignSettings) -> ForeignSettings:
         ConversionError: the pattern does not form whole layers (``view.with_whole_layers``).
     """
     values = settings.values
-    name = next(
-        (name for name in ("hybrid_layer_pattern", "hybrid_override_pattern") if values.get(name)), None
-    )
+    name = next(filter(values.get, ("hybrid_layer_pattern", "hybrid_override_pattern")), None)
     if name is None:
         return settings
     # Bars separate pipeline stages.
@@ -207,7 +206,7 @@ _ARGUMENTS_OF_THEIR_OWN = frozenset(
         "swiglu",
         "untie_embeddings_and_output_weights",
         "use_rotary_position_embeddings",
-        *(other for others in RENAMED_ARGUMENTS.values() for other in others),
+        *itertools.chain.from_iterable(RENAMED_ARGUMENTS.values()),
     }
 )
 
@@ -263,14 +262,7 @@ _LARGEST = 2**24
 def find_run_config(directory: Path) -> Path | None:
     """Return the path of ``run_config.yaml`` in a checkpoint's directory or its parent, or None if there is
     none."""
-    return next(
-        (
-            path / RUN_CONFIG_FILE
-            for path in (directory, directory.parent)
-            if (path / RUN_CONFIG_FILE).is_file()
-        ),
-        None,
-    )
+    return next(filter(Path.is_file, (directory / RUN_CONFIG_FILE, directory.parent / RUN_CONFIG_FILE)), None)
 
 
 def read_section(path: Path, name: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ The legacy ``GroupedMLP`` stores the same tensors as the other experts.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.boxes import Box, part, relative, shape_of, whole
 from converters.errors import ConversionError
 from converters.mapping.rule import PORTABLE_NORMS
 from converters.torch_dist.keys import is_of_optimizer
-from converters.torch_dist.reader import StoredTensors
+from converters.torch_dist.reader import StoredTensors, missing_elements, overlaps
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # These are adapters that Megatron-Bridge adds to a linear layer, and the name under which it then stores the
@@ -130,11 +129,14 @@ class CanonicalTensors(ViewedTensors):
 
     def __init__(self, tensors: StoredTensors, grids: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(tensors)
-        self._entries = {
-            key: entry for key, grid in grids.items() if (entry := _find(tensors, key, grid)) is not None
-        }
+        self._entries: dict[str, _Entry] = {}
+        used: set[str] = set()
+        for key, grid in grids.items():
+            entry = _find(tensors, key, grid)
+            if entry is not None:
+                self._entries[key] = entry
+                used.update(piece.key for piece in entry.pieces)
         # Keep keys visible that no entry uses, so that they are reported as unknown.
-        used = {piece.key for entry in self._entries.values() for piece in entry.pieces}
         self._keys = frozenset((*self._entries, *(key for key in tensors if key not in used)))
 
     def __iter__(self) -> Iterator[str]:
@@ -159,34 +161,26 @@ class CanonicalTensors(ViewedTensors):
         """See ``StoredTensors``."""
         if key not in self._entries:
             return super().read(key, box)
-        found = self._pieces(key, box)
+        found = overlaps(box, self._entries[key].pieces)
         if len(found) == 1 and found[0][0] == box:
             return self._read(found[0][1], box).to(self.dtype(key))
-        if not _make_up(box, found):
+        if missing_elements(box, found):
             raise ConversionError(
                 f"{key}: not every part of {box} was saved", "the checkpoint is incomplete; save it again"
             )
         out = torch.empty(shape_of(box), dtype=self.dtype(key))
         for common, piece in found:
-            part(out, relative(common, [start for start, _ in box])).copy_(self._read(piece, common))
+            part(out, relative(common, box)).copy_(self._read(piece, common))
         return out
 
     def is_saved(self, key: str, box: Box) -> bool:
         """See ``StoredTensors``."""
         if key not in self._entries:
             return super().is_saved(key, box)
-        found = self._pieces(key, box)
-        return _make_up(box, found) and all(
+        found = overlaps(box, self._entries[key].pieces)
+        return not missing_elements(box, found) and all(
             self._tensors.is_saved(piece.key, _inside(piece, common)) for common, piece in found
         )
-
-    def _pieces(self, key: str, box: Box) -> list[tuple[Box, _Piece]]:
-        """Return the pieces that overlap a box, each as a pair of the overlapping range and the piece."""
-        return [
-            (common, piece)
-            for piece in self._entries[key].pieces
-            if (common := intersection(box, piece.box)) is not None
-        ]
 
     def _read(self, piece: _Piece, box: Box) -> Tensor:
         return self._tensors.read(piece.key, _inside(piece, box)).reshape(shape_of(box))
@@ -218,20 +212,13 @@ def refuse_own_gated_delta_nets(tensors: StoredTensors) -> None:
     Raises:
         ConversionError: the checkpoint has such layers.
     """
-    found = next(
-        (
-            key
-            for key in tensors
-            if key.endswith("self_attention.in_proj.weight.query") and "optimizer." not in key
-        ),
-        None,
-    )
-    if found is not None:
-        raise ConversionError(
-            f"{tensors.directory} holds Megatron-Core's own gated delta nets ({found}), which are not "
-            "converted",
-            "convert what megarl has trained, or export it with the trainer that wrote it",
-        )
+    for key in tensors:
+        if key.endswith("self_attention.in_proj.weight.query") and "optimizer." not in key:
+            raise ConversionError(
+                f"{tensors.directory} holds Megatron-Core's own gated delta nets ({key}), which are not "
+                "converted",
+                "convert what megarl has trained, or export it with the trainer that wrote it",
+            )
 
 
 def without_prefix(tensors: StoredTensors) -> StoredTensors:
@@ -306,12 +293,9 @@ def with_whole_layers(tensors: StoredTensors) -> StoredTensors:
 def _find(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry | None:
     """Return the stored pieces of a model's key, or None if none of them is stored."""
     names = [key, *_other_norms(key)]
-    found = [name for name in names if name in tensors]
-    entries = [_Entry(tensors.shape(name), (_Piece(name, whole(tensors.shape(name))),)) for name in found]
-    entries += [entry for name in names if (entry := _halves(tensors, name)) is not None]
-    one_by_one = _experts(tensors, key, grid)
-    if one_by_one is not None:
-        entries.append(one_by_one)
+    alone = map(functools.partial(_alone, tensors), names)
+    halves = map(functools.partial(_halves, tensors), names)
+    entries = list(filter(None, (*alone, *halves, _experts(tensors, key, grid))))
     if len(entries) > 1:
         stored = ", ".join(entry.pieces[0].key for entry in entries)
         raise ConversionError(
@@ -326,6 +310,13 @@ def _other_norms(key: str) -> Iterator[str]:
         for name, instead in ((one, other), (other, one)):
             if key.endswith(f".{name}"):
                 yield key.removesuffix(name) + instead
+
+
+def _alone(tensors: StoredTensors, key: str) -> _Entry | None:
+    """Return a tensor that is stored under this key, or None if it is not."""
+    if key not in tensors:
+        return None
+    return _Entry(tensors.shape(key), (_Piece(key, whole(tensors.shape(key))),))
 
 
 def _halves(tensors: StoredTensors, key: str) -> _Entry | None:
@@ -351,12 +342,7 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
     for expert in range(grid[-1]):
         for middle in ("experts", "local_experts"):
             stored = f"{block}{middle}.{expert}.{name}"
-            alone = (
-                _Entry(tensors.shape(stored), (_Piece(stored, whole(tensors.shape(stored))),))
-                if stored in tensors
-                else None
-            )
-            entry = alone or _halves(tensors, stored)
+            entry = _alone(tensors, stored) or _halves(tensors, stored)
             if entry is not None:
                 shape = entry.shape
                 pieces += [
@@ -368,13 +354,7 @@ def _experts(tensors: StoredTensors, key: str, grid: tuple[int, ...]) -> _Entry 
 
 def _inside(piece: _Piece, box: Box) -> Box:
     """Convert a box of the larger tensor to a box of the stored tensor."""
-    inside = relative(box, [start for start, _ in piece.box])
+    inside = relative(box, piece.box)
     return (
         inside if piece.added_axis is None else (*inside[: piece.added_axis], *inside[piece.added_axis + 1 :])
     )
-
-
-def _make_up(box: Box, pieces: list[tuple[Box, _Piece]]) -> bool:
-    """Return whether the pieces cover the whole box."""
-    # The pieces of one entry do not overlap, so that their sizes can be added.
-    return sum(math.prod(shape_of(common)) for common, _ in pieces) == math.prod(shape_of(box))

@@ -92,10 +92,15 @@ def _values(name: str, architecture: Architecture) -> dict[str, int]:
         elif re.search(r"\.experts(\.|$)", name):
             values |= {width: mixture.ffn_hidden_size, f"2 * {width}": 2 * mixture.ffn_hidden_size}
         values[experts] = mixture.num_experts
-    values |= {"hidden_size": architecture.hidden_size, "intermediate_size": architecture.ffn_hidden_size}
-    values |= {"vocab_size": architecture.vocab_size, "2 * hidden_size": 2 * architecture.hidden_size}
     heads = architecture.num_attention_heads
-    values |= {"num_attention_heads": heads, "head_dim": architecture.head_dim}
+    values |= {
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.ffn_hidden_size,
+        "vocab_size": architecture.vocab_size,
+        "2 * hidden_size": 2 * architecture.hidden_size,
+        "num_attention_heads": heads,
+        "head_dim": architecture.head_dim,
+    }
     if latent is None:
         values |= {
             _HEADS: heads * architecture.head_dim,

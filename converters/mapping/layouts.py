@@ -101,18 +101,15 @@ def shard_layout(rule: Rule, head_dim: int, tp_rank: int, tp_size: int, padded_v
     if rule.kind is Kind.VOCAB:
         return _vocab_layout(rule, tp_rank, tp_size, padded_vocab)
     if rule.kind in (Kind.QKV, Kind.GROUPED):
-        rows = sum(part.shape[0] for part in rule.parts)
-        start, stop = _cut(rule, rows, tp_rank, tp_size)
-        if rule.kind is Kind.GROUPED:
-            return ShardLayout((stop - start, *first[1:]), 0, tuple(_clip(_group_spans(rule), start, stop)))
-        spans = tuple(_clip(_qkv_spans(rule, head_dim), start, stop))
-        return ShardLayout((stop - start, *first[1:]), 0, spans)
+        start, stop = _cut(rule, rule.rows, tp_rank, tp_size)
+        spans = _group_spans(rule) if rule.kind is Kind.GROUPED else _qkv_spans(rule, head_dim)
+        return ShardLayout((stop - start, *first[1:]), 0, tuple(_clip(spans, start, stop)))
     parts: list[Span] = []
+    position = 0
     for index, part in enumerate(rule.parts):
-        parts.append(
-            Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size), sum(span.length for span in parts))
-        )
-    return ShardLayout((sum(span.length for span in parts), *first[1:]), 0, tuple(parts))
+        parts.append(Span(index, *_cut(rule, part.shape[0], tp_rank, tp_size), position))
+        position += parts[-1].length
+    return ShardLayout((position, *first[1:]), 0, tuple(parts))
 
 
 def _cut(rule: Rule, length: int, tp_rank: int, tp_size: int) -> tuple[int, int]:

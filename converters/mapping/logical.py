@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from converters.checkpoint.boxes import Box, whole
+from converters.checkpoint.boxes import Box, single, whole
 from converters.checkpoint.source import HuggingFaceSource
 from converters.errors import ConversionError
 from converters.mapping.formulas import formula_of_parameter
@@ -124,7 +124,8 @@ class MegatronModel(LogicalModel):
         self.stacked = are_stacked(checkpoint)
         self._rules: dict[str, tuple[Rule, int]] = {}
         for rule in all_rules(architecture):
-            self._rules.update((part.name, (rule, index)) for index, part in enumerate(rule.parts))
+            for index, part in enumerate(rule.parts):
+                self._rules[part.name] = rule, index
 
     def holds(self, tensor: HuggingFaceTensor) -> bool:
         """See ``LogicalModel``."""
@@ -175,7 +176,7 @@ class MegatronModel(LogicalModel):
 
     def _box(self, rule: Rule, start: int, stop: int) -> Box:
         place, shape = self.place(rule), self.parameter_shape(rule)
-        return (*((index, index + 1) for index in place.index), (start, stop), *whole(shape[1:]))
+        return (*single(place.index), (start, stop), *whole(shape[1:]))
 
     def parameter_shape(self, rule: Rule) -> tuple[int, ...]:
         """Return the shape of the whole Megatron-Core parameter, including padding.
@@ -216,4 +217,4 @@ def shape_of_parameter(rule: Rule, padded_vocab: int | None = None) -> tuple[int
         return first
     if rule.kind is Kind.VOCAB and padded_vocab is not None:
         return (padded_vocab, *first[1:])
-    return (sum(part.shape[0] for part in rule.parts), *first[1:])
+    return (rule.rows, *first[1:])

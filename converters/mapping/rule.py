@@ -12,7 +12,7 @@ use these names, whichever layer spec the model was built from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -151,6 +151,17 @@ class Rule:
         """Names of the tensors that form the parameter."""
         return tuple(part.name for part in self.parts)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of the tensors that form the parameter."""
+        return sum(part.shape[0] for part in self.parts)
+
+
+def parts_in(rules: Iterable[Rule]) -> Iterator[HuggingFaceTensor]:
+    """Yield the tensors that form parameters, in order."""
+    for rule in rules:
+        yield from rule.parts
+
 
 def module_rules(
     megatron: str, kind: Kind, weights: Mapping[str, tuple[int, ...]], *, bias: bool = False
@@ -221,7 +232,8 @@ def _split(megatron_name: str) -> tuple[str, str, str]:
     """Split a name into the text before the expert's number, the number, and the text after it."""
     sequential = _SEQUENTIAL.fullmatch(megatron_name)
     if sequential is not None:
-        return sequential.group(1), sequential.group(2), sequential.group(3)
+        before, index, after = sequential.groups()
+        return before, index, after
     grouped = _GROUPED.fullmatch(megatron_name)
     if grouped is None:
         raise ConversionError(
@@ -230,7 +242,8 @@ def _split(megatron_name: str) -> tuple[str, str, str]:
             "Transformer Engine switch "
             "moe_grouped_gemm off, because Megatron's own GroupedMLP has no weights of single experts",
         )
-    return grouped.group(1) + grouped.group(2), grouped.group(3), ""
+    before, weight, index = grouped.groups()
+    return before + weight, index, ""
 
 
 _BEFORE_ATTENTION = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}

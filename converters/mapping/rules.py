@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ from converters.mapping.rule import (
     Rule,
     expert_index,
     is_expert,
+    parts_in,
     renamed,
     sequential_name,
 )
@@ -87,14 +89,21 @@ def all_rules(architecture: Architecture) -> list[Rule]:
     norm, output layer. Tied models have no output layer here."""
     model = [rule for rule in _model_rules(architecture).values() if rule.emits]
     count = architecture.num_layers + architecture.prediction_layers
-    layers = [rule for layer in range(count) for rule in _layer_rules(architecture, layer).values()]
+    layers: list[Rule] = []
+    for layer in range(count):
+        layers += _layer_rules(architecture, layer).values()
     # The first rule of a model is the rule of its embedding.
     return [*model[:1], *layers, *model[1:]]
 
 
 def hf_tensors(architecture: Architecture) -> list[HuggingFaceTensor]:
     """Return every tensor of the Hugging Face checkpoint with its shape, each exactly once."""
-    return [part for rule in all_rules(architecture) for part in rule.parts]
+    return list(parts_in(all_rules(architecture)))
+
+
+def missing_names(architecture: Architecture, present: Container[str]) -> tuple[str, ...]:
+    """Return the names of the tensors of the Hugging Face checkpoint that are not ``present``."""
+    return tuple(name for name in hf_names(architecture) if name not in present)
 
 
 def hf_names(architecture: Architecture) -> list[str]:
@@ -121,14 +130,13 @@ def _layer_rules(architecture: Architecture, layer: int) -> dict[str, Rule]:
     return {rule.megatron_name: rule for rule in _nested(rules, family)}
 
 
-def _nested(rules: tuple[Rule, ...], family: Family) -> tuple[Rule, ...]:
-    """Return the rules with the names that the text's tensors have, or may have, in checkpoints of the
+def _nested(rules: Iterable[Rule], family: Family) -> Iterator[Rule]:
+    """Yield the rules with the names that the text's tensors have, or may have, in checkpoints of the
     family."""
-    if not (family.sees or family.may_be_nested):
-        return rules
-    return tuple(
-        replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts)) for rule in rules
-    )
+    for rule in rules:
+        if family.sees or family.may_be_nested:
+            rule = replace(rule, parts=tuple(_nested_part(part, family) for part in rule.parts))
+        yield rule
 
 
 def _nested_part(part: HuggingFaceTensor, family: Family) -> HuggingFaceTensor:

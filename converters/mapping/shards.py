@@ -89,10 +89,10 @@ def to_hf(rule: Rule, shards: Sequence[Tensor], architecture: Architecture) -> I
         )
     # Accept any size to which the trainer padded.
     padded = sum(shard.shape[0] for shard in shards if shard.dim()) if rule.kind is Kind.VOCAB else 0
-    layouts = [
-        shard_layout(rule, architecture.head_dim, rank, len(shards), padded) for rank in range(len(shards))
-    ]
-    for rank, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+    layouts = []
+    for rank, shard in enumerate(shards):
+        layout = shard_layout(rule, architecture.head_dim, rank, len(shards), padded)
+        layouts.append(layout)
         if tuple(shard.shape) != layout.shape or shard.dtype != shards[0].dtype:
             raise ConversionError(
                 f"{rule.megatron_name}: the shard of rank {rank} is {shard.dtype} {list(shard.shape)}, "

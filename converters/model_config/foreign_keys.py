@@ -106,10 +106,10 @@ def _shared_keys() -> frozenset[str]:
     for name in _SHARED:
         text = (root / name).read_text(encoding="utf-8")
         # ``self`` is a config in these two files, and another object in the others.
-        patterns = [
-            _READ_OF_CONFIG,
-            *([_READ_OF_SELF] if name in ("configuration_utils.py", "modeling_rope_utils.py") else []),
-        ]
+        patterns = [_READ_OF_CONFIG]
+        if name in ("configuration_utils.py", "modeling_rope_utils.py"):
+            patterns.append(_READ_OF_SELF)
         for pattern in patterns:
-            keys |= {word for match in pattern.findall(text) for word in match if word}
+            for match in pattern.findall(text):
+                keys.update(filter(None, match))
     return frozenset(keys)

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,8 +148,8 @@ class TorchDistCheckpoint:
             )
         # Count elements: the pieces are known not to overlap, so that as many elements as the box has are all
         # of them.
-        pieces = self._pieces(stored, box)
-        missing = _missing(box, pieces)
+        pieces = overlaps(box, self._candidates(stored, box))
+        missing = missing_elements(box, pieces)
         if missing:
             raise ConversionError(
                 f"{self.directory}: {missing} elements of {key} {list(stored.shape)} were "
@@ -160,9 +160,8 @@ class TorchDistCheckpoint:
         if len(pieces) == 1:
             return self._read_piece(key, stored, *pieces[0])
         out = torch.empty(shape_of(box), dtype=stored.dtype)
-        origin = [start for start, _ in box]
         for common, chunk in pieces:
-            part(out, relative(common, origin)).copy_(self._read_piece(key, stored, common, chunk))
+            part(out, relative(common, box)).copy_(self._read_piece(key, stored, common, chunk))
         return out
 
     def read_object(self, key: str) -> bytes:
@@ -183,24 +182,17 @@ class TorchDistCheckpoint:
 
     def is_saved(self, key: str, box: Box) -> bool:
         """Return whether every element of a box was saved exactly once, from the index alone."""
-        return _missing(box, self._pieces(self._entry(key), box)) == 0
-
-    def _pieces(self, stored: _Stored, box: Box) -> list[tuple[Box, _Chunk]]:
-        return [
-            (common, chunk)
-            for chunk in self._candidates(stored, box)
-            if (common := intersection(box, chunk.box)) is not None
-        ]
+        return missing_elements(box, overlaps(box, self._candidates(self._entry(key), box))) == 0
 
     def _candidates(self, stored: _Stored, box: Box) -> list[_Chunk]:
         leading = box[: stored.leading]
         # Find one layer of a stack by its index: a search would examine the pieces of all layers.
-        if all(stop - start == 1 for start, stop in leading):
+        if set(shape_of(leading)) <= {1}:
             return list(stored.chunks.get(tuple(start for start, _ in leading), ()))
-        return [chunk for chunks in stored.chunks.values() for chunk in chunks]
+        return list(itertools.chain.from_iterable(stored.chunks.values()))
 
     def _read_piece(self, key: str, stored: _Stored, box: Box, chunk: _Chunk) -> Tensor:
-        inside = relative(box, [start for start, _ in chunk.box])
+        inside = relative(box, chunk.box)
         with self._files.use(self.directory / chunk.file) as descriptor:
             return read_raw(descriptor, self._locate(key, stored, chunk, descriptor), inside, key)
 
@@ -233,7 +225,17 @@ class TorchDistCheckpoint:
         return self._tensors[key]
 
 
-def _missing(box: Box, pieces: list[tuple[Box, _Chunk]]) -> int:
+def overlaps(box: Box, pieces: Iterable[Any]) -> list[tuple[Box, Any]]:
+    """Return the pieces that overlap a box, by their attribute ``box``, each after the overlapping range."""
+    found = []
+    for piece in pieces:
+        common = intersection(box, piece.box)
+        if common is not None:
+            found.append((common, piece))
+    return found
+
+
+def missing_elements(box: Box, pieces: Iterable[tuple[Box, Any]]) -> int:
     """Return the number of a box's elements that are in none of its pieces; it is negative if some elements
     are in several pieces."""
     return math.prod(shape_of(box)) - sum(math.prod(shape_of(common)) for common, _ in pieces)

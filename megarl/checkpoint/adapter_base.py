@@ -17,8 +17,12 @@ from megarl.errors import CheckpointError
 BASE_FILE = "base_model.json"
 _KEY = "policy.peft"
 # These settings have to be the same: PEFT's names, each with the name in the configuration.
-_SAME = {"r": "dim", "lora_alpha": "alpha"} | {
-    key: key for key in ("use_rslora", "target_modules", "target_parameters")
+_SAME = {
+    "r": "dim",
+    "lora_alpha": "alpha",
+    "use_rslora": "use_rslora",
+    "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
 }
 _HASHED = 2**20
 

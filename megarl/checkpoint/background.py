@@ -214,7 +214,8 @@ def files_to_move(source: Path, target: Path) -> list[str]:
         here = Path(directory).relative_to(source)
         for name in subdirectories:
             (target / here / name).mkdir(exist_ok=True)
-        found += [(here / name).as_posix() for name in names]
+        for name in names:
+            found.append((here / name).as_posix())
     if not found:
         raise CheckpointError(
             f"no rank has written a file to {source}. Fix: give all ranks of a node the same "

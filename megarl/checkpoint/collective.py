@@ -6,10 +6,14 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import load_file, save
 
 from converters.files.atomic import fsync_tree, rename_surely
+from megarl.checkpoint.storage import is_file, read_again
+from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, MegarlError, StorageError, UnusableCheckpointError
 
 
@@ -87,8 +91,7 @@ def failing_alike() -> Iterator[None]:
         failure = error
     kind = next((kind for kind in _KINDS if isinstance(failure, kind)), CheckpointError)
     text = str(failure) if isinstance(failure, MegarlError) else f"{type(failure).__name__}: {failure}"
-    everywhere: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, None if failure is None else (_KINDS.index(kind), text))
+    everywhere = gather_objects(None if failure is None else (_KINDS.index(kind), text))
     if failure is not None:
         raise failure
     for rank, found in enumerate(everywhere):
@@ -102,15 +105,10 @@ _KINDS = (UnusableCheckpointError, StorageError, CheckpointError)
 
 def _agree(problem: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
     """Raise on all ranks if any rank has a problem, and name the first one. A collective over all ranks."""
-    problems: list[tuple[str | None, bool]] = [(None, False)] * dist.get_world_size()
-    dist.all_gather_object(problems, (problem, issubclass(kind, StorageError)))
-    found = next(
-        ((rank, text, of_storage) for rank, (text, of_storage) in enumerate(problems) if text is not None),
-        None,
-    )
-    if found is not None:
-        rank, text, of_storage = found
-        raise (StorageError if of_storage else CheckpointError)(f"rank {rank}: {text}")
+    problems = gather_objects((problem, issubclass(kind, StorageError)))
+    for rank, (text, of_storage) in enumerate(problems):
+        if text is not None:
+            raise (StorageError if of_storage else CheckpointError)(f"rank {rank}: {text}")
 
 
 def _prepare(directory: Path, staging: Path) -> str | None:
@@ -128,9 +126,7 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 def _is_first_of(directory: Path) -> bool:
     """Return whether this rank is the first of those that are given this path. A collective over all
     ranks."""
-    paths = [""] * dist.get_world_size()
-    dist.all_gather_object(paths, str(directory))
-    return paths.index(str(directory)) == dist.get_rank()
+    return gather_objects(str(directory)).index(str(directory)) == dist.get_rank()
 
 
 def _publish_together(directory: Path, staging: Path, first: bool) -> None:
@@ -159,6 +155,28 @@ def _publish(directory: Path, staging: Path) -> str | None:
     return None
 
 
-def random_state_file(rank: int) -> str:
-    """Return the name of the file that holds the random-number states of a rank."""
-    return f"rng_{rank:05d}.safetensors"
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the object of each rank of a group, or of all ranks, in the order of the ranks. A collective
+    over them."""
+    gathered = [own] * dist.get_world_size(group)
+    # Skip groups of one rank, for which NCCL would otherwise make a communicator.
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
+def write_random_state(directory: Path, runtime: DeviceRuntime) -> None:
+    """Write this rank's random-number states to a file of its own: another layout could not use them."""
+    # save_file would make the file private: a colleague could not go on with the run.
+    _random_state_file(directory).write_bytes(save(runtime.rng_state()))
+
+
+def restore_random_state(directory: Path, runtime: DeviceRuntime) -> None:
+    """Restore this rank's random-number states if it existed when they were saved."""
+    file = _random_state_file(directory)
+    if is_file(file):
+        runtime.set_rng_state(read_again(lambda: load_file(file), str(file)))
+
+
+def _random_state_file(directory: Path) -> Path:
+    return directory / f"rng_{dist.get_rank():05d}.safetensors"

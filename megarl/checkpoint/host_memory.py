@@ -24,7 +24,7 @@ def available_bytes() -> int:
     for directory, limit, usage, cached in _VERSIONS:
         # The file may be absent, or contain "max" if there is no limit.
         with contextlib.suppress(OSError, ValueError):
-            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            stat = dict(map(str.split, (directory / "memory.stat").read_text().splitlines()))
             used = int((directory / usage).read_text()) - int(stat.get(cached, 0))
             limits.append(int((directory / limit).read_text()) - used)
     return max(0, min(limits))

@@ -345,9 +345,11 @@ class CheckpointManager:
     def _remove_old(self, exclude_latest: bool) -> None:
         # Verify names and sizes only: reading every byte of all checkpoints at each save would take longer
         # than the save.
-        whole = _newest_of_each_step(
-            [(step, path) for step, path in self.checkpoints() if not self._verify(path, hashes=False)]
-        )
+        whole: dict[int, Path] = {}
+        for step, path in self.checkpoints():
+            # A replacement precedes the checkpoint that it replaces.
+            if step not in whole and not self._verify(path, hashes=False):
+                whole[step] = path
         # Skip newest checkpoints that cannot be loaded, so that none of them is the reason to delete one that
         # can.
         while whole and not self._is_trusted(whole[max(whole)]):
@@ -378,15 +380,15 @@ class CheckpointManager:
         for step, path in checkpoints:
             # Use the metric of the replacement; if it has none, use that of the checkpoint that it replaces.
             metrics[step] = self._metric(path) if metrics.get(step) is None else metrics[step]
-        if metrics and self.metric_name is not None and all(value is None for value in metrics.values()):
+        if self.metric_name is not None and set(metrics.values()) == {None}:
             logger.warning(
                 "no checkpoint in %s has the metric %r; the latest counts as best",
                 self.checkpoint_dir,
                 self.metric_name,
             )
-        places = {step: place for place, step in enumerate(ranked_steps(metrics, self.higher_is_better))}
+        ranked = ranked_steps(metrics, self.higher_is_better)
         # Try both directories of a step, so that a damaged replacement does not hide a complete checkpoint.
-        return next(self._whole(sorted(checkpoints, key=lambda found: places[found[0]])), None)
+        return next(self._whole(sorted(checkpoints, key=lambda found: ranked.index(found[0]))), None)
 
     def load_training_info(self, checkpoint_path: str | Path | None = None) -> dict[str, Any] | None:
         """Return the training info of a checkpoint, by default of the latest complete one; None if there is
@@ -417,10 +419,8 @@ class CheckpointManager:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        paths = [
-            self.checkpoint_dir / name for name in names_in(self.checkpoint_dir) if _TEMPORARY.fullmatch(name)
-        ]
-        return [path for path in paths if is_real_directory(path)]
+        names = filter(_TEMPORARY.fullmatch, names_in(self.checkpoint_dir))
+        return list(filter(is_real_directory, map(self.checkpoint_dir.joinpath, names)))
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return (step, directory) of every committed checkpoint, latest first, a replacement before the
@@ -429,16 +429,12 @@ class CheckpointManager:
         Raises:
             StorageError: the directory cannot be listed.
         """
-        matches = [
-            (match, self.checkpoint_dir / name)
-            for name in names_in(self.checkpoint_dir)
-            if (match := _FINAL.fullmatch(name))
-        ]
-        found = sorted(
-            ((int(match[1]), bool(match[2]), path) for match, path in matches if is_real_directory(path)),
-            reverse=True,
-        )
-        return [(step, path) for step, _, path in found]
+        found = []
+        for name in names_in(self.checkpoint_dir):
+            match, path = _FINAL.fullmatch(name), self.checkpoint_dir / name
+            if match and is_real_directory(path):
+                found.append((int(match[1]), bool(match[2]), path))
+        return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
     def _whole(
         self, checkpoints: list[tuple[int, Path]], damaged: dict[Path, list[str]] | None = None
@@ -544,7 +540,7 @@ class CheckpointManager:
         for path in self.unfinished():
             logger.warning("removing unfinished %s", path)
             remove_tree(path)
-        for step in {step for step, _ in self.checkpoints()}:
+        for step in dict(self.checkpoints()):
             self._settle_replacement(step)
 
     def _failed(self, temporary: Path, error: Exception) -> CheckpointError:
@@ -556,12 +552,6 @@ class CheckpointManager:
             f"checkpoint {temporary.name} could not be written to {self.checkpoint_dir}: {reason}. "
             "Earlier checkpoints are untouched. Fix: check free space and permissions there"
         )
-
-
-def _newest_of_each_step(checkpoints: list[tuple[int, Path]]) -> dict[int, Path]:
-    """Return one directory per step: the first, because a replacement precedes the checkpoint that it
-    replaces."""
-    return dict(reversed(checkpoints))
 
 
 def _replacement_of(final: Path) -> Path:

@@ -128,20 +128,15 @@ def verify(root: str | Path, hashes: bool = True, key: bytes | None = None) -> l
         if key is not None and (problems := _faults_of_signed(directory, manifest, key)):
             return problems
         # Check sizes first, which needs no reading and already detects an interrupted write.
-        problems = [
-            problem
-            for name, entry in files.items()
-            if (problem := _check_size(directory, name, entry["size"]))
-        ]
+        problems = []
+        for name, entry in files.items():
+            problem = _check_size(directory, name, entry["size"])
+            if problem:
+                problems.append(problem)
         if problems or not hashes:
             return problems
-        return [
-            problem
-            for problem in in_parallel(
-                lambda name: _check_hash(directory, name, files[name]["hash"]), list(files)
-            )
-            if problem
-        ]
+        hash_faults = in_parallel(lambda name: _check_hash(directory, name, files[name]["hash"]), list(files))
+        return list(filter(None, hash_faults))
     except StorageError:
         raise
     except (OSError, CheckpointError) as error:

@@ -351,12 +351,9 @@ def written(source: Path, target: Path, staged: Mapping[str, StagedFile]) -> dic
         CheckpointError: there is no file.
     """
     entries = move_files(source, target, staged)
-    directories = {
-        parent
-        for name in entries
-        for parent in (target / name).parents
-        if parent == target or target in parent.parents
-    }
+    directories: set[Path] = set()
+    for name in entries:
+        directories.update(map(target.joinpath, Path(name).parents))
     # Sync the deepest directories first: the entry of a directory is in its parent, which is synced after it.
     for directory in sorted(directories, reverse=True):
         fsync_directory(directory)

@@ -108,7 +108,7 @@ class StagingBuffer:
         sizes = [piece.nbytes if isinstance(piece, StagedTensor) else len(piece) for piece in pieces]
         places, end = _rows(sizes)
         self._reserve(end)
-        described = [self._keep(piece, place) for piece, place in zip(pieces, places, strict=True)]
+        described = list(map(self._keep, pieces, places))
         spans, length = [], 0
         for each in described:
             spans.append((length, each["length"]))
@@ -223,11 +223,10 @@ def staged_results(
         OSError: the description of the file cannot be written.
     """
     spans = buffer.write(path, [*(data.getbuffer() for _, data in plain), *(tensor for _, tensor in tensors)])
-    items = [item for item, _ in (*plain, *tensors)]
-    return [
-        WriteResult(item.index, size, _StorageInfo(name, start, size))
-        for item, (start, size) in zip(items, spans, strict=True)
-    ]
+    results = []
+    for (item, _), (start, size) in zip((*plain, *tensors), spans, strict=True):
+        results.append(WriteResult(item.index, size, _StorageInfo(name, start, size)))
+    return results
 
 
 class RankWriter(dcp.FileSystemWriter):
@@ -251,9 +250,14 @@ class RankWriter(dcp.FileSystemWriter):
             except RuntimeError as error:
                 raise storage_error(error) from None
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        found: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
-        plain = [(item, data) for item, data in found if item.type == WriteItemType.BYTE_IO]
-        tensors = [(item, staged(data)) for item, data in found if item.type != WriteItemType.BYTE_IO]
+        plain: list[tuple[WriteItem, Any]] = []
+        tensors = []
+        for item in plan.items:
+            data: Any = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                plain.append((item, data))
+            else:
+                tensors.append((item, staged(data)))
         if torch.cuda.is_available():
             # Sort the tensors like DCP, which copies from the device while it writes.
             tensors.sort(key=lambda each: _item_size(each[0]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -119,20 +120,13 @@ def transient_cause(error: BaseException | None) -> OSError | None:
 
 def tree_bytes(root: Path) -> int:
     """Return the bytes of all files below ``root``; 0 if there is no such directory."""
-    return sum(
-        size
-        for directory, _, names in os.walk(root)
-        for size in _sizes(Path(directory) / name for name in names)
-    )
-
-
-def _sizes(paths: Iterator[Path]) -> Iterator[int]:
-    for path in paths:
-        try:
-            yield path.lstat().st_size
-        except OSError:
-            # Skip it: the file vanished, or cannot be seen, so that its size is unknown.
-            continue
+    total = 0
+    for directory, _, names in os.walk(root):
+        for name in names:
+            # Skip a file that has vanished, or cannot be seen, so that its size is unknown.
+            with contextlib.suppress(OSError):
+                total += (Path(directory) / name).lstat().st_size
+    return total
 
 
 def storage_error(error: Exception) -> Exception:

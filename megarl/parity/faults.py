@@ -392,8 +392,8 @@ _TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "export-cut-elsewhere": (
             "megarl.models.megatron.weight_stream",
-            "for copy in _copies(layouts[rank], number",
-            "for copy in _copies(layouts[ranks - 1 - rank], number",
+            "copies += _copies(layouts[rank], number",
+            "copies += _copies(layouts[ranks - 1 - rank], number",
             "backend=megatron tp=2 kv=2 ffn=6 length=6",
         ),
     },

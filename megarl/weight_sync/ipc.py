@@ -318,8 +318,8 @@ def _device_memory(handle: Mapping[str, Any], device: torch.device) -> torch.Ten
             "version of megarl"
         )
     _check_fields(list(inspect.signature(reductions.rebuild_cuda_tensor).parameters))
-    travelled = {name: handle[name] for name in _TRAVELS}
-    size = torch.Size([handle["nbytes"]])
+    travelled = dict(handle)
+    size = torch.Size([travelled.pop("nbytes")])
     # Use the reader's own index: CUDA_VISIBLE_DEVICES may number the same GPU differently there.
     return reductions.rebuild_cuda_tensor(
         **_KNOWN, **travelled, tensor_size=size, storage_device=device.index

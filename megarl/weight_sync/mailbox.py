@@ -288,16 +288,13 @@ def beside(mailboxes: Mapping[str, Mapping[str, Any]], device: str, engine_rank:
     # On a GPU, memory is shared within one device; on a CPU, every rank of the host can read it.
     if device in for_it:
         return device
-    here = (
-        name for name, handle in for_it.items() if not handle["on_gpu"] and handle["host"] == host_identity()
+    for name, handle in for_it.items():
+        if not handle["on_gpu"] and handle["host"] == host_identity():
+            return name
+    devices = ", ".join(sorted(for_it)) or "none"
+    raise RefitError(
+        f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices"
     )
-    found = next(here, None)
-    if found is None:
-        devices = ", ".join(sorted(for_it)) or "none"
-        raise RefitError(
-            f"no rank of the policy shares {device} (they are on {devices}): place both on the same devices"
-        )
-    return found
 
 
 def mailbox_for(

@@ -19,14 +19,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_UP, Decimal
 from functools import cached_property
-from itertools import accumulate, groupby, islice, zip_longest
+from itertools import groupby, islice, starmap, zip_longest
 from operator import attrgetter, eq
 from typing import Any
 
 import torch
 
 from megarl.errors import RefitError
-from megarl.weight_sync.plan import CopyPlan, FlatBucketIterator, Group, TensorInfo, padded_bytes
+from megarl.weight_sync.plan import (
+    CopyPlan,
+    FlatBucketIterator,
+    Group,
+    TensorInfo,
+    begins_in_buffer,
+    padded_bytes,
+)
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
@@ -87,7 +94,7 @@ class Manifest:
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """Return the manifest of the names and tensors of an iterable."""
-        return cls._checked(TensorInfo.of(name, tensor) for name, tensor in stream)
+        return cls._checked(starmap(TensorInfo.of, stream))
 
     @classmethod
     def from_description(cls, description: Mapping[str, Any]) -> Manifest:
@@ -136,18 +143,13 @@ class Manifest:
                 f"a slice of {min(unknown) if unknown else 'slices'} was requested, but the policy "
                 "does not send its full weight"
             )
-        tensors = [
-            replace(tensor, shape=slices[tensor.name].shape_of(tensor.shape))
-            if tensor.name in slices
-            else tensor
-            for tensor in self.tensors
-        ]
-        chosen = {
-            tensor.name: (slices[tensor.name], tensor.shape)
-            for tensor in self.tensors
-            if tensor.name in slices
-        }
-        return Manifest(tuple(tensors), chosen)
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        chosen = {}
+        for name, tensor in tensors.items():
+            if name in slices:
+                chosen[name] = slices[name], tensor.shape
+                tensors[name] = replace(tensor, shape=slices[name].shape_of(tensor.shape))
+        return Manifest(tuple(tensors.values()), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return ``{name: (shape, dtype)}`` in sending order, as the NeMo-RL policy API's
@@ -175,7 +177,7 @@ class Manifest:
 
     @cached_property
     def _kinds(self) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-        return [tensor.shape for tensor in self.tensors], [tensor.dtype for tensor in self.tensors]
+        return list(map(_SHAPE, self.tensors)), list(map(_DTYPE, self.tensors))
 
     def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Check that weights are the announced ones from index ``first`` up to ``stop``, without Python code
@@ -191,11 +193,9 @@ class Manifest:
             or list(map(_DTYPE, tensors)) != dtypes[first:stop]
         ):
             # This slow check, with an object per weight, runs only after a mismatch, to find the weight.
-            self.expect_infos(
-                first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)]
-            )
+            self.expect_infos(first, stop, map(TensorInfo.of, names, tensors))
 
-    def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
+    def expect_infos(self, first: int, stop: int, coming: Iterable[TensorInfo]) -> None:
         """Check that the infos of arriving weights are the announced ones from index ``first`` up to
         ``stop``.
 
@@ -219,7 +219,7 @@ class Manifest:
     def _begins(self) -> array[int]:
         """First byte of each weight if all are in one buffer, followed by the bytes of all; an array takes
         eight bytes per number, where Python's numbers take four times that."""
-        return array("q", accumulate((padded_bytes(tensor.nbytes) for tensor in self.tensors), initial=0))
+        return begins_in_buffer(self.tensors)
 
     @property
     def total_bytes(self) -> int:
@@ -404,15 +404,18 @@ class Stages:
         Raises:
             RefitError: a weight is sent by no stage or by two, is not in the manifest, or is out of order.
         """
-        owners = {name: stage for stage, own in enumerate(names) for name in own}
-        missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
+        owners: dict[str, int] = {}
+        for stage, own in enumerate(names):
+            owners.update(dict.fromkeys(own, stage))
+        order = list(manifest.description())
+        missing = [name for name in order if name not in owners]
         if missing:
             raise RefitError(
                 f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}"
             )
         for stage, own in enumerate(names):
             # A stage must send in the manifest's order, in which the other side forms the groups.
-            wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
+            wanted = [name for name in order if owners[name] == stage]
             if wanted != list(own):
                 raise RefitError(
                     f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own "
@@ -420,8 +423,8 @@ class Stages:
                 )
         # Store runs instead of one range per stage: with an interleaved pipeline a stage has several, and
         # engines take all in one order.
-        in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
-        return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
+        runs = groupby(order, owners.__getitem__)
+        return cls(len(names), tuple((stage, len(list(run))) for stage, run in runs))
 
     def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
         """Yield each stage with the groups of weights that it sends, of at most ``budget`` bytes each, in
@@ -431,14 +434,15 @@ class Stages:
             RefitError: a single weight is larger than ``budget``, or the runs are those of another model.
         """
         runs = self.runs or ((0, len(manifest.tensors)),)
-        if sum(count for _, count in runs) != len(manifest.tensors):
+        total = sum(count for _, count in runs)
+        if total != len(manifest.tensors):
             raise RefitError(
-                f"the policy's stages send {sum(count for _, count in runs)} weights of "
-                f"{len(manifest.tensors)}: {_DEFECT}"
+                f"the policy's stages send {total} weights of {len(manifest.tensors)}: {_DEFECT}"
             )
         first = 0
         for stage, count in runs:
-            yield from ((stage, group) for group in manifest.groups(budget, first, first + count))
+            for group in manifest.groups(budget, first, first + count):
+                yield stage, group
             first += count
 
 

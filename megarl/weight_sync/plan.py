@@ -14,9 +14,9 @@ import functools
 import math
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 import torch
 
@@ -58,6 +58,11 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def padded_bytes(nbytes: int) -> int:
     """Return the bytes that a weight of ``nbytes`` takes in a buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def begins_in_buffer(tensors: Iterable[TensorInfo]) -> array[int]:
+    """Return the first byte of each weight in a buffer, followed by the bytes of all."""
+    return array("q", accumulate((padded_bytes(info.nbytes) for info in tensors), initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
             forms.setdefault(copy.form, []).append(copy)
         # Repeat until nothing changes, because each pass may add a dimension to copies, whose form then
         # matches others.
-        fewer = [copy for alike in forms.values() for copy in _at_equal_distances(alike)]
+        fewer = list(chain.from_iterable(map(_at_equal_distances, forms.values())))
         if len(fewer) == len(copies):
             return fewer
         copies = fewer
@@ -216,7 +221,9 @@ class CopyPlan:
             # A weight without elements has a region, but nothing to copy.
             elif count:
                 copies.append(Copy.run_of(count, source, target))
-        self.copies = [(flat, copy) for flat, copies in by_flat.items() for copy in merged(copies)]
+        self.copies: list[tuple[int, Copy]] = []
+        for flat, copies in by_flat.items():
+            self.copies += zip(repeat(flat), merged(copies))
 
     def serves(self, bucket: FlatBucket) -> bool:
         """Return whether a flat bucket has the layout for which this plan was built."""
@@ -278,7 +285,7 @@ class Group:
     @classmethod
     def of(cls, first: int, tensors: Sequence[TensorInfo]) -> Group:
         """Lay out consecutive weights; ``first`` is the index of the first one."""
-        begins = array("q", accumulate((padded_bytes(info.nbytes) for info in tensors), initial=0))
+        begins = begins_in_buffer(tensors)
         gaps = bytes(-info.nbytes % ALIGNMENT for info in tensors)
         batches, begin = [], 0
         for end in range(1, len(tensors) + 1):
@@ -291,7 +298,8 @@ class Group:
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return names and weights in sending order, as views of a buffer, uint8 and at least as long as the
         group."""
-        flats = {dtype: buffer.view(dtype) for dtype in {info.dtype for info in self.tensors}}
+        dtypes = {info.dtype for info in self.tensors}
+        flats = dict(zip(dtypes, map(buffer.view, dtypes), strict=True))
         views = []
         for info, begin in zip(self.tensors, self.begins, strict=False):
             # The division is exact, because ALIGNMENT is a multiple of every item size.

@@ -102,18 +102,15 @@ class Members:
 
     def names(self, numbers: Collection[int]) -> str:
         """Return the names of missing members."""
-        ranks = [number for number in sorted(numbers) if number < self.world_size]
-        said = [f"ranks {ranks} of {self.world_size}"] if ranks else []
-        return " and ".join(
-            [
-                *said,
-                *(
-                    f"the sender of {self.name(number)}"
-                    for number in sorted(numbers)
-                    if number >= self.world_size
-                ),
-            ]
-        )
+        ranks, missing = [], []
+        for number in sorted(numbers):
+            if number < self.world_size:
+                ranks.append(number)
+            else:
+                missing.append(f"the sender of {self.name(number)}")
+        if ranks:
+            missing.insert(0, f"ranks {ranks} of {self.world_size}")
+        return " and ".join(missing)
 
 
 class Rendezvous:
@@ -262,7 +259,7 @@ class Rendezvous:
                 # must receive the reason.
                 verdict["error"], self._ends = error, time.monotonic() + HEARD_SECONDS
             if verdict["error"]:
-                missing = {number for number in missing if number >= members.world_size}
+                missing.difference_update(range(members.world_size))
         if not verdict["error"]:
             # Bind the port here and pass its descriptor on, so that no other program can take the port in
             # between.

@@ -127,13 +127,13 @@ class WeightSender:
             # Gather a digest of 64 characters instead of the lists, which take megabytes per rank for a large
             # model.
             dist.all_gather_object(everybody, (manifest.digest, host_identity()))
-            other = [rank for rank, (digest, _) in enumerate(everybody) if digest != everybody[0][0]]
+            digests, hosts = zip(*everybody, strict=True)
+            other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if other:
                 raise RefitError(
                     f"ranks {other} list other weights than rank 0 (names, shapes, dtypes or their order): "
                     "report the model and the layout, this is a fault of the export"
                 )
-            hosts = [host for _, host in everybody]
             # Choose the first rank of a host in rank order, which all ranks find without a message.
             self._publishes = self._runtime.is_cuda or hosts.index(host_identity()) == dist.get_rank()
             self._manifest = manifest

@@ -122,19 +122,17 @@ class Reads:
             return Slice(0, 0, 0) if whole else None
         # Take one span over all reads: a slice is sent as one range of indices, even if there are gaps
         # between reads.
-        spans = [
-            range(min(span.start for span in along), max(span.stop for span in along))
-            for along in zip(*self._boxes, strict=True)
-        ]
-        narrower = [
-            dim for dim, (span, size) in enumerate(zip(spans, whole, strict=True)) if len(span) < size
-        ]
+        narrower = {}
+        for dim, (reads, size) in enumerate(zip(zip(*self._boxes, strict=True), whole, strict=True)):
+            span = range(min(read.start for read in reads), max(read.stop for read in reads))
+            if len(span) < size:
+                narrower[dim] = span
         # Send the weight in full unless exactly one dimension is narrower: a range of one dimension could not
         # describe other cases.
         if len(narrower) != 1:
             return None
-        [dim] = narrower
-        return Slice(dim, spans[dim].start, len(spans[dim]))
+        [(dim, span)] = narrower.items()
+        return Slice(dim, span.start, len(span))
 
 
 # These properties describe where the values are; the meta tensor that represents them would answer that it

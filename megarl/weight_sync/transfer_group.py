@@ -89,7 +89,7 @@ class TransferGroup:
         else:
             verdict = self._rendezvous.introduce(own, rank, stage, buffer_bytes)
         self.buffer_bytes = int(verdict["buffer_bytes"])
-        self.stages = Stages(verdict["stages"], tuple((stage, count) for stage, count in verdict["runs"]))
+        self.stages = Stages(verdict["stages"], tuple(map(tuple, verdict["runs"])))
         self._groups: dict[int, Any] = {}
         self._started: list[dist.Work] = []
         try:

@@ -153,7 +153,7 @@ def test_rows_of_fused_layers_are_those_of_their_parts() -> None:
     )
     layout = shard_layout(rule, 2, 1, 2, 0)
     assert layout.spans[0] == Span(0, 6, 12)
-    assert _order_of(layout, [0, 2], {0: 6, 2: 2}).tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 6, 7]
+    assert _order_of(layout, {0: 6, 2: 2}, {0: 6, 2: 2}).tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 6, 7]
 
 
 NEMO = {"enabled": True, "dim": 4, "alpha": 8}

@@ -136,25 +136,19 @@ class Adapters:
         self.settings, self.switch = settings, AdapterSwitch()
         output = model.get_output_embeddings()
         refuse_tied(is_tied(model), settings)
-        self._score = next(
-            (module for name, module in model.named_modules() if f"{name}.weight" == SCORE), None
-        )
-        whole = (output, self._score)
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module not in whole
-        }
+        modules = dict(model.named_modules())
+        self._score = modules.get(SCORE.removesuffix(".weight"))
+        linears: dict[str, nn.Linear] = {}
+        vocabulary: dict[str, nn.Embedding | nn.Linear] = {}
+        for name, module in modules.items():
+            if isinstance(module, nn.Linear) and module is not self._score:
+                (vocabulary if module is output else linears)[name] = module
+            elif isinstance(module, nn.Embedding) and module is model.get_input_embeddings():
+                vocabulary[name] = module
         matrices = {
             name.removesuffix(".weight")
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2
-        }
-        vocabulary: dict[str, nn.Embedding | nn.Linear] = {
-            name: module
-            for name, module in model.named_modules()
-            if (module is output and isinstance(module, nn.Linear))
-            or (module is model.get_input_embeddings() and isinstance(module, nn.Embedding))
         }
         vocabulary = {} if is_tied(model) else vocabulary
         others = sorted(matrices - set(linears) - set(vocabulary))

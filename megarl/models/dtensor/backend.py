@@ -130,11 +130,10 @@ class DTensorBackend(HuggingFaceBackend):
         """Build the model with this rank's pieces of the weights."""
         model = self._undivided()
         # Collect in a set, because tied embeddings are one parameter.
-        padded = {
-            module.weight
-            for module in (model.get_input_embeddings(), model.get_output_embeddings())
-            if module is not None
-        }
+        padded = set()
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if module is not None:
+                padded.add(module.weight)
         shapes = {
             name: (self._true_vocabulary if parameter in padded else parameter.shape[0], *parameter.shape[1:])
             for name, parameter in model.named_parameters()
@@ -193,12 +192,9 @@ class DTensorBackend(HuggingFaceBackend):
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that every tensor-parallel rank holds in full; see ``TakesWeights``."""
-        copied = (
-            (name, weight)
-            for name, weight in self._divided().items()
-            if block_of(weight).tensor_dimension is None
-        )
-        return ((name, weight.to_local()) for name, weight in copied)
+        for name, weight in self._divided().items():
+            if block_of(weight).tensor_dimension is None:
+                yield name, weight.to_local()
 
     def _undivided(self) -> Any:
         rows, has_score = self._vocabulary_rows, scores(self.policy)

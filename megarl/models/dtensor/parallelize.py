@@ -147,18 +147,17 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         model: model whose parameters ``fully_shard`` divides over one rank, and that satisfies
             ``computes_locally`` if a plan was applied before.
     """
-    places: list[tuple[nn.Module, str, Any]] = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
+    places: list[tuple[nn.Module, str, Any]] = []
     # Use the parameter as the key, so that tied modules, which share one, still share one afterwards.
-    whole: dict[DTensor, nn.Parameter] = {
-        parameter: nn.Parameter(_memory_of(parameter), requires_grad=parameter.requires_grad)
-        for _, _, parameter in places
-    }
-    partial = {parameter for module, name, parameter in places if finds_part(module, name)}
+    whole: dict[DTensor, nn.Parameter] = {}
+    partial: set[DTensor] = set()
+    for module in model.modules():
+        for name, divided in module._parameters.items():
+            if isinstance(divided, DTensor):
+                places.append((module, name, divided))
+                whole[divided] = nn.Parameter(_memory_of(divided), requires_grad=divided.requires_grad)
+                if finds_part(module, name):
+                    partial.add(divided)
     with _hooks_at_rest(model):
         for module, name, parameter in places:
             module._parameters[name] = whole[parameter]
@@ -242,12 +241,10 @@ def take_memory(model: Any) -> None:
 
 def _without_values(model: Any, device: torch.device) -> None:
     tied = is_tied(model)
-    buffers = [
-        (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
-    ]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     # Restore the buffers' values below, because to_empty gives buffers new memory as well.
     model.to_empty(device=device)
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer
+    for module, values in buffers:
+        module._buffers.update(values)
     if tied:
         tie(model)

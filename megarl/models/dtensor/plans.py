@@ -94,7 +94,7 @@ def choose_plan(model: Any, *, sequence_parallel: bool, custom: object = None) -
                 f"policy.dtensor_cfg.custom_parallel_plan: {type(model).__name__} has no module "
                 f"{', '.join(strangers)}"
             )
-        if not any(True for key in plan for module in _modules_of(key, model) for _ in module.parameters()):
+        if not any(list(module.parameters()) for key in plan for module in _modules_of(key, model)):
             raise ConfigError(
                 f"policy.dtensor_cfg.custom_parallel_plan = {custom!r}: it names no module with a parameter; "
                 "name the linear layers to divide, or write null for the built-in plan"

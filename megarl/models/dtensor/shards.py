@@ -141,8 +141,10 @@ def gather_parts(
     """Yield the names and this tensor-parallel rank's parts of parameters on one mesh, gathered on ``device``
     from all data and context parallel ranks. The values are exact, or rounded to ``dtype``. Consecutive
     parameters are gathered together, about ``bucket_bytes`` over all ranks at a time."""
-    blocks = {name: block_of(parameter) for name, parameter in parameters.items()}
-    spaces = {name: block.run * math.prod(block.part[1:]) for name, block in blocks.items()}
+    blocks, spaces = {}, {}
+    for name, parameter in parameters.items():
+        blocks[name] = block = block_of(parameter)
+        spaces[name] = block.run * math.prod(block.part[1:])
     ranks = next(iter(blocks.values())).sharding_size
     for names in in_buckets(blocks, lambda name: spaces[name] * ranks * dtype.itemsize, bucket_bytes):
         widths = [spaces[name] for name in names]
@@ -262,10 +264,10 @@ class DividedParameters:
 
 def _with_tensors(state: OptimizerState, change: Callable[[str, DTensor], torch.Tensor]) -> OptimizerState:
     """Return optimizer state in which ``change(parameter name, tensor)`` replaces each divided tensor."""
-    changed = {
-        name: {
-            key: change(name, value) if isinstance(value, DTensor) else value for key, value in values.items()
-        }
-        for name, values in state["state"].items()
-    }
+    changed: dict[str, dict[str, Any]] = {}
+    for name, values in state["state"].items():
+        changed[name] = dict(values)
+        for key, value in values.items():
+            if isinstance(value, DTensor):
+                changed[name][key] = change(name, value)
     return {**state, "state": changed}

@@ -251,7 +251,7 @@ class NormOfParts(ParallelStyle):
     its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = frozenset(name for name, _ in module.named_parameters(recurse=False))
+        names = frozenset(dict(module.named_parameters(recurse=False)))
         for name in names:
             _divide(module, name, device_mesh, Replicate())
         plain = module.forward
@@ -292,12 +292,11 @@ def finds_part(module: nn.Module, name: str) -> bool:
 def computes_locally(model: nn.Module) -> bool:
     """Return whether every module with its own divided parameter has a style of this file. These styles also
     work with plain parameters."""
-    owners = (
-        module
-        for module in model.modules()
-        if any(isinstance(value, DTensor) for value in module._parameters.values())
-    )
-    return all(hasattr(module, _PARTS) for module in owners)
+    for module in model.modules():
+        is_divided = any(isinstance(value, DTensor) for value in module._parameters.values())
+        if is_divided and not hasattr(module, _PARTS):
+            return False
+    return True
 
 
 def _computing(

@@ -133,14 +133,10 @@ class WeightStream:
             return _space(blocks[name]) * self._dtype.itemsize * dist.get_world_size()
 
         for names in in_buckets(self._order, of_all_ranks, self._bucket_bytes):
-            spaces = tuple(_space(blocks[name]) for name in names)
-            sent = tuple(_sent(blocks[name]) for name in names)
-            yield _Bucket(
-                tuple(names),
-                spaces,
-                sent,
-                UnshardPlan(self._wholes([blocks[name] for name in names], names, spaces)),
-            )
+            chosen = [blocks[name] for name in names]
+            spaces = tuple(map(_space, chosen))
+            plan = UnshardPlan(self._wholes(chosen, names, spaces))
+            yield _Bucket(tuple(names), spaces, tuple(map(_sent, chosen)), plan)
 
     def _wholes(
         self, blocks: Sequence[Block], names: Sequence[str], spaces: Sequence[int]
@@ -152,7 +148,7 @@ class WeightStream:
                 _copy(other, shape, rank * sum(spaces) + position)
                 for rank, other in enumerate(_of_all_ranks(block))
             )
-            yield FullTensor(name, shape, tuple(copy for copy in copies if copy is not None))
+            yield FullTensor(name, shape, tuple(filter(None, copies)))
             position += space
 
 

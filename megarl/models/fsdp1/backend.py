@@ -99,7 +99,8 @@ class FSDP1Backend(HuggingFaceBackend):
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         names = in_sending_order(self._dimensions, self.hf_config)
-        return ((name, tensor.to(self._dtype)) for name, tensor in self.model.full_tensors(names))
+        for name, tensor in self.model.full_tensors(names):
+            yield name, tensor.to(self._dtype)
 
     @property
     def gathered_bytes(self) -> int:

@@ -61,8 +61,9 @@ def held_by(model: nn.Module) -> dict[str, Held]:
 
 
 def named(held: Mapping[str, Held]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return an iterator over names and present parameters."""
-    return ((name, place.get()) for name, place in held.items())
+    """Yield names and present parameters."""
+    for name, place in held.items():
+        yield name, place.get()
 
 
 class Filler:

@@ -104,18 +104,11 @@ class Sharded:
             for _, parameter in self.parameters():
                 parameter._in_backward_optimizers = [_SumInFloat32(parameter)]  # type: ignore[attr-defined]
         self.module.register_comm_hook(self._group, _sum_gradients)
-        self._units = self._unit_of_each()
-
-    def _unit_of_each(self) -> dict[FullyShardedDataParallel, dict[str, Held]]:
-        """Return the parameters of each unit, in the same order on all ranks."""
+        self._units = FullyShardedDataParallel.fsdp_modules(self.module)
         unit_of: dict[nn.Module, FullyShardedDataParallel] = {}
-        units = FullyShardedDataParallel.fsdp_modules(self.module)
-        for unit in units:  # Outer units come first, so that inner ones override them.
+        for unit in self._units:  # Outer units come first, so that inner ones override them.
             unit_of.update(dict.fromkeys(unit.modules(), unit))
-        return {
-            unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit}
-            for unit in units
-        }
+        self._unit_of = {name: unit_of[place.module] for name, place in self._held.items()}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's flat part of every parameter; a part may be empty."""
@@ -139,8 +132,7 @@ class Sharded:
         Consecutive names in one unit are gathered together, so that an order by layers gathers each layer
         once.
         """
-        unit_of = {name: unit for unit, held in self._units.items() for name in held}
-        for unit, neighbours in itertools.groupby(names, key=unit_of.__getitem__):
+        for unit, neighbours in itertools.groupby(names, key=self._unit_of.__getitem__):
             yield from self._gathered(unit, {name: self._held[name] for name in neighbours})
 
     def _gathered(
@@ -162,17 +154,11 @@ class Sharded:
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Write a filled ``state`` into the parameters. A collective."""
         with self._state_dict_type():
-            self.module.load_state_dict(
-                {name: state[first] for first, place in self._held.items() for name in place.names}
-            )
+            self.module.load_state_dict({name: state[first] for name, first in self._first_names().items()})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> checkpoint.OptimizerState:
         """Return optimizer state by parameter name, as DTensors. A collective."""
-        names = {parameter: name for name, parameter in self.parameters()}
-        groups = [
-            {**group, "params": [names[parameter] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        groups = checkpoint.named_groups(optimizer, checkpoint.names_of(self.parameters()))
         begun = torch.tensor(float(len(optimizer.state)), device=self._runtime.device)
         # Sum over ranks: a rank may hold no part of any parameter, and so no state, while others do.
         dist.all_reduce(begun, group=self._group)
@@ -181,7 +167,7 @@ class Sharded:
             return {"state": {}, "param_groups": groups}
         with self._state_dict_type():
             state = FullyShardedDataParallel.optim_state_dict(self.module, optimizer)["state"]
-        first_names = {name: first for first, place in self._held.items() for name in place.names}
+        first_names = self._first_names()
         return {
             "state": {first_names[name]: values for name, values in state.items()},
             "param_groups": groups,
@@ -191,14 +177,20 @@ class Sharded:
         self, optimizer: torch.optim.Optimizer, loaded: checkpoint.OptimizerState
     ) -> None:
         """Load the result of ``optimizer_state``. A collective."""
-        names = {parameter: name for name, parameter in self.parameters()}
         state: dict[int, dict[str, torch.Tensor]] = {}
         if loaded["state"]:
             with self._state_dict_type():
                 state = FullyShardedDataParallel.optim_state_dict_to_load(self.module, optimizer, loaded)[
                     "state"
                 ]
-        checkpoint.install(optimizer, state, loaded, names)
+        checkpoint.install(optimizer, state, loaded, checkpoint.names_of(self.parameters()))
+
+    def _first_names(self) -> dict[str, str]:
+        """Return the first name of each parameter by each of its names; tied parameters have several."""
+        first_names: dict[str, str] = {}
+        for first, place in self._held.items():
+            first_names.update(dict.fromkeys(place.names, first))
+        return first_names
 
     @contextlib.contextmanager
     def _state_dict_type(self) -> Iterator[None]:

@@ -69,9 +69,10 @@ class FullModel:
         """Do nothing: no parameter was gathered."""
 
     def full_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over ``names`` and their full parameters, which still belong to the model."""
+        """Yield ``names`` and their full parameters, which still belong to the model."""
         parameters = dict(self.parameters())
-        return ((name, parameters[name].detach()) for name in names)
+        for name in names:
+            yield name, parameters[name].detach()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the weights for a checkpoint; writing into them changes the parameters."""

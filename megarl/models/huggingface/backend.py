@@ -186,7 +186,9 @@ class HuggingFaceBackend(ABC):
         return iter(self._parameters.items())
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
+        for name, parameter in self.parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         return None

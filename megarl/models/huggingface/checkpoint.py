@@ -19,14 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
+from megarl.checkpoint.collective import (
+    appears_whole,
+    failing_alike,
+    failing_together,
+    restore_random_state,
+    write_random_state,
+)
 from megarl.checkpoint.restricted import METADATA_FILE, read_plain, read_plain_index, restricted_loading
 from megarl.checkpoint.staging import RankWriter, StagingBuffer
-from megarl.checkpoint.storage import is_file, read_again
+from megarl.checkpoint.storage import is_file
 from megarl.distributed.device import DeviceRuntime
 from megarl.errors import CheckpointError, StorageError
 from megarl.models.engine.low_precision_adam import LowPrecisionAdamW
@@ -87,27 +92,21 @@ def save_optimizer(
     """
     # Write tensors through DCP, so that any layout can read them, and numbers and texts in one file by rank
     # 0.
-    tensors = {
-        _key(name, key): value for name, key, value in _entries(state) if isinstance(value, torch.Tensor)
-    }
-    plain = {
-        "numbers": {
-            _key(name, key): value
-            for name, key, value in _entries(state)
-            if not isinstance(value, torch.Tensor)
-        },
-        "param_groups": [
-            {key: _plain(value) for key, value in group.items()} for group in state["param_groups"]
-        ],
-        "schedule": dict(schedule),
-    }
+    tensors: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{name}/{key}"] = value
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({key: _plain(value) for key, value in group.items()})
+    plain = {"numbers": numbers, "param_groups": groups, "schedule": dict(schedule)}
     with appears_whole(directory) as partial:
         _write(tensors, partial, buffer)
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0:
                 torch.save(plain, partial / PLAIN_FILE)
-            # save_file would make the file private: a colleague could not go on with the run.
-            (partial / random_state_file(dist.get_rank())).write_bytes(save(runtime.rng_state()))
+            write_random_state(partial, runtime)
 
 
 def load_optimizer(
@@ -130,6 +129,7 @@ def load_optimizer(
         metadata = _metadata(directory)
         plain = read_plain(directory / PLAIN_FILE)
     state: dict[str, dict[str, Any]] = {}
+    tensors = {}
     for entry, stored in metadata.state_dict_metadata.items():
         name, key = entry.rsplit("/", 1)
         if name not in like or not isinstance(stored, TensorStorageMetadata):
@@ -137,19 +137,13 @@ def load_optimizer(
                 f"{directory} does not hold the optimizer state of this model: {entry} is unknown. Check "
                 "model_name and the path"
             )
-        state.setdefault(name, {})[key] = _empty(stored, like[name])
-    _read(
-        {_key(name, key): value for name, values in state.items() for key, value in values.items()},
-        directory,
-        "optimizer state",
-    )
+        tensors[entry] = state.setdefault(name, {})[key] = _empty(stored, like[name])
+    _read(tensors, directory, "optimizer state")
     for entry, value in plain["numbers"].items():
         name, key = entry.rsplit("/", 1)
         state.setdefault(name, {})[key] = value
     with failing_together(f"reading random-number states of {directory}"):
-        rng = directory / random_state_file(dist.get_rank())
-        if is_file(rng):
-            runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
+        restore_random_state(directory, runtime)
     # Version 0.1 stored nothing for a run without a schedule, so that the optimizer's updates are used as the
     # schedule's steps.
     updates = max((int(values["step"]) for values in state.values() if "step" in values), default=0)
@@ -161,15 +155,24 @@ def named_optimizer_state(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> OptimizerState:
     """Return the state of an optimizer by parameter name; its parameters are full tensors or DTensors."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named_parameters}
+    names = names_of(named_parameters)
     state = optimizer.full_state() if isinstance(optimizer, LowPrecisionAdamW) else optimizer.state
     return {
         "state": {names[parameter]: dict(values) for parameter, values in state.items()},
-        "param_groups": [
-            {**group, "params": [names[parameter] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
+        "param_groups": named_groups(optimizer, names),
     }
+
+
+def names_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter by the parameter."""
+    return {parameter: name for name, parameter in named_parameters}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer with names instead of parameters."""
+    return [
+        {**group, "params": list(map(names.__getitem__, group["params"]))} for group in optimizer.param_groups
+    ]
 
 
 def install_optimizer_state(
@@ -182,21 +185,19 @@ def install_optimizer_state(
     Raises:
         CheckpointError: the state belongs to an optimizer with other parameters.
     """
-    names = {parameter: name for name, parameter in named_parameters}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    install(
-        optimizer,
-        {index: loaded["state"][name] for index, name in enumerate(order) if name in loaded["state"]},
-        loaded,
-        names,
-    )
+    names = names_of(named_parameters)
+    order: list[str] = []
+    for group in named_groups(optimizer, names):
+        order += group["params"]
+    state = {index: loaded["state"][name] for index, name in enumerate(order) if name in loaded["state"]}
+    install(optimizer, state, loaded, names)
 
 
 def install(
     optimizer: torch.optim.Optimizer,
     state: Mapping[int, Any],
     loaded: OptimizerState,
-    names: Mapping[torch.nn.Parameter, str],
+    names: Mapping[torch.Tensor, str],
 ) -> None:
     """Load state, by the index of each parameter in the optimizer, and the hyperparameters of ``loaded`` into
     the optimizer.
@@ -207,7 +208,7 @@ def install(
     Raises:
         CheckpointError: ``loaded`` belongs to an optimizer with other parameters.
     """
-    here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    here = [group["params"] for group in named_groups(optimizer, names)]
     there = [list(group["params"]) for group in loaded["param_groups"]]
     # Compare names and their order: torch assigns state by number, and would give it to other parameters.
     if here != there:
@@ -224,14 +225,6 @@ def install(
         groups.append({**saved, **kept, "params": list(range(first, last))})
         first = last
     optimizer.load_state_dict({"state": dict(state), "param_groups": groups})
-
-
-def _key(name: str, key: str) -> str:
-    return f"{name}/{key}"
-
-
-def _entries(state: OptimizerState) -> Iterable[tuple[str, str, Any]]:
-    return ((name, key, value) for name, values in state["state"].items() for key, value in values.items())
 
 
 def _plain(value: Any) -> Any:
@@ -274,10 +267,10 @@ def _read(state: Mapping[str, torch.Tensor], directory: Path, what: str) -> None
         with warnings.catch_warnings(action="ignore"), restricted_loading():
             dcp.load(dict(state), checkpoint_id=directory)
     except CheckpointException as error:
-        refused = next(
-            (cause for cause, _ in error.failures.values() if isinstance(cause, StorageError)), None
-        )
-        raise refused or CheckpointError(
+        for cause, _ in error.failures.values():
+            if isinstance(cause, StorageError):
+                raise cause from error
+        raise CheckpointError(
             f"{directory} cannot be read: {error}. It is damaged; use another checkpoint"
         ) from error
 

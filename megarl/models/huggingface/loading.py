@@ -166,16 +166,6 @@ def recompute_layers(model: Any) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint holds, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
 def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a checkpoint matches a model as ``check_names`` does, and that the model saves only
     parameters.
@@ -183,7 +173,7 @@ def check_fits(model: nn.Module, source: HuggingFaceSource, shapes: Mapping[str,
     Raises:
         ModelError: the model saves a buffer in its checkpoints; or as in ``check_names``.
     """
-    if buffers := persistent_buffers(model):
+    if buffers := model.state_dict().keys() & dict(model.named_buffers(remove_duplicate=False)).keys():
         raise ModelError(
             f"{type(model).__name__} keeps {min(buffers)} in its checkpoints, which is no parameter; use "
             "another model"
@@ -203,17 +193,14 @@ def check_names(source: HuggingFaceSource, shapes: Mapping[str, tuple[int, ...]]
         ModelError: a tensor is missing, unknown or of another shape; the message names the first ten.
     """
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in source]
-    problems += [
-        f"shape: {name} is {list(source.shape(name))}, config.json asks for {list(shape)}"
-        for name, shape in shapes.items()
-        if name in source and source.shape(name) != shape
-    ]
+    for name, shape in shapes.items():
+        if name in source and source.shape(name) != shape:
+            found = list(source.shape(name))
+            problems.append(f"shape: {name} is {found}, config.json asks for {list(shape)}")
     accounted = {*shapes, HEAD} if tied else set(shapes)
-    problems += [
-        f"unknown: {name}"
-        for name in source.names()
-        if name not in accounted and not _IGNORABLE.fullmatch(name)
-    ]
+    for name in source.names():
+        if name not in accounted and not _IGNORABLE.fullmatch(name):
+            problems.append(f"unknown: {name}")
     if problems:
         shown = "\n  ".join(problems[:10])
         raise ModelError(

@@ -214,8 +214,12 @@ def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> tor
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's pieces of the existing gradients."""
-    gradients = [gradient for parameter in parameters if (gradient := gradient_of(parameter)) is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    gradients = []
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return gradients
 
 
 @torch.no_grad()
@@ -326,7 +330,7 @@ def _resolve(key: str, path: Any, base: type, example: str) -> Any:
 def _check_arguments(key: str, kind: type, kwargs: Mapping[str, Any], given: set[str]) -> set[str]:
     """Raise ConfigError for arguments that ``kind`` does not accept, and return the names that it does."""
     parameters = inspect.signature(kind).parameters
-    accepted = {name for name in parameters if name not in given}
+    accepted = parameters.keys() - given
     # With **kwargs, every name is accepted here; the constructor itself refuses those that it does not know.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return accepted | set(kwargs)

@@ -81,11 +81,16 @@ class GroupStepAdamW(torch.optim.Optimizer):
         # Use torch's functional forms for the arithmetic: only the step counters are kept here.
         update = adamw if self.decoupled else adam
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters, gradients, averages, squares = [], [], [], []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.initialize_state(parameter)
+                    parameters.append(parameter)
+                    gradients.append(parameter.grad)
+                    averages.append(self.state[parameter]["exp_avg"])
+                    squares.append(self.state[parameter]["exp_avg_sq"])
             if not parameters:
                 continue
-            for parameter in parameters:
-                self.initialize_state(parameter)
             # Give each parameter a counter, because the update increments each one, on the device, where the
             # fused kernel reads it.
             steps = torch.full(
@@ -93,9 +98,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
             ).unbind()
             update(
                 parameters,
-                [parameter.grad for parameter in parameters],
-                [self.state[parameter]["exp_avg"] for parameter in parameters],
-                [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+                gradients,
+                averages,
+                squares,
                 [],
                 list(steps),
                 amsgrad=False,
@@ -204,7 +209,9 @@ class ShardedAdamW(LowPrecisionAdamW):
     def place_states(self) -> None:
         """Choose the parameters whose state is kept in host memory: the configured share of all numbers, from
         the first parameter on. The last of these shards is split."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters: list[torch.nn.Parameter] = []
+        for group in self.param_groups:
+            parameters += group["params"]
         count = sum(parameter.numel() for parameter in parameters)
         left = round(self.settings.host_share * count)
         self.host_part = {}

@@ -56,6 +56,7 @@ from converters.mapping.layouts import ShardLayout, shard_layout
 from converters.mapping.rule import Kind, Rule, is_expert
 from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.model_config.architecture import Architecture
+from megarl.checkpoint.collective import gather_objects
 from megarl.config.adapters import CUT_KINDS
 from megarl.errors import ConfigError, Violation
 from megarl.models.engine.adapters import (
@@ -73,7 +74,7 @@ from megarl.models.engine.adapters import (
     refuse_tied,
 )
 from megarl.models.engine.groups import ParallelGroups
-from megarl.models.engine.stacked_adapters import StackedFactors, stacks_of
+from megarl.models.engine.stacked_adapters import Stack, StackedFactors, stacks_of
 from megarl.models.megatron.hf_state import ADAPTER, global_names
 from megarl.models.megatron.parallel import ExpertGroups
 from megarl.models.megatron.vocabulary_adapters import AdaptedEmbedding, EmbeddingAdapter
@@ -132,29 +133,28 @@ class Adapter(nn.Module):
             linear.tp_group,
         )
         self._pairs, self._rule = pairs, rule
-        self._names = {
-            part: rule.parts[part].name.removesuffix(".weight") for pair in pairs for part in pair.parts
-        }
-        spans = {part: [span for span in layout.spans if span.part == part] for part in self._names}
+        self._names: dict[int, str] = {}
+        for pair in pairs:
+            for part in pair.parts:
+                self._names[part] = rule.parts[part].name.removesuffix(".weight")
+        self._starts: dict[int, int] = {}
+        rows = {}
         if rule.kind is Kind.VOCAB:
             # Include the rows behind the vocabulary, because a rank may hold only such rows.
             self._starts, rows = {0: linear.tp_group.rank() * layout.shape[0]}, {0: layout.shape[0]}
         else:
             # Keep the first row of each part that this rank holds, by which factors are filled from full
             # ones.
-            self._starts = {part: min(span.start for span in spans[part]) for part in self._names}
-            rows = {
-                part: sum(span.length for span in spans[part]) if layout.axis == 0 else layout.shape[0]
-                for part in self._names
-            }
+            for part in self._names:
+                spans = [span for span in layout.spans if span.part == part]
+                self._starts[part] = min(span.start for span in spans)
+                rows[part] = sum(span.length for span in spans) if layout.axis == 0 else layout.shape[0]
         for pair in pairs:
             self._register(linear.weight, _parameter("A", pair.module), (settings.rank, layout.shape[1]))
             for part in pair.parts:
                 self._register(linear.weight, _parameter("B", self._names[part]), (rows[part], settings.rank))
         order = (
-            _order_of(layout, list(self._names), rows)
-            if len(rule.parts) > 1
-            else torch.arange(layout.shape[0])
+            _order_of(layout, self._starts, rows) if len(rule.parts) > 1 else torch.arange(layout.shape[0])
         )
         # If the order changes nothing, register no buffer: index_select would copy the weights in every pass.
         is_needed = not torch.equal(order, torch.arange(len(order)))
@@ -356,12 +356,11 @@ def _stacked(adapters: Sequence[Adapter], name: str, summed_over: Any) -> torch.
     )
 
 
-def _order_of(layout: ShardLayout, parts: Sequence[int], rows: Mapping[int, int]) -> torch.Tensor:
-    """Return the index of each row of a shard among the concatenated rows of ``parts``; a row of another part
-    gets the index after the last."""
+def _order_of(layout: ShardLayout, starts: Mapping[int, int], rows: Mapping[int, int]) -> torch.Tensor:
+    """Return the index of each row of a shard among the concatenated rows of the parts in ``starts``; a row
+    of another part gets the index after the last."""
     total, firsts, position = sum(rows.values()), {}, 0
-    for part in parts:
-        start = min(span.start for span in layout.spans if span.part == part)
+    for part, start in starts.items():
         firsts[part], position = position - start, position + rows[part]
     order = torch.full((layout.shape[0],), total)
     position = 0
@@ -433,10 +432,13 @@ class Adapters:
     ) -> None:
         self.settings, self.switch = settings, AdapterSwitch()
         self._architecture, self._groups, self._experts = architecture, groups, experts
-        layers, of_experts = (_modules(linears(architecture, of_experts=kind)) for kind in (False, True))
+        layers = _modules(linears(architecture, of_experts=False))
+        of_experts = _modules(linears(architecture, of_experts=True))
         stacks = stacks_of(architecture)
         chosen = settings.chosen_stacks(stacks)
-        self._in_stack = {module: stack for stack in chosen for module in stack.places}
+        self._in_stack: dict[str, Stack] = {}
+        for stack in chosen:
+            self._in_stack.update(dict.fromkeys(stack.places, stack))
         apart = [module for module in of_experts if module not in self._in_stack]
         matrices = {
             tensor.name.removesuffix(".weight")
@@ -445,7 +447,7 @@ class Adapters:
         }
         vocabulary = _vocabulary(architecture)
         refuse_tied(architecture.tied_embeddings, settings)
-        self._rows = {module: architecture.vocab_size for module in vocabulary}
+        self._rows = dict.fromkeys(vocabulary, architecture.vocab_size)
         # These matrices, such as routers, can have no adapter, so that a pattern that names one is refused.
         others = sorted(matrices - {*layers, *of_experts, *vocabulary})
         self.adapted = settings.chosen(layers, others, [*apart, *vocabulary], chosen)
@@ -546,9 +548,7 @@ class Adapters:
 
     def _refuse_anywhere(self, idle: bool, other: str) -> None:
         refuse_other_base(other, self.settings)
-        everywhere = [False] * dist.get_world_size()
-        dist.all_gather_object(everywhere, idle)
-        ranks = [rank for rank, nothing in enumerate(everywhere) if nothing]
+        ranks = [rank for rank, nothing in enumerate(gather_objects(idle)) if nothing]
         if ranks:
             bound = (
                 f"a pipeline stage, or a chunk of one, has no adapter (rank {ranks[0]}), so none "
@@ -609,28 +609,25 @@ class Adapters:
 
     def _whole(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield layers, letters and full factors, those of experts one expert after another."""
-        own = [(name, *factor) for name, adapter in self._by_weight.items() for factor in adapter.factors()]
-        listing = [
-            (is_expert(name), module, letter, tuple(tensor.shape), cut)
-            for name, module, letter, tensor, cut in own
-        ]
+        own, listing = [], []
+        for name, adapter in self._by_weight.items():
+            for module, letter, tensor, cut in adapter.factors():
+                own.append(tensor)
+                listing.append((is_expert(name), module, letter, tuple(tensor.shape), cut))
         # Gather over expert-parallel ranks and then over stages, so that all know every name and shape before
         # tensors are sent.
-        of_ranks = _listed(listing, self._experts.model)
-        stages: list[Any] = _listed(of_ranks, self._groups.pipeline)
-        like = own[0][3]
+        stages = gather_objects(gather_objects(listing, self._experts.model), self._groups.pipeline)
         for stage, listings in enumerate(stages):
             for place, (of_experts, _, letter, shape, cut) in enumerate(listings[0]):
                 modules = [each[place][1] for each in (listings if of_experts else listings[:1])]
                 group = self._experts.tensor if of_experts else self._groups.tensor
-                sizes = [
-                    size * (dist.get_world_size(group) if axis == cut else 1)
-                    for axis, size in enumerate(shape)
-                ]
+                sizes = [len(modules), *shape]
+                if cut is not None:
+                    sizes[1 + cut] *= dist.get_world_size(group)
                 # Every rank allocates the tensor, because the other stages receive the broadcast below.
-                whole = like.new_empty((len(modules), *sizes))
+                whole = own[0].new_empty(sizes)
                 if stage == self._groups.pipeline_rank:
-                    part = _joined(own[place][3], cut, group)
+                    part = _joined(own[place], cut, group)
                     whole.copy_(_together(part, self._experts.model) if of_experts else part)
                 if self._groups.pipeline_size > 1:
                     dist.broadcast(
@@ -638,7 +635,8 @@ class Adapters:
                         src=dist.get_global_rank(self._groups.pipeline, stage),
                         group=self._groups.pipeline,
                     )
-                yield from ((module, letter, factor) for module, factor in zip(modules, whole, strict=True))
+                for module, factor in zip(modules, whole, strict=True):
+                    yield module, letter, factor
 
     def write_run_config(self, directory: Path) -> None:
         """Write the adapters' rank and alpha in the format of Megatron-Bridge, for ``megarl convert
@@ -655,10 +653,13 @@ class Adapters:
 
 def _vocabulary(architecture: Architecture) -> list[str]:
     """Return the names of the embedding and the output layer; an empty list if the two are tied."""
-    rules = [rule for rule in all_rules(architecture) if rule.kind is Kind.VOCAB and rule.emits]
-    return (
-        [] if architecture.tied_embeddings else [rule.parts[0].name.removesuffix(".weight") for rule in rules]
-    )
+    if architecture.tied_embeddings:
+        return []
+    return [
+        rule.parts[0].name.removesuffix(".weight")
+        for rule in all_rules(architecture)
+        if rule.kind is Kind.VOCAB and rule.emits
+    ]
 
 
 def _multiply_by_rows(chunk: nn.Module) -> None:
@@ -713,13 +714,6 @@ def _together(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     # Pass views of one tensor, so that the parts arrive where they belong without another copy.
     dist.all_gather(list(whole), tensor.contiguous(), group=group)
     return whole
-
-
-def _listed(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    found = [own] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, own, group=group)
-    return found
 
 
 def _modules(rules: Iterable[Rule]) -> list[str]:

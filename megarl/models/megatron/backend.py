@@ -194,16 +194,15 @@ class LooseParameters:
         """Return the parameters of each storage that has only frozen ones; see ``SharesFrozen``."""
         found: dict[int, list[torch.nn.Parameter]] = {}
         names: dict[int, str] = {}
+        trained = set()
         for number, model in enumerate(self._chunks):
             for name, parameter in model.module.named_parameters():
                 storage = parameter.untyped_storage()._cdata
                 found.setdefault(storage, []).append(parameter)
                 names.setdefault(storage, f"{number}.{name}")
-        return {
-            names[storage]: parameters
-            for storage, parameters in found.items()
-            if not any(parameter.requires_grad for parameter in parameters)
-        }
+                if parameter.requires_grad:
+                    trained.add(storage)
+        return {names[storage]: found[storage] for storage in found if storage not in trained}
 
     def keep_host_copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         """Take shared memory as the host copy of a frozen storage; see ``SharesFrozen``."""
@@ -214,12 +213,10 @@ class LooseParameters:
         """Return each storage once, in the order of the parameters."""
         found: dict[int, torch.UntypedStorage] = {}
         for model in self._chunks:
-            buffered = {
-                parameter
-                for buffer in model.buffers + model.expert_parallel_buffers
-                if buffer.param_data is not None
-                for parameter in buffer.params
-            }
+            buffered: set[torch.nn.Parameter] = set()
+            for buffer in model.buffers + model.expert_parallel_buffers:
+                if buffer.param_data is not None:
+                    buffered.update(buffer.params)
             for parameter in model.module.parameters():
                 if parameter not in buffered:
                     memory = parameter.untyped_storage()
@@ -462,15 +459,15 @@ class MegatronBackend:
         return hf_state.parameters_of(self.stages, self.experts)
 
     def trainable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, parameter) for name, parameter in self.parameters() if parameter.requires_grad)
+        for name, parameter in self.parameters():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def copied_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that every tensor-parallel rank holds whole; see ``TakesWeights``."""
-        return (
-            (name, tensor)
-            for name, tensor in self.parameters()
-            if rule_for(name, self.architecture).kind is Kind.REPLICATED
-        )
+        for name, tensor in self.parameters():
+            if rule_for(name, self.architecture).kind is Kind.REPLICATED:
+                yield name, tensor
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None] | None:
         return None if self.adapters is None else self.adapters.switch.off()

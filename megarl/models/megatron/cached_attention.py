@@ -132,7 +132,7 @@ def decoding(
         portable: builds the core attention that replaces one which cannot leave padding out.
     """
     with contextlib.ExitStack() as stack:
-        for attention in (module for stage in stages for module in stage.modules()):
+        for attention in torch.nn.ModuleList(stages).modules():
             if isinstance(attention, RowSelfAttention | MLASelfAttention):
                 # Replace Transformer Engine's core attention, which has no masks for rows.
                 if not hasattr(attention.core_attention, "rows"):

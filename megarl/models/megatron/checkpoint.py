@@ -30,13 +30,19 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from safetensors.torch import load_file, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from converters.model_config.heads import OUTPUT_LAYER
 from converters.torch_dist.reader import TorchDistCheckpoint
-from megarl.checkpoint.collective import appears_whole, failing_alike, failing_together, random_state_file
+from megarl.checkpoint.collective import (
+    appears_whole,
+    failing_alike,
+    failing_together,
+    gather_objects,
+    restore_random_state,
+    write_random_state,
+)
 from megarl.checkpoint.restricted import read_plain, read_plain_index, restricted_loading
 from megarl.checkpoint.staging import StagingBuffer
 from megarl.checkpoint.storage import is_file, read_again
@@ -106,21 +112,16 @@ def _sharded(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     the adapters and other trained parameters."""
     if any(f".{ADAPTER}." in name for name, _ in chunks[0].named_parameters()):
         # Describe each layer separately, because not every layer need have adapters.
-        states = [
-            chunk.module.sharded_state_dict(metadata={**_metadata(), "non_homogeneous_layers": True})
-            for chunk in chunks
-        ]
-        # A score layer may be trained with adapters.
-        trained = {
-            name
-            for chunk in chunks
-            for name, parameter in chunk.module.named_parameters()
-            if parameter.requires_grad
-        }
-        states = [
-            {name: value for name, value in state.items() if f".{ADAPTER}." in name or name in trained}
-            for state in states
-        ]
+        states = []
+        for chunk in chunks:
+            metadata = {**_metadata(), "non_homogeneous_layers": True}
+            parameters = dict(chunk.module.named_parameters())
+            kept = {}
+            for name, value in chunk.module.sharded_state_dict(metadata=metadata).items():
+                # A score layer may be trained with adapters.
+                if f".{ADAPTER}." in name or (name in parameters and parameters[name].requires_grad):
+                    kept[name] = value
+            states.append(kept)
     else:
         states = [chunk.module.sharded_state_dict(metadata=_metadata()) for chunk in chunks]
     return states[0] if len(states) == 1 else {_entry(index): state for index, state in enumerate(states)}
@@ -156,13 +157,13 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
         with failing_together(f"putting the weights of {directory} into the model"):
             for index, chunk in enumerate(chunks):
                 state = loaded[_entry(index)] if len(chunks) > 1 else loaded
-                # Leave out Transformer Engine's extra state, which would be unpickled: scales of FP8 that
-                # megarl does not use.
-                weights = {name: value for name, value in state.items() if not name.endswith(_EXTRA_STATE)}
-                # Tensors on the meta device have already been read directly into the model's memory.
-                elsewhere = {
-                    name: value for name, value in weights.items() if not getattr(value, "is_meta", False)
-                }
+                elsewhere = {}
+                for name, value in state.items():
+                    # Leave out Transformer Engine's extra state, which would be unpickled: scales of FP8 that
+                    # megarl does not use. Tensors on the meta device have already been read directly into the
+                    # model's memory.
+                    if not (name.endswith(_EXTRA_STATE) or getattr(value, "is_meta", False)):
+                        elsewhere[name] = value
                 # Load without strict, because what was already read is left out; _load has compared the
                 # names.
                 chunk.module.load_state_dict(elsewhere, strict=False)
@@ -170,12 +171,13 @@ def load_weights(chunks: Sequence[DistributedDataParallel], directory: Path) -> 
 
 def _places_of(chunks: Sequence[DistributedDataParallel]) -> frozenset[int]:
     """Return the addresses of the storages of all parameters and buffers."""
-    modules = [chunk.module for chunk in chunks]
-    tensors = itertools.chain.from_iterable(
-        itertools.chain(module.parameters(), module.buffers()) for module in modules
-    )
-    # Compare storages, not tensors, so that views of a weight in a sharded state dict count as the weight.
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    addresses = set()
+    for chunk in chunks:
+        for tensor in (*chunk.module.parameters(), *chunk.module.buffers()):
+            # Compare storages, not tensors, so that views of a weight in a sharded state dict count as the
+            # weight.
+            addresses.add(tensor.untyped_storage().data_ptr())
+    return frozenset(addresses)
 
 
 def save_optimizer(
@@ -198,9 +200,7 @@ def save_optimizer(
         with failing_together(f"writing schedule and random-number states to {directory}"):
             if dist.get_rank() == 0 and scheduler is not None:
                 (partial / SCHEDULE_FILE).write_text(json.dumps(scheduler.state_dict()))
-            # Write one file per rank: another layout could not use a rank's random-number state anyway.
-            # save_file would make the file private: a colleague could not go on with the run.
-            (partial / random_state_file(dist.get_rank())).write_bytes(save(runtime.rng_state()))
+            write_random_state(partial, runtime)
 
 
 def load_optimizer(
@@ -226,9 +226,9 @@ def load_optimizer(
         loaded = _load(wanted, directory, "optimizer state", strategy)
         with failing_together(f"reading the optimizer state of {directory}"):
             stored = read_again(lambda: TorchDistCheckpoint(directory), str(directory))
-            bounds = [
-                {key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups
-            ]
+            bounds = []
+            for group in optimizer.param_groups:
+                bounds.append({key: group[key] for key in _BOUNDS if key in group})
             optimizer.load_state_dict(_with_empty_states(loaded))
             for group, of_config in zip(optimizer.param_groups, bounds, strict=True):
                 # Restore the bounds of the learning rate, which are loaded with the group and would undo a
@@ -244,9 +244,7 @@ def load_optimizer(
             scheduler.num_steps = 0  # loading advances the schedule from its present step
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
             log_changed_rate(scheduler.num_steps, before, schedule_values(optimizer)["lr"])
-        rng = directory / random_state_file(dist.get_rank())
-        if is_file(rng):
-            runtime.set_rng_state(read_again(lambda: load_file(rng), str(rng)))
+        restore_random_state(directory, runtime)
 
 
 def require_same_form(optimizer: MegatronOptimizer, directory: Path) -> None:
@@ -310,7 +308,7 @@ def _load(wanted: dict[str, Any], directory: Path, what: str, strategy: Streamed
         loaded, missing, unexpected = _read(wanted, directory, what, strategy, readers)
     # Gather the names from all ranks: a pipeline stage requests only its own layers, and other ranks would
     # not learn what is missing there.
-    only_there, only_here = missing, sorted({key for keys in _on_all_ranks(unexpected) for key in keys})
+    only_there, only_here = missing, sorted(set(itertools.chain.from_iterable(gather_objects(unexpected))))
     if only_there or only_here:
         raise CheckpointError(
             f"{directory} does not hold the {what} of this model: only in the checkpoint {only_there[:3]}, "
@@ -396,10 +394,10 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
     # DCP's exception is not an Exception, and holds the errors of all ranks; megarl's errors among them are
     # raised unchanged.
     except CheckpointException as error:
-        refused = next(
-            (cause for cause, _ in error.failures.values() if isinstance(cause, MegarlError)), None
-        )
-        raise refused or CheckpointError(
+        for cause, _ in error.failures.values():
+            if isinstance(cause, MegarlError):
+                raise cause from error
+        raise CheckpointError(
             f"{directory} cannot be read: {error}. It is damaged; use another checkpoint"
         ) from error
     except (CheckpointingException, KeyError, ValueError) as error:
@@ -410,13 +408,6 @@ def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}. Fix: check permissions there") from error
-
-
-def _on_all_ranks(own: Any) -> list[Any]:
-    """Gather the object of each rank, in the order of the ranks. A collective over all ranks."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return everywhere
 
 
 def _tensor_keys(keys: Iterable[str]) -> list[str]:
@@ -465,7 +456,7 @@ def _agree_on_steps(optimizer: MegatronOptimizer) -> None:
     """
     groups = optimizer.param_groups
     # Compare over all ranks: a group may have parameters only on other ranks, and counts steps only there.
-    most = max(_on_all_ranks(max((int(group.get("step", 0)) for group in groups), default=0)))
+    most = max(gather_objects(max((int(group.get("step", 0)) for group in groups), default=0)))
     for group in groups:
         if most and "step" not in group:
             group["step"] = most

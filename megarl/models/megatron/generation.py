@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megarl.checkpoint.collective import gather_objects
 from megarl.config.generation import GenerationConfig
 from megarl.distributed.batched_data_dict import BatchedDataDict
 from megarl.models.engine.context import ContextShare
@@ -77,15 +79,13 @@ def decode_together(
         replicas: the replicas that share experts. A collective over them.
     """
     # Gather rows as objects: their numbers and widths differ between replicas, and prompts are small.
-    parts: list[Any] = [None] * dist.get_world_size(replicas)
-    dist.all_gather_object(parts, dict(data), group=replicas)
+    parts = gather_objects(dict(data), replicas)
     counts = [part["input_ids"].shape[0] for part in parts]
     coupled = CoupledGroups(
         **{field.name: getattr(groups, field.name) for field in dataclasses.fields(groups)}, replicas=replicas
     )
-    output = decode_rows(
-        coupled, _joined([part for part, count in zip(parts, counts, strict=True) if count] or parts[:1])
-    )
+    # If no replica has rows, keep one part for its columns.
+    output = decode_rows(coupled, _joined(list(itertools.compress(parts, counts)) or parts[:1]))
     first = sum(counts[: dist.get_rank(replicas)])
     mine = {key: value[first : first + counts[dist.get_rank(replicas)]] for key, value in output.items()}
     # Shorten to this replica's longest row, because other replicas' rows may be longer.
@@ -102,7 +102,7 @@ def _joined(parts: list[Mapping[str, Any]]) -> dict[str, Any]:
     def join(key: str) -> Any:
         values = [part[key] for part in parts]
         if not isinstance(values[0], torch.Tensor):
-            return [row for value in values for row in value]
+            return list(itertools.chain.from_iterable(values))
         return torch.cat(
             [F.pad(value, (0, width - value.shape[1])) if value.ndim > 1 else value for value in values]
         )
@@ -274,7 +274,7 @@ def _whole_sequences(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
         if hasattr(owner, name) and getattr(owner, name) != value:
             replaced.append((owner, name, value))
 
-    for module in (module for stage in stages for module in stage.modules()):
+    for module in torch.nn.ModuleList(stages).modules():
         replace(module, "sequence_parallel", False)
         replace(module, "reduce_scatter_embeddings", False)
         if isinstance(module, PortableAttention | GatedDeltaMixer):

@@ -46,7 +46,7 @@ class _FromLast(torch.nn.ModuleList):
         self._modules = dict(reversed(self._modules.items()))
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        return (self[index] for index in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
 
 class GroupedExperts(SequentialMLP):
@@ -162,11 +162,15 @@ class _GroupedLinear(torch.nn.Module):
 
     def __init__(self, linears: Sequence[Any], limits: torch.Tensor, *, adds_bias: bool) -> None:
         super().__init__()
-        # Keep a plain list: registered here, the parameters would have a second name.
-        self._weights = [linear.weight for linear in linears]
-        # Transformer Engine's layers without a bias have an empty one.
-        self._biases = [linear.bias for linear in linears if linear.bias is not None and linear.bias.numel()]
-        adapters = [linear.adapter for linear in linears if hasattr(linear, ADAPTER)]
+        # Keep plain lists: registered here, the parameters would have a second name.
+        self._weights, self._biases, adapters = [], [], []
+        for linear in linears:
+            self._weights.append(linear.weight)
+            # Transformer Engine's layers without a bias have an empty one.
+            if linear.bias is not None and linear.bias.numel():
+                self._biases.append(linear.bias)
+            if hasattr(linear, ADAPTER):
+                adapters.append(linear.adapter)
         self._adapters = adapters if adapters and adapters[0].switch.is_on else []
         self._limits, self._adds_bias = limits, adds_bias
         self.bias: torch.Tensor | None = None
@@ -209,7 +213,7 @@ class _Product(torch.autograd.Function):
         gradient = _rows(gradient)
         of_tokens = grouped_mm(gradient, stacked(weights), offs=limits) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
-            return of_tokens, None, *(None for _ in weights)
+            return of_tokens, None, *[None] * len(weights)
         return of_tokens, None, *_handed_over(weights, grouped_mm(gradient.t(), tokens, offs=limits))
 
 
@@ -229,7 +233,7 @@ class _OfTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         limits, *biases = ctx.saved_tensors
         if not any(ctx.needs_input_grad[2:]):
-            return None, None, *(None for _ in biases)
+            return None, None, *[None] * len(biases)
         assert grouped_mm is not None
         # Multiply by ones to sum the rows of each expert, with the fewest columns of ones that the kernel
         # accepts.

@@ -51,7 +51,9 @@ def global_names(model: LanguageModule, experts: ExpertGroups) -> dict[str, str]
 
 def _tensors_of(model: LanguageModule) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_CORRECTION_BIAS))
+    for name, buffer in model.named_buffers():
+        if name.endswith(_CORRECTION_BIAS):
+            yield name, buffer
 
 
 def places_of(chunks: Sequence[LanguageModule], experts: ExpertGroups) -> Iterator[tuple[str, TensorPlace]]:

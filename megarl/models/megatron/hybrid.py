@@ -8,6 +8,7 @@ GPTModel, and both have that layer's number. So everything that depends on the n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -161,14 +162,12 @@ def _pattern(config: TransformerConfig) -> str:
     """Return the symbols of all half layers, with a bar between chunks; the first chunks of all stages come
     before the second chunks."""
     chunks = config.virtual_pipeline_model_parallel_size
-    of_chunks = [
-        kinds_of_chunk(config, chunk, stage)
-        for chunk in ([None] if chunks is None else range(chunks))
-        for stage in range(config.pipeline_model_parallel_size)
-    ]
-    return Symbols.PIPE.join(
-        "".join(symbol for kind in kinds for symbol, _ in _halves(kind)) for kinds in of_chunks
-    )
+    patterns = []
+    for chunk in [None] if chunks is None else range(chunks):
+        for stage in range(config.pipeline_model_parallel_size):
+            halves = itertools.chain.from_iterable(map(_halves, kinds_of_chunk(config, chunk, stage)))
+            patterns.append("".join(symbol for symbol, _ in halves))
+    return Symbols.PIPE.join(patterns)
 
 
 def _halves(kind: LayerKind) -> tuple[tuple[str, str], tuple[str, str]]:

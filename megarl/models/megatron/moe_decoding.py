@@ -46,13 +46,11 @@ def fixed_shapes(
             same rows.
         rows: the rows that are being decoded.
     """
-    layers = [
-        module
-        for stage in stages
-        for module in stage.modules()
-        if rows.fixed and isinstance(module, MoELayer)
-    ]
-    return patched(*((layer, "forward", _Step(layer, groups, experts, rows)) for layer in layers))
+    steps: list[tuple[Any, str, Any]] = []
+    for module in torch.nn.ModuleList(stages).modules():
+        if rows.fixed and isinstance(module, MoELayer):
+            steps.append((module, "forward", _Step(module, groups, experts, rows)))
+    return patched(*steps)
 
 
 class _Step:

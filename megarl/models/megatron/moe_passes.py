@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
+from megarl.checkpoint.collective import gather_objects
 from megarl.errors import BatchError
 from megarl.models.engine.groups import ParallelGroups
 from megarl.models.engine.heads import Head, HeadOutput
@@ -61,9 +61,9 @@ def sequence_numbers(model_input: ModelInput) -> torch.Tensor:
 def take_census(inputs: Sequence[ModelInput], groups: ParallelGroups) -> ExpertTokenCounts:
     """Return the token and sequence counts of the global batch; ``inputs`` are this data-parallel rank's
     share of it. A collective over the data-parallel group."""
-    lengths = list(map(_counted_lengths, inputs))
+    lengths = torch.cat(list(map(_counted_lengths, inputs)))
     # Count in float64, which holds every count exactly, and reduce both numbers in one collective.
-    figures = torch.stack([torch.stack([row.sum(), (row > 0).sum()]) for row in lengths]).sum(0).double()
+    figures = torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
     # Sum over data parallelism only: context and pipeline ranks have the same rows, and would count them
     # again.
     tokens, sequences = groups.sum_over_data(figures).tolist()
@@ -167,10 +167,7 @@ def in_step(
     """
     if experts.replicas is None:
         return list(inputs)
-    sizes: list[list[_Size]] = [[]] * dist.get_world_size(experts.replicas)
-    dist.all_gather_object(
-        sizes, [_size(model_input, shapes) for model_input in inputs], group=experts.replicas
-    )
+    sizes = gather_objects([_size(model_input, shapes) for model_input in inputs], experts.replicas)
     # All replicas raise the same error, because all have the same list; a mismatch would hang in a layer.
     if len(set(map(len, sizes))) > 1:
         raise BatchError(
@@ -178,11 +175,12 @@ def in_step(
             "micro-batches; "
             "give each the same number (shard the batch with megarl.models.policy.batch_plan.shard_batch)"
         )
-    counterparts = list(zip(*sizes, strict=True))
-    uneven = [len({size.tokens for size in one}) > 1 for one in counterparts]
+    uneven, totals = [], []
+    for counterparts in zip(*sizes, strict=True):
+        uneven.append(len({size.tokens for size in counterparts}) > 1)
+        totals.append(max(size.packed for size in counterparts))
     if not equal_tokens or not any(uneven):
         return list(inputs)
-    totals = [max(size.packed for size in one) for one in counterparts]
     # A pipeline allocates by one shape, so that all micro-batches get the longest total.
     if shapes.equal:
         totals, uneven = [max(totals)] * len(totals), [True] * len(totals)

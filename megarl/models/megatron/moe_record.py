@@ -148,14 +148,13 @@ class RoutingRecord:
             return None
         probabilities = self._probabilities(logits) * real[:, None]
         self._mass[layer] += probabilities.detach().sum(0)
-        losses = [
-            weight * loss
-            for weight, loss in (
-                (self.settings.coefficient, self._balancing(layer, probabilities, went_to, sequences)),
-                (self.settings.z_coefficient, self._z_loss(layer, logits, real)),
-            )
-            if loss is not None
-        ]
+        losses = []
+        for weight, loss in (
+            (self.settings.coefficient, self._balancing(layer, probabilities, went_to, sequences)),
+            (self.settings.z_coefficient, self._z_loss(layer, logits, real)),
+        ):
+            if loss is not None:
+                losses.append(weight * loss)
         return torch.stack(losses).sum() if losses else None
 
     def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:

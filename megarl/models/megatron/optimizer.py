@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from converters.model_config.heads import OUTPUT_LAYER
+from megarl.checkpoint.collective import gather_objects
 from megarl.config.policy import MegatronOptimizerConfig, PolicyConfig
 from megarl.distributed.device import runtime
 from megarl.errors import ConfigError, Violation
@@ -75,14 +76,12 @@ def _require_one_kind(policy: PolicyConfig) -> None:
     """
     if not dist.is_initialized():
         return
-    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    # Gather the kinds of all ranks before anyone raises, because all ranks must fail with the same message.
-    dist.all_gather_object(found, (_kind_found(), socket.gethostname()))
-    if len({kind for kind, _ in found}) == 1:
-        return
     places: dict[str, list[str]] = {}
-    for rank, (kind, host) in enumerate(found):
+    # Gather the kinds of all ranks before anyone raises, because all ranks must fail with the same message.
+    for rank, (kind, host) in enumerate(gather_objects((_kind_found(), socket.gethostname()))):
         places.setdefault(kind, []).append(f"rank {rank} on {host}")
+    if len(places) == 1:
+        return
     told = "; ".join(
         (
             f"{kind}: "
@@ -194,13 +193,10 @@ def _store_states(inner: Any, settings: StateSettings, names: Mapping[torch.nn.P
     """Set on a distributed optimizer's Adam what Megatron-Core does not pass on: the state formats, and the
     names and positions of the shards."""
     adam = inner.optimizer
-    places = {
-        adam.param_groups[group]["params"][order]: (
-            names[parameter],
-            inner._get_model_param_range_map(parameter)["param"].start,
-        )
-        for parameter, (group, order) in inner.model_param_group_index_map.items()
-    }
+    places = {}
+    for parameter, (group, order) in inner.model_param_group_index_map.items():
+        start = inner._get_model_param_range_map(parameter)["param"].start
+        places[adam.param_groups[group]["params"][order]] = names[parameter], start
     # Name each state by parameter and position, whose hash decides its rounding, so that it does not depend
     # on the layout.
     adam.settings, adam.place_of = settings, places.__getitem__

@@ -91,12 +91,10 @@ def expert_groups(groups: ParallelGroups) -> ExpertGroups:
     replicas = None
     if coupled > 1:
         # Every rank lists all subgroups, even those it is not in, because creating groups is a collective.
-        firsts = range(0, dist.get_world_size(), coupled * replica)
-        members = [
-            list(range(first + place, first + coupled * replica, replica))
-            for first in firsts
-            for place in range(replica)
-        ]
+        members = []
+        for first in range(0, dist.get_world_size(), coupled * replica):
+            for place in range(replica):
+                members.append(list(range(first + place, first + coupled * replica, replica)))
         replicas, _ = dist.new_subgroups_by_enumeration(members)
     both = parallel_state.get_expert_tensor_and_model_parallel_group()
     return ExpertGroups(model, tensor, both, parallel_state.get_tensor_and_context_parallel_group(), replicas)

@@ -68,9 +68,7 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return forward and backward, each compiled into one operation on contiguous rows of tokens, once for
     all numbers of tokens. With three dimensions the compiler would specialise on the relation between two
     strides, which differs with every number of sequences."""
-    return tuple(  # type: ignore[return-value]
-        torch.compile(function, dynamic=True) for function in (_sum_and_norm, _gradients)
-    )
+    return torch.compile(_sum_and_norm, dynamic=True), torch.compile(_gradients, dynamic=True)
 
 
 class SumAndNorm(torch.autograd.Function):
@@ -153,15 +151,18 @@ def joins_norms(config: TransformerConfig, *, fused: bool) -> bool:
 def join_norms(chunks: Sequence[LanguageModule]) -> None:
     """Make each residual addition of the layers also compute the next norm of its chunk."""
     for chunk in chunks:
-        sums = [
-            (layer, name, norm)
-            for layer in chunk.decoder.layers
-            for name, norm in (("self_attn_bda", layer.input_layernorm), ("mlp_bda", layer.pre_mlp_layernorm))
-            if not isinstance(norm, IdentityOp)
-        ]
+        sums, norms = [], []
+        for layer in chunk.decoder.layers:
+            for name, norm in (
+                ("self_attn_bda", layer.input_layernorm),
+                ("mlp_bda", layer.pre_mlp_layernorm),
+            ):
+                if not isinstance(norm, IdentityOp):
+                    sums.append((layer, name))
+                    norms.append(norm)
         last = getattr(chunk.decoder, "final_layernorm", None) or getattr(chunk.decoder, "final_norm", None)
         # The sum after a layer's attention precedes its MLP's norm, and the sum after its MLP the next
         # layer's norm.
-        following = [norm for _, _, norm in sums[1:]] + ([] if last is None else [last])
-        for (layer, name, _), norm in zip(sums, following, strict=False):
+        following = norms[1:] + ([] if last is None else [last])
+        for (layer, name), norm in zip(sums, following, strict=False):
             setattr(layer, name, JoinedAdd(norm))

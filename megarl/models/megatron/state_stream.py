@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, whole
+from converters.checkpoint.boxes import Box, intersection, part, relative, shape_of, single, whole
 from converters.torch_dist.reader import TorchDistCheckpoint
 from megarl.checkpoint.storage import read_again
 from megarl.errors import CheckpointError
@@ -72,15 +72,11 @@ class _Source:
         order."""
         # Each buffer has one dtype, which the unpacking checks.
         (buckets,) = self._optimizer.gbuf_ranges[buffer].values()
-        ranges = (
-            (parameter, found["gbuf_world"])
-            for bucket in buckets
-            for parameter, found in bucket["param_map"].items()
-        )
-        return sorted(
-            ((world.start, world.end, parameter) for parameter, world in ranges),
-            key=operator.itemgetter(0, 1),
-        )
+        kept = []
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                kept.append((ranges["gbuf_world"].start, ranges["gbuf_world"].end, parameter))
+        return sorted(kept, key=operator.itemgetter(0, 1))
 
     def size(self, buffer: int) -> int:
         """Return the number of elements of a buffer, padding included."""
@@ -186,9 +182,8 @@ class StateStream:
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for buffer, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype in ranges:
-                state[buffer] = {
-                    dtype: {name: self._outline(buffer, name, source.size(buffer)) for name in STATES}
-                }
+                outlines = {name: self._outline(buffer, name, source.size(buffer)) for name in STATES}
+                state[buffer] = {dtype: outlines}
         return state
 
     def _outline(self, buffer: int, state: str, size: int) -> torch.Tensor:
@@ -215,7 +210,7 @@ class StateStream:
             address = place.first + first
             for box in boxes(outline.local_shape, first - begin, last - begin):
                 shape = (*leading, *shape_of(box))
-                start = (*(0 for _ in leading), *(position for position, _ in box))
+                start = (*[0] * len(leading), *(position for position, _ in box))
                 count = math.prod(shape)
                 yield dataclasses.replace(
                     outline,
@@ -308,7 +303,7 @@ def _read(
             f"{key} has shape {list(stored)} in {checkpoint.directory}, and {list(outline.global_shape)} in "
             "this model"
         )
-    leading = tuple((offset, offset + 1) for offset in outline.global_offset[: outline.prepend_axis_num])
+    leading = single(outline.global_offset[: outline.prepend_axis_num])
     origin = outline.global_offset[outline.prepend_axis_num :]
     for box in boxes(outline.local_shape, first - begin, last - begin):
         count = math.prod(shape_of(box))
@@ -323,7 +318,7 @@ def _read(
             # This layout has padding of the vocabulary that the writer's layout did not have.
             target.zero_()
         if there is not None:
-            inside = relative(there, [start for start, _ in wanted])
+            inside = relative(there, wanted)
             stored_part = read_again(
                 functools.partial(checkpoint.read, key, there), f"{key} of {checkpoint.directory}"
             )
@@ -358,12 +353,15 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row  # the rows that are included as a whole
     if first > last:  # inside one row
-        yield from (((last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row))
+        for box in boxes(shape[1:], start - last * row, stop - last * row):
+            yield ((last, first), *box)
         return
-    yield from (((first - 1, first), *box) for box in boxes(shape[1:], start - (first - 1) * row, row))
+    for box in boxes(shape[1:], start - (first - 1) * row, row):
+        yield ((first - 1, first), *box)
     if first < last:
         yield ((first, last), *whole(shape[1:]))
-    yield from (((last, last + 1), *box) for box in boxes(shape[1:], 0, stop - last * row))
+    for box in boxes(shape[1:], 0, stop - last * row):
+        yield ((last, last + 1), *box)
 
 
 class StreamedLoad(TorchDistLoadShardedStrategy):

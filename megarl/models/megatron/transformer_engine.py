@@ -66,8 +66,9 @@ def find() -> Finding:
 def _hide() -> None:
     """Make every later import fail as if Transformer Engine were not installed; parts of it may already be
     imported."""
-    for name in [name for name in sys.modules if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch")]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.split(".")[0] in (PACKAGE, f"{PACKAGE}_torch"):
+            del sys.modules[name]
     # Python marks a module that must not be imported in this way, and then raises ModuleNotFoundError.
     sys.modules[PACKAGE] = None  # type: ignore[assignment]
 

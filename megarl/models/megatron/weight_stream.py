@@ -29,6 +29,7 @@ from converters.mapping.rule import Kind, Rule, expert_index, is_expert, shift_e
 from converters.mapping.rules import all_rules, hf_tensors, rule_for
 from converters.mapping.shards import join
 from converters.model_config.architecture import Architecture
+from megarl.checkpoint.collective import gather_objects
 from megarl.errors import StateError
 from megarl.models.engine.gather_stream import (
     FullTensor,
@@ -70,8 +71,10 @@ def assembly_of(
         ConversionError: the shards do not have the shapes that the architecture requires.
     """
     if begins is None:
-        ends = list(itertools.accumulate(map(math.prod, shapes), initial=0))
-        begins = [{rank: rank * ends[-1] + begin for rank in range(ranks)} for begin in ends[:-1]]
+        *firsts, length = itertools.accumulate(map(math.prod, shapes), initial=0)
+        begins = []
+        for first in firsts:
+            begins.append({rank: rank * length + first for rank in range(ranks)})
     return UnshardPlan(_tensors(rules, shapes, ranks, architecture, slices, begins))
 
 
@@ -93,11 +96,9 @@ def _tensors(
         shards = sorted(there.items())[: 1 if rule.kind is Kind.REPLICATED else None]
         for number, part in enumerate(rule.parts):
             where = slices.get(part.name)
-            copies = (
-                copy
-                for rank, begin in shards
-                for copy in _copies(layouts[rank], number, part.shape, begin, where)
-            )
+            copies: list[Copy] = []
+            for rank, begin in shards:
+                copies += _copies(layouts[rank], number, part.shape, begin, where)
             yield FullTensor(
                 part.name, part.shape if where is None else where.shape_of(part.shape), tuple(copies)
             )
@@ -112,12 +113,11 @@ def is_cut_alike(rule: Rule, layouts: Sequence[ShardLayout], wanted: Sequence[Sl
         layouts: layouts of the shards, by rank.
         wanted: by rank, the slices that the engine's rank on its device reads.
     """
-    parts = enumerate(rule.parts) if rule.emits else ()
-    return all(
-        part.alone and _has(layout, number, part.shape, slices.get(part.name))
-        for number, part in parts
-        for layout, slices in zip(layouts, wanted, strict=True)
-    )
+    for number, part in enumerate(rule.parts) if rule.emits else ():
+        for layout, slices in zip(layouts, wanted, strict=True):
+            if not (part.alone and _has(layout, number, part.shape, slices.get(part.name))):
+                return False
+    return True
 
 
 def _is_read(rule: Rule, slices: Slices) -> bool:
@@ -163,14 +163,16 @@ def reach_of(
         everybody: all ranks.
     """
     of_expert = is_expert(rule.megatron_name)
-    # Check the farthest reach first: a rank that lacks the expert needs it, however the expert itself is
-    # sharded.
-    if of_expert and any(_is_read(rule, wanted[one.engine]) for one in everybody if one.owner != owner):
-        return Reach.ALL
-    having = [one for one in everybody if not of_expert or one.owner == owner]
-    beside = [layouts[one.expert_tensor if of_expert else one.tensor] for one in having]
-    alike = is_cut_alike(rule, beside, [wanted[one.engine] for one in having])
-    return Reach.OWN if alike else Reach.TENSOR
+    own_layouts, own_slices = [], []
+    for one in everybody:
+        slices = wanted[one.engine]
+        if not of_expert or one.owner == owner:
+            own_layouts.append(layouts[one.expert_tensor if of_expert else one.tensor])
+            own_slices.append(slices)
+        # A rank that lacks the expert needs it, however the expert itself is sharded.
+        elif _is_read(rule, slices):
+            return Reach.ALL
+    return Reach.OWN if is_cut_alike(rule, own_layouts, own_slices) else Reach.TENSOR
 
 
 def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | None) -> bool:
@@ -184,8 +186,11 @@ def _has(layout: ShardLayout, number: int, whole: Sequence[int], where: Slice | 
         if where is not None and where.dim == layout.axis
         else (0, whole[layout.axis])
     )
-    found = (min(span.stop, stop) - max(span.start, start) for span in layout.spans if span.part == number)
-    return sum(count for count in found if count > 0) == stop - start
+    found = 0
+    for span in layout.spans:
+        if span.part == number:
+            found += len(range(max(span.start, start), min(span.stop, stop)))
+    return found == stop - start
 
 
 def layouts_of(rule: Rule, ranks: int, padded_vocab: int, architecture: Architecture) -> list[ShardLayout]:
@@ -228,12 +233,12 @@ def _copies(
         if span.part == number:
             here = [range(whole[0]), range(width)]
             here[layout.axis] = range(span.start, span.stop)
-            both = [
-                range(max(one.start, other.start), min(one.stop, other.stop))
-                for one, other in zip(here, wanted, strict=True)
-            ]
+            both, first = [], []
+            for own, asked in zip(here, wanted, strict=True):
+                common = range(max(own.start, asked.start), min(own.stop, asked.stop))
+                both.append(common)
+                first.append(common.start - own.start)
             # The preceding spans are stored in front of this one.
-            first = [common.start - own.start for common, own in zip(both, here, strict=True)]
             first[layout.axis] += position
             source = begin + first[0] * width + first[1]
             target = (both[0].start - wanted[0].start) * len(wanted[1]) + both[1].start - wanted[1].start
@@ -323,21 +328,19 @@ class _Bucket:
         )
         self.names = [entry.name for entry in entries if entry.owner == own]
         # The unpacking checks that all rows have one length, on which the all-gather relies.
-        [self.length] = {
-            sum(entry.shape.numel() for entry in entries if entry.owner == owner) for owner in owners
-        }
+        lengths = dict.fromkeys(owners, 0)
+        for entry in entries:
+            if entry.owner in lengths:
+                lengths[entry.owner] += entry.shape.numel()
+        [self.length] = set(lengths.values())
         # The element at which an owner's next shard begins in the first of the owner's rows.
         coming = {owner: index * len(shard_ranks) * self.length for index, owner in enumerate(owners)}
         begins: list[dict[int, int]] = []
         for entry in entries:
-            begins.append(
-                {
-                    rank: coming[entry.owner] + row * self.length
-                    for row, rank in enumerate(shard_ranks)
-                    if entry.owner in coming
-                }
-            )
+            begins.append({})
             if entry.owner in coming:
+                for row, rank in enumerate(shard_ranks):
+                    begins[-1][rank] = coming[entry.owner] + row * self.length
                 coming[entry.owner] += entry.shape.numel()
         rules, shapes = [entry.rule for entry in entries], [entry.shape for entry in entries]
         self.unshard_plan = assembly_of(
@@ -470,35 +473,37 @@ class WeightStream:
                 "slices are chosen after a first pass over the weights: take the refit info first"
             )
         here = Beside(self._groups.tensor_rank, self._experts.tensor_rank, self._experts.model_rank, beside)
-        everybody: list[Any] = [None] * dist.get_world_size()
         # Gather the positions of all ranks, so that each derives the same reach for every parameter.
-        dist.all_gather_object(everybody, here)
+        everybody = gather_objects(here)
         # Either all ranks or none take slices, because all must run the same collectives.
         if any(one.engine < 0 for one in everybody):
             return {}
-        shapes = {
-            place.name: place.shape for part in hf_tensors(self._architecture) for place in part.places[:1]
-        }
+        places = (part.places[0] for part in hf_tensors(self._architecture))
+        shapes = {place.name: place.shape for place in places}
         # Exclude these slices, because the copies from shards treat a weight as a matrix.
-        names = {name for slices in wanted for name in slices}
-        names -= {
-            name for slices in wanted for name, where in slices.items() if where.dim and len(shapes[name]) > 2
-        }
-        wanted = [{name: where for name, where in slices.items() if name in names} for slices in wanted]
-        self._slices = {name: wanted[beside].get(name, Slice.all_of(shapes[name])) for name in names}
+        names: set[str] = set()
+        excluded: set[str] = set()
+        for slices in wanted:
+            for name, where in slices.items():
+                (excluded if where.dim and len(shapes[name]) > 2 else names).add(name)
+        names -= excluded
+        chosen: list[Slices] = []
+        for slices in wanted:
+            chosen.append({name: where for name, where in slices.items() if name in names})
+        self._slices = {name: chosen[beside].get(name, Slice.all_of(shapes[name])) for name in names}
         self._sliced = self._in_buckets(
-            [(unit, self._reach(unit, wanted, set(everybody))) for unit in self._units], self._slices
+            [(unit, self._reach(unit, chosen, set(everybody))) for unit in self._units], self._slices
         )
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
         """Return how far the shards of parameters that are sent together must be sent."""
         ranks = self._cut(unit[0]).tensor_size
-        layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
-        return max(
-            reach_of(entry.rule, entry.owner, own, wanted, everybody)
-            for entry, own in zip(unit, layouts, strict=True)
-        )
+        reach = Reach.OWN
+        for entry in unit:
+            layouts = _layouts(entry.rule, tuple(entry.shape), ranks, self._architecture)
+            reach = max(reach, reach_of(entry.rule, entry.owner, layouts, wanted, everybody))
+        return reach
 
     def sliced(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return what the engine's rank on this device reads, in the order of all weights: the agreed slices,
@@ -539,10 +544,10 @@ class WeightStream:
                 "the names of all stages are known after a first pass over the weights: take the "
                 "refit info first"
             )
-        return [
-            [name for name, _ in join(self._without_memory(stage), self._architecture)]
-            for stage in range(self._groups.pipeline_size)
-        ]
+        names = []
+        for stage in range(self._groups.pipeline_size):
+            names.append(list(dict(join(self._without_memory(stage), self._architecture))))
+        return names
 
     def _without_memory(self, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names that a stage exports, with tensors that have a shape but no memory."""
@@ -565,29 +570,23 @@ class WeightStream:
             self._buckets = self._plan(held)
         # Do this after the plan, which needs only names and shapes: adapters are merged per bucket.
         held = self._exported(held)
-        chosen = self._sliced if sliced else self._buckets
-        buckets = (
-            bucket for bucket in chosen if everywhere or bucket.first.stage == self._groups.pipeline_rank
-        )
-        for bucket in buckets:
-            yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
+        for bucket in self._sliced if sliced else self._buckets:
+            if everywhere or bucket.first.stage == self._groups.pipeline_rank:
+                yield _set_out(bucket, held, self._groups, self._experts, spare, everywhere=everywhere)
 
     def _plan(self, held: Mapping[str, torch.Tensor]) -> list[_Bucket]:
         """Divide all parameters, in their order, into buckets, the same on all ranks. This is the only
         exchange of names and shapes."""
         listing = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
-        stages: list[Any] = [listing]
-        if self._groups.pipeline_size > 1:
-            stages = [None] * self._groups.pipeline_size
-            dist.all_gather_object(stages, listing, group=self._groups.pipeline)
+        stages = gather_objects(listing, self._groups.pipeline)
         entries = (self._entry(rule, stages) for rule in all_rules(self._architecture))
         # Group without sorting, because the order of all weights is the order in which they are exported.
         alike = itertools.groupby(
             entries, key=lambda entry: (entry.stage, is_expert(entry.name), entry.dtype)
         )
-        self._units = list(
-            itertools.chain.from_iterable(self._units_of(list(neighbours)) for _, neighbours in alike)
-        )
+        self._units = []
+        for _, neighbours in alike:
+            self._units += self._units_of(list(neighbours))
         return self._in_buckets([(unit, Reach.ALL) for unit in self._units], {})
 
     def _units_of(self, entries: Sequence[_Entry]) -> Iterator[_Unit]:
@@ -602,18 +601,21 @@ class WeightStream:
                 rounds.setdefault(shift_expert(entry.name, -entry.owner * self._share), []).append(
                     (place, entry)
                 )
-        sizes = [
-            sum(entry.nbytes for _, entry in alike) * self._experts.tensor_size for alike in rounds.values()
-        ]
+        sizes = []
+        for alike in rounds.values():
+            nbytes = sum(entry.nbytes for _, entry in alike)
+            sizes.append(nbytes * self._experts.tensor_size)
         if not rounds or max(sizes) > self._bucket_bytes:
-            yield from ((entry,) for entry in entries)
+            for entry in entries:
+                yield (entry,)
             return
         for several in in_buckets(
             zip(rounds.values(), sizes, strict=True), operator.itemgetter(1), self._bucket_bytes
         ):
-            places = sorted(
-                itertools.chain.from_iterable(alike for alike, _ in several), key=operator.itemgetter(0)
-            )
+            places: list[tuple[int, _Entry]] = []
+            for alike, _ in several:
+                places += alike
+            places.sort(key=operator.itemgetter(0))
             yield tuple(entry for _, entry in places)
 
     def _in_buckets(self, units: Sequence[tuple[_Unit, Reach]], slices: Slices) -> list[_Bucket]:
@@ -622,7 +624,9 @@ class WeightStream:
         for (_, of_experts, _, reach, _), run in itertools.groupby(units, key=lambda one: self._way(*one)):
             experts = self._experts if of_experts else None
             for several in in_buckets(run, lambda one: self._bytes_in_stream(*one), self._bucket_bytes):
-                entries = [entry for unit, _ in several for entry in unit]
+                entries: list[_Entry] = []
+                for unit, _ in several:
+                    entries += unit
                 found.append(
                     _Bucket(entries, reach, experts, self._cut(entries[0]), self._architecture, slices)
                 )
