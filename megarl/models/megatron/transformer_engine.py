@@ -136,9 +136,9 @@ def uses_transformer_engine(policy: PolicyConfig, *, has_experts: bool) -> bool:
 def prefers_portable_layers(policy: PolicyConfig, *, has_experts: bool) -> bool:
     """Return whether ``auto`` should choose layers without Transformer Engine.
 
-    Dense models in bfloat16 train faster without it: 0.61 of the peak matmul rate against 0.57 (1.5 billion
-    parameters on an H200, ``benchmarks/results/gpu``). Nothing else was measured. Adapters always need the
-    portable layers.
+    Dense models in bfloat16 train faster without it: at 0.61 of the rate of a large matmul against 0.57 (1.5
+    billion parameters on an H200, ``benchmarks/results/gpu``). Nothing else was measured. Adapters always
+    need the portable layers.
     """
     if adapters_of(policy) is not None:
         return True

@@ -127,7 +127,7 @@ def _is_read(rule: Rule, slices: Slices) -> bool:
 
 
 class Reach(enum.IntEnum):
-    """How far the shards of a parameter are sent within a pipeline stage."""
+    """The ranks of a pipeline stage to which the shards of a parameter are sent."""
 
     OWN = 0
     """Not sent: each rank already has what is read on its device."""
