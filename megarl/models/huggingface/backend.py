@@ -206,8 +206,8 @@ class HuggingFaceBackend(ABC):
         factor = self.loss_scale.factor
         # Divide the norm by the loss scale. The gradients are divided later, and only if they are used.
         norm = global_norm(self._counted(), self.runtime.device) / factor
-        # Ask the loss scaler first: after an overflow it lowers the scale, and the caller must not see the
-        # norm.
+        # Ask the loss scaler before the caller: an overflow means that the scale was too large, and the
+        # scaler lowers it.
         if not self.loss_scale.accepts(norm):
             return StepOutcome(norm, False, overflowed=factor > 1.0)
         if not accepts(norm):
