@@ -1,11 +1,11 @@
-"""The manifest of a refit: names, shapes and dtypes of the policy's weights in one order, and their positions
-in a buffer.
+"""The manifest of a refit: names, shapes and dtypes of the policy's weight tensors in sending order, and
+their positions in a buffer.
 
-Both sides know the manifest before the first transfer, so that a transfer itself carries no names or shapes.
-This module also decides what is fixed for all refits: how the memory beyond the model is divided (two
-transfer buffers, gathered weights, and lists), which pipeline stage sends which weights (runs of consecutive
-weights in sending order that one stage holds; an interleaved pipeline gives a stage several runs), and how
-weights are copied in batches from a stream into a buffer.
+Both sides know the manifest before the first transfer, so transfers contain no names or shapes. The module
+also defines what is fixed for all refits: how memory beyond the model is divided (two transfer buffers,
+gathered weights, and lists); which pipeline stage sends which weights (as runs of consecutive tensors; an
+interleaved pipeline gives a stage several runs); and how tensors are copied from a stream to a buffer in
+batches.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from megarl.weight_sync.plan import CopyPlan, FlatBucketIterator, Group, TensorI
 from megarl.weight_sync.slices import Slice, Slices
 
 GIB = 2**30
-# Maximum bytes of weights that are gathered together, and their bytes if no memory is configured.
+# Maximum bytes of weights gathered together; used as is if no memory limit is configured.
 BUCKET_BYTES = 64 * 2**20
-# A bucket takes this fraction of the configured memory.
+# A bucket takes 1/16 of the configured memory.
 BUCKET_SHARE = 16
-# Number of buckets in memory at once: one in transit, of which gloo has two copies, one that has arrived, and
-# the tensors built from it.
+# Number of buckets in memory at once: one in transfer, of which gloo has two copies, one that has arrived,
+# and the tensors built from it.
 BUCKETS = 5
-# Bytes of host memory per weight besides its content: its name in a group, its location in a buffer, and its
-# copy plan while groups are laid out for the first time.
+# Bytes of host memory per tensor for bookkeeping: its name in a group, its location in a buffer, and its copy
+# plan while groups are first laid out.
 LIST_BYTES = 256
-# This fraction of the configured memory is reserved for connections and for what allocators keep.
+# 1/64 of the configured memory is reserved for connections and allocator overhead.
 REST_SHARE = 64
 
 
 def bucket_bytes(buffer_gib: float | None) -> int:
-    """Return the bytes of weights that are gathered together, unless a single weight takes more.
+    """Return the maximum bytes of weights gathered together, unless a single tensor is larger.
 
     Args:
-        buffer_gib: GiB that a refit may take, ``policy.refit_buffer_size_gb``; None if it is not configured.
+        buffer_gib: GiB that a refit may use, ``policy.refit_buffer_size_gb``; None if not configured.
     """
     return BUCKET_BYTES if buffer_gib is None else min(BUCKET_BYTES, int(buffer_gib * GIB) // BUCKET_SHARE)
 
@@ -57,12 +57,12 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
     """Return the bytes of each transfer buffer.
 
     Args:
-        buffer_gib: GiB that a refit may take.
+        buffer_gib: GiB that a refit may use.
         buffers: number of transfer buffers.
         lists: bytes of the lists of the buffers' content.
-        gathered: bytes of weights that are being gathered for the buffers.
-        largest: bytes of the largest weight, which gets room if buffers of its size and the lists fit alone.
-            Its gathering, as a bucket of its own, may then take more memory than is configured.
+        gathered: bytes of the weights being gathered for the buffers.
+        largest: bytes of the largest tensor. A buffer is at least as large if the buffers and lists alone
+            then fit into the limit; gathering such a tensor, as a bucket of its own, may exceed it.
     """
     configured = int(buffer_gib * GIB)
     room = max(configured - lists, 0)
@@ -74,11 +74,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights, in sending order.
+    """All weight tensors of a refit, in sending order.
 
     Attributes:
-        tensors: the weights; for a weight that is sent as a slice, the shape of the slice.
-        slices: slice and full shape of each weight that is sent as a slice, by name, in sending order.
+        tensors: the tensors; for one that is sent as a slice, the shape is that of the slice.
+        slices: slice and full shape of each tensor that is sent as a slice, by name, in sending order.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -86,7 +86,7 @@ class Manifest:
 
     @classmethod
     def of(cls, stream: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Return the manifest of the names and tensors of an iterable."""
+        """Build the manifest of the names and tensors in an iterable."""
         return cls._checked(TensorInfo.of(name, tensor) for name, tensor in stream)
 
     @classmethod
@@ -94,7 +94,7 @@ class Manifest:
         """Build a manifest from its ``description``.
 
         Raises:
-            RefitError: ``description`` is not the description of a manifest.
+            RefitError: it is not a description of a manifest.
         """
         try:
             infos = [
@@ -124,11 +124,10 @@ class Manifest:
         return manifest
 
     def sliced(self, slices: Slices) -> Manifest:
-        """Return the manifest of the same weights in which those of ``slices`` are sent as slices; for one
-        rank of an engine.
+        """Return the manifest for one engine rank, in which the tensors in ``slices`` are sent as slices.
 
         Raises:
-            RefitError: a name is not a weight of this manifest, or the weight does not have these indices.
+            RefitError: a name is not in this manifest, or the tensor does not have these indices.
         """
         unknown = slices.keys() - self._index.keys()
         if unknown or self.slices:
@@ -150,16 +149,16 @@ class Manifest:
         return Manifest(tuple(tensors), chosen)
 
     def description(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return ``{name: (shape, dtype)}`` in sending order, as the NeMo-RL policy API's
-        ``prepare_refit_info`` does."""
+        """Return ``{name: (shape, dtype)}`` in sending order, the result of ``prepare_refit_info`` in
+        NeMo-RL's policy API."""
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 digest of names, shapes, dtypes, their order and the slices, in hexadecimal."""
+        """SHA-256 hex digest of names, shapes, dtypes, order and slices."""
         listing = json.dumps([[tensor.name, tensor.shape, str(tensor.dtype)] for tensor in self.tensors])
         if self.slices:
-            # Include the slices, because the slices of two ranks may have the same shapes.
+            # Include the slices, because slices of two ranks may have the same shapes.
             listing += json.dumps(
                 [[name, where.plain(), whole] for name, (where, whole) in self.slices.items()]
             )
@@ -178,11 +177,11 @@ class Manifest:
         return [tensor.shape for tensor in self.tensors], [tensor.dtype for tensor in self.tensors]
 
     def expect(self, first: int, stop: int, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that weights are the announced ones from index ``first`` up to ``stop``, without Python code
-        per weight.
+        """Check that arriving tensors are the announced ones from index ``first`` up to ``stop``, without a
+        Python loop over tensors.
 
         Raises:
-            RefitError: the weights differ from the announced ones.
+            RefitError: they differ from the announced ones.
         """
         shapes, dtypes = self._kinds
         if (
@@ -190,17 +189,17 @@ class Manifest:
             or not all(map(eq, map(_SHAPE, tensors), shapes[first:stop]))
             or list(map(_DTYPE, tensors)) != dtypes[first:stop]
         ):
-            # This slow check, with an object per weight, runs only after a mismatch, to find the weight.
+            # This slower check runs only after a mismatch, to name the tensor.
             self.expect_infos(
                 first, stop, [TensorInfo.of(*weight) for weight in zip(names, tensors, strict=True)]
             )
 
     def expect_infos(self, first: int, stop: int, coming: Sequence[TensorInfo]) -> None:
-        """Check that the infos of arriving weights are the announced ones from index ``first`` up to
+        """Check that descriptions of arriving tensors are the announced ones from index ``first`` up to
         ``stop``.
 
         Raises:
-            RefitError: the infos differ from the announced ones.
+            RefitError: they differ from the announced ones.
         """
         for announced, found in zip_longest(self.tensors[first:stop], coming):
             if found != announced:
@@ -212,35 +211,35 @@ class Manifest:
 
     @property
     def padded_sizes(self) -> list[tuple[str, int]]:
-        """Names with the bytes that the weights take in a buffer, in sending order."""
+        """Name and padded bytes of each tensor, in sending order."""
         return [(tensor.name, padded_bytes(tensor.nbytes)) for tensor in self.tensors]
 
     @cached_property
     def _begins(self) -> array[int]:
-        """First byte of each weight if all are in one buffer, followed by the bytes of all; an array takes
-        eight bytes per number, where Python's numbers take four times that."""
+        """First byte of each tensor if all were in one buffer, followed by the total; an array, because
+        Python ints would take four times the memory."""
         return array("q", accumulate((padded_bytes(tensor.nbytes) for tensor in self.tensors), initial=0))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all weights take in a buffer."""
+        """Padded bytes of all tensors."""
         return self._begins[-1]
 
     @cached_property
     def largest(self) -> tuple[str, int]:
-        """Name of the weight that takes the most bytes in a buffer, and these bytes."""
+        """Name and padded bytes of the largest tensor."""
         return max(self.padded_sizes, key=lambda one: one[1], default=("no weight", 0))
 
     def groups(self, budget: int, first: int = 0, stop: int | None = None) -> Iterator[Group]:
-        """Yield the weights from index ``first`` up to ``stop`` in order, in as few groups as possible of at
-        most ``budget`` bytes each.
+        """Yield the tensors from index ``first`` up to ``stop`` in order, in as few groups of at most
+        ``budget`` bytes as possible.
 
         Raises:
-            RefitError: a single weight is larger than ``budget``.
+            RefitError: a single tensor is larger than ``budget``.
         """
         stop = len(self.tensors) if stop is None else stop
         while first < stop:
-            # Search instead of summing, because groups of tens of thousands of weights are formed again for
+            # Binary search instead of summing: groups of tens of thousands of tensors are formed again for
             # each buffer size.
             end = min(bisect_right(self._begins, self._begins[first] + budget) - 1, stop)
             if end <= first:
@@ -251,8 +250,8 @@ class Manifest:
             first = end
 
     def group(self, first: int, count: int) -> Group:
-        """Return the group of ``count`` weights from index ``first`` on, which is laid out once and cached
-        for later refits."""
+        """Return the group of ``count`` tensors from index ``first`` on. Its layout is cached for later
+        refits."""
         if (first, count) not in self._groups:
             self._groups[first, count] = Group.of(first, self.tensors[first : first + count])
         return self._groups[first, count]
@@ -262,7 +261,7 @@ class Manifest:
         return {}
 
     def group_named(self, names: Sequence[str]) -> Group:
-        """Return the group of the weights ``names``.
+        """Return the group of the tensors ``names``.
 
         Raises:
             RefitError: the names are not consecutive in sending order.
@@ -279,12 +278,12 @@ class Manifest:
 
 
 def too_large(name: str, nbytes: int, budget: int, weights: int) -> RefitError:
-    """Return the error for a weight that takes more bytes than a buffer has.
+    """Return the error for a tensor that is larger than a buffer.
 
     Args:
-        name, nbytes: name of the weight, and its bytes including padding.
+        name, nbytes: name of the tensor, and its padded bytes.
         budget: bytes of a buffer.
-        weights: number of all weights.
+        weights: number of all tensors.
     """
     # Round up, so that the recommended value is sufficient.
     needed = Decimal(2 * nbytes + LIST_BYTES * weights) / 2**30
@@ -300,11 +299,11 @@ WeightIterator = Iterator[tuple[str, torch.Tensor]]
 
 
 def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch.Tensor | None) -> None:
-    """Copy the weights of a group from a stream into ``buffer``, uint8; without a buffer the stream advances
-    all the same.
+    """Copy the tensors of a group from a stream to ``buffer`` (uint8); without a buffer, only advance the
+    stream.
 
     Raises:
-        RefitError: the weights differ from the announced ones.
+        RefitError: the tensors differ from the announced ones.
     """
     first = group.first
     if isinstance(stream, FlatBucketIterator):
@@ -312,7 +311,7 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
             first = _lay(stream, manifest, group, first, buffer)
         return
     for begin, end in group.batches:
-        # Do not keep the pairs, because tens of thousands of them would trigger the garbage collector.
+        # Do not keep (name, tensor) pairs: tens of thousands of tuples would trigger the garbage collector.
         names, weights = [], []
         for name, weight in islice(stream, end - begin):
             names.append(name)
@@ -325,8 +324,8 @@ def pack(stream: WeightIterator, manifest: Manifest, group: Group, buffer: torch
 def _lay(
     stream: FlatBucketIterator, manifest: Manifest, group: Group, first: int, buffer: torch.Tensor | None
 ) -> int:
-    """Copy a flat bucket into the buffer, and return the index after its last weight. Python code runs per
-    weight only when the bucket first arrives."""
+    """Copy the stream's next flat bucket to the buffer and return the index after its last tensor. There is
+    Python work per tensor only when the bucket first arrives."""
     bucket = stream.take(group.stop - first)
     if bucket is None:
         manifest.expect_infos(first, group.stop, ())
@@ -338,8 +337,7 @@ def _lay(
             f"{type(stream).__name__} gave {bucket.count} weights, but 1 to {group.stop - first} "
             "were requested"
         )
-    # Store the plan with the group, which is stored with the manifest, so that the second refit finds all
-    # plans.
+    # The group is cached in the manifest, so the second refit finds all plans.
     plan = group.plans.get(first)
     if plan is None or not plan.serves(bucket):
         manifest.expect_infos(first, stop, bucket.infos())
@@ -350,16 +348,15 @@ def _lay(
 
 
 def failing(error: Exception) -> WeightIterator:
-    """Return the stream of a model that cannot provide weights; its first item raises ``error``."""
-    # Raise at the first next() and not when the stream is created, because all ranks have begun the refit by
-    # then.
+    """Return a stream that raises ``error`` at its first item."""
+    # Raise at the first next(), not at creation: all ranks have begun the refit by then.
     raise error
     yield
 
 
 def drain(stream: WeightIterator) -> None:
-    """Consume the rest of a stream, which every rank must do even after an error of its own, because
-    gathering the weights is collective."""
+    """Consume the rest of a stream. Every rank must do so even after an error of its own, because gathering
+    is collective."""
     if isinstance(stream, FlatBucketIterator):
         while stream.take(sys.maxsize) is not None:
             pass
@@ -369,10 +366,10 @@ def drain(stream: WeightIterator) -> None:
 
 
 def expect_end(stream: WeightIterator) -> None:
-    """Run the stream to its end, including its code after the last weight.
+    """Run the stream to its end, including its code after the last tensor.
 
     Raises:
-        RefitError: there are weights left.
+        RefitError: tensors are left.
     """
     for name, _ in stream:
         raise RefitError(
@@ -386,8 +383,8 @@ class Stages:
 
     Attributes:
         count: number of stages.
-        runs: ``(stage, number of weights)`` of every run, in sending order; empty if stage 0 sends all
-            weights.
+        runs: ``(stage, number of tensors)`` of every run of consecutive tensors that one stage sends, in
+            sending order; empty if stage 0 sends all.
     """
 
     count: int = 1
@@ -399,10 +396,10 @@ class Stages:
 
         Args:
             manifest: manifest of all weights.
-            names: one list per stage, each in sending order.
+            names: a list of names per stage, each in sending order.
 
         Raises:
-            RefitError: a weight is sent by no stage or by two, is not in the manifest, or is out of order.
+            RefitError: a tensor is sent by no stage or by two, is not in the manifest, or is out of order.
         """
         owners = {name: stage for stage, own in enumerate(names) for name in own}
         missing = [tensor.name for tensor in manifest.tensors if tensor.name not in owners]
@@ -411,24 +408,22 @@ class Stages:
                 f"no pipeline stage sends {missing[0]} and {len(missing) - 1} more weights: {_DEFECT}"
             )
         for stage, own in enumerate(names):
-            # A stage must send in the manifest's order, in which the other side forms the groups.
+            # Each stage must send in the manifest's order, from which the other side derives the groups.
             wanted = [tensor.name for tensor in manifest.tensors if owners[tensor.name] == stage]
             if wanted != list(own):
                 raise RefitError(
                     f"pipeline stage {stage} sends {len(own)} weights, of which {len(wanted)} are its own "
                     f"in order: {_DEFECT}"
                 )
-        # Store runs instead of one range per stage: with an interleaved pipeline a stage has several, and
-        # engines take all in one order.
+        # Runs instead of one range per stage: an interleaved pipeline gives a stage several.
         in_order = groupby(owners[tensor.name] for tensor in manifest.tensors)
         return cls(len(names), tuple((stage, sum(1 for _ in run)) for stage, run in in_order))
 
     def parts(self, manifest: Manifest, budget: int) -> Iterator[tuple[int, Group]]:
-        """Yield each stage with the groups of weights that it sends, of at most ``budget`` bytes each, in
-        sending order.
+        """Yield (stage, group) for groups of at most ``budget`` bytes, in sending order.
 
         Raises:
-            RefitError: a single weight is larger than ``budget``, or the runs are those of another model.
+            RefitError: a single tensor is larger than ``budget``, or the runs are of another model.
         """
         runs = self.runs or ((0, len(manifest.tensors)),)
         if sum(count for _, count in runs) != len(manifest.tensors):
