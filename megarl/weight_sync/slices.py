@@ -114,8 +114,8 @@ class Reads:
             self._boxes.append(box)
 
     def slice_of(self, whole: Sequence[int]) -> Slice | None:
-        """Return the smallest slice that contains all reads (length 0 if there were none), or None if no
-        slice shorter than the full tensor does."""
+        """Return the smallest slice that contains all reads, of length 0 if there were none; None if the
+        weight must be sent in full."""
         if not self._boxes:
             return Slice(0, 0, 0) if whole else None
         # A slice is sent as one index range, so take the span of all reads, gaps included.
