@@ -125,7 +125,8 @@ def _prepare(directory: Path, staging: Path) -> str | None:
 
 
 def _is_first_of(directory: Path) -> bool:
-    """Return whether this rank is the first that passes this path. Collective over all ranks."""
+    """Return whether this rank is the lowest of the ranks that pass the same path. Collective over all
+    ranks."""
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, str(directory))
     return paths.index(str(directory)) == dist.get_rank()
@@ -148,8 +149,8 @@ def _publish(directory: Path, staging: Path) -> str | None:
     try:
         fsync_tree(staging)
         if directory.exists():
-            # The user may have created an empty directory; remove it, because a rename does not replace
-            # directories on every system.
+            # The user may have created an empty directory. rmdir fails, with the reason, if the directory has
+            # content by now.
             directory.rmdir()
         rename_surely(staging, directory)
     except OSError as error:

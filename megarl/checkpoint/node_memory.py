@@ -265,7 +265,7 @@ class Writer:
 
     def _tell(self, order: str | None) -> None:
         assert self._first.stdin is not None
-        # Ignore errors: the end of its output shows that the process has ended.
+        # Ignore errors: if the process has ended, the end of its output shows it.
         with contextlib.suppress(OSError, ValueError):
             self._first.stdin.write(f"{json.dumps(order)}\n".encode())
             self._first.stdin.flush()

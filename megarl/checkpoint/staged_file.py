@@ -29,7 +29,7 @@ _PLAIN_SUFFIX = ".distcp"
 
 
 def description_name(name: str) -> str:
-    """Return the name of a file's description."""
+    """Return the name of the file that describes the staged file ``name``."""
     return f"{name.removesuffix(_PLAIN_SUFFIX)}{SUFFIX}"
 
 

@@ -3,8 +3,8 @@
 A publishing policy rank keeps one mailbox for its lifetime: each rank on GPUs, one rank per host on a CPU.
 The mailbox is a Unix socket without a file, to which readers connect. For each group of tensors in a refit
 the policy sends the location of its data, or the reason why it aborted the refit; readers report how many
-groups they have read. Refits have increasing ids (``ticket``). The policy overwrites a buffer slot once all
-living readers have read it.
+groups they have read. Every message carries the id of its refit (``ticket``). The policy overwrites a buffer
+slot once all living readers have read it.
 
 A failure on one side does not block the other. The policy stops waiting for a reader that failed or whose
 process ended, and waits for a hanging reader until a timeout. A failed policy sends the reason; if its

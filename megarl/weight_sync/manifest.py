@@ -32,7 +32,7 @@ from megarl.weight_sync.slices import Slice, Slices
 GIB = 2**30
 # Maximum bytes of weights gathered together; used as is if no memory limit is configured.
 BUCKET_BYTES = 64 * 2**20
-# A bucket takes 1/16 of the configured memory.
+# The configured memory is divided by this number to get the size of a bucket.
 BUCKET_SHARE = 16
 # Number of buckets in memory at once: one in transfer, of which gloo has two copies, one that has arrived,
 # and the tensors built from it.
@@ -40,7 +40,7 @@ BUCKETS = 5
 # Bytes of host memory per tensor for bookkeeping: its name in a group, its location in a buffer, and its copy
 # plan while groups are first laid out.
 LIST_BYTES = 256
-# 1/64 of the configured memory is reserved for connections and allocator overhead.
+# One part in this number of the configured memory is reserved for connections and allocator overhead.
 REST_SHARE = 64
 
 
@@ -61,8 +61,8 @@ def buffer_bytes(buffer_gib: float, buffers: int, *, lists: int, gathered: int, 
         buffers: number of transfer buffers.
         lists: bytes of the lists of the buffers' content.
         gathered: bytes of the weights being gathered for the buffers.
-        largest: bytes of the largest tensor. A buffer is at least as large if the buffers and lists alone
-            then fit into the limit; gathering such a tensor, as a bucket of its own, may exceed it.
+        largest: bytes of the largest tensor. Buffers get at least this size if all of them and the lists fit
+            into ``buffer_gib``, although gathering this tensor may then exceed the limit.
     """
     configured = int(buffer_gib * GIB)
     room = max(configured - lists, 0)

@@ -128,8 +128,8 @@ class Adapters:
         seed: seed of the initial matrices A.
 
     Raises:
-        ConfigError: no layer is selected, or one that cannot have an adapter; or the settings differ from
-            those of the adapter to continue from.
+        ConfigError: no layer is selected, or one that cannot have an adapter; or the run continues from an
+            adapter with other settings.
     """
 
     def __init__(self, settings: AdapterSettings, model: Any, seed: int) -> None:

@@ -49,7 +49,7 @@ from megarl.models.huggingface.sending_order import in_sending_order
 from megarl.weight_sync.manifest import BUCKETS, bucket_bytes
 
 logger = logging.getLogger(__name__)
-STEPS = 2  # The first step makes the state, and the second one reads it.
+STEPS = 2  # The first step creates the optimizer state, the second reads it.
 
 
 class DTensorBackend(HuggingFaceBackend):
@@ -343,7 +343,7 @@ class DTensorBackend(HuggingFaceBackend):
             divided = {name: parameter for name, parameter in divided.items() if name in parameters}
             for name, part in gather_parts(divided, self._dtype, self.runtime.device, self._bucket_bytes):
                 own = parameters[name]
-                # Merge adapters for generation, which saves two matmuls per layer and step.
+                # Merge adapters for generation, which saves the adapters' matmuls in every layer and step.
                 part = part if self.adapters is None else self.adapters.merged(name, part, factors)
                 (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
             yield model

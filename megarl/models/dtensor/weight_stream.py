@@ -187,7 +187,7 @@ def _copy(block: Block, shape: Sequence[int], begin: int) -> Copy | None:
     padding)."""
     strides = strides_of(shape)
     target = sum(place.start * stride for place, stride in zip(block.slices, strides, strict=True))
-    if block.tensor_dimension is None:  # Whole rows are one run of elements.
+    if block.tensor_dimension is None:  # Full rows are contiguous.
         sent = _sent(block)
         count = min(target + sent.stop, math.prod(shape)) - (target + sent.start)
         return Copy.run_of(count, begin, target + sent.start) if count > 0 else None

@@ -107,7 +107,7 @@ class Sharded:
         """Return the parameters of each FSDP unit, in the same order on all ranks."""
         unit_of: dict[nn.Module, FullyShardedDataParallel] = {}
         units = FullyShardedDataParallel.fsdp_modules(self.module)
-        for unit in units:  # Outer units come first, so that inner ones override them.
+        for unit in units:  # Outer units come first; inner ones override them.
             unit_of.update(dict.fromkeys(unit.modules(), unit))
         return {
             unit: {name: place for name, place in self._held.items() if unit_of[place.module] is unit}

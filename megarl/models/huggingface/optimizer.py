@@ -264,8 +264,8 @@ class LossScale:
 
     @classmethod
     def for_float16(cls) -> LossScale:
-        """Return a dynamic loss scale, which is halved at an overflow and doubled after 2000 steps without
-        one."""
+        """Return a dynamic loss scale, which is halved at an overflow and doubled after ``INTERVAL`` steps
+        without one."""
         return cls(INITIAL, dynamic=True)
 
     def accepts(self, norm: float) -> bool:

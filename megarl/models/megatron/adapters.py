@@ -242,7 +242,8 @@ class Adapter(nn.Module):
         return self._up_of([self])[0]
 
     def _between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Reduce, scatter or gather the output of A into the input that B needs."""
+        """Convert the output of A to the layout that B needs: reduce, reduce-scatter, all-gather or copy
+        it."""
         group = self._group
         if self.is_row and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(hidden, group=group)
@@ -417,8 +418,8 @@ class Adapters:
         seed: seed of the initial matrices A.
 
     Raises:
-        ConfigError: no layer is selected, or one that cannot have an adapter; or the settings differ from
-            those of the adapter to continue from.
+        ConfigError: no layer is selected, or one that cannot have an adapter; or the run continues from an
+            adapter with other settings.
     """
 
     def __init__(
@@ -463,7 +464,7 @@ class Adapters:
         """
         chosen, idle, other = set(self.adapted), False, ""
         for chunk in chunks:
-            # Freeze everything first; the adapters, which are added afterwards, keep their gradients.
+            # Freeze everything first; only the adapters, which are added afterwards, are then trainable.
             chunk.requires_grad_(False)
             _multiply_by_rows(chunk)
             found = 0

@@ -209,7 +209,8 @@ class LooseParameters:
         self._shared[storage._cdata] = storage, memory
 
     def _memories(self) -> list[torch.UntypedStorage]:
-        """Return each storage once, in the order of the parameters."""
+        """Return the storages of the parameters outside Megatron-Core's buffers, each once, in the order of
+        the parameters."""
         found: dict[int, torch.UntypedStorage] = {}
         for model in self._chunks:
             buffered = {

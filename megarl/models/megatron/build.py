@@ -185,8 +185,9 @@ def _tables_in_equal_parts(context_size: int) -> Iterator[None]:
 def _output_layers_that_add_apart() -> contextlib.AbstractContextManager[None]:
     """Return a context in which Megatron-Core can build an output layer without Apex.
 
-    The output layer's fused gradient accumulation needs an extension of Apex, and without it Megatron-Core
-    refuses to build the layer if the config enables this fusion, even for Transformer Engine's other layers.
+    Megatron-Core's output layer has fused gradient accumulation only with an extension of Apex. Without Apex
+    it refuses to build the layer if the config enables this fusion, even if all other layers are Transformer
+    Engine's.
     """
     return patched((layers, "_grad_accum_fusion_available", True))
 

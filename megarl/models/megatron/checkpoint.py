@@ -242,7 +242,7 @@ def load_optimizer(
         schedule = directory / SCHEDULE_FILE
         if scheduler is not None and is_file(schedule):
             before = schedule_values(optimizer)["lr"]
-            scheduler.num_steps = 0  # loading advances the schedule from its present step
+            scheduler.num_steps = 0  # loading advances the schedule from its current step
             scheduler.load_state_dict(json.loads(read_again(schedule.read_text, str(schedule))))
             log_changed_rate(scheduler.num_steps, before, schedule_values(optimizer)["lr"])
         rng = directory / random_state_file(dist.get_rank())
@@ -399,7 +399,7 @@ def _read(
 
 @contextlib.contextmanager
 def _as_own_errors(directory: Path, what: str) -> Iterator[None]:
-    """Convert errors of Megatron-Core and DCP into megarl's errors."""
+    """Within the context, convert errors of Megatron-Core and DCP into megarl's errors."""
     try:
         yield
     # DCP's exception derives from BaseException and contains the errors of all ranks; a megarl error among

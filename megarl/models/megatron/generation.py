@@ -225,8 +225,8 @@ class _CachedForward:
 
         Args:
             shape: [b, n] of the tokens.
-            run: runs one chunk, given its index and hidden states [n, b, H]; None for the model's first
-                chunk.
+            run: runs one chunk, given its index and its input, hidden states [n, b, H]; the input is None for
+                the model's first chunk.
         """
         output = None
         for chunk, stage in enumerate(self.backend.stages):

@@ -73,7 +73,7 @@ def save_sharded(
             dist_checkpointing.save(shared_out(state, stream), str(directory), strategy)
     except (
         CheckpointException
-    ) as error:  # raised on all ranks, but only the first one knows why; not a subclass of Exception
+    ) as error:  # not an Exception; raised on all ranks, but only rank 0 has the reason
         failure = error
     with failing_together(f"writing {directory}"):
         if failure is not None:

@@ -156,7 +156,7 @@ class _Source:
         """
         step = max(
             1, SLICE_BYTES // _ITEM // 2
-        )  # half, because pieces and the tensor they are joined into may exist together
+        )  # half, because chunks and the tensor joined from them may exist together
         for begin, end, parameter in self._kept_between(buffer, start, stop):
             first, last = max(begin, start), min(end, stop)
             gathered = self._gathering.get((parameter, state))
@@ -175,7 +175,7 @@ class StateStream:
         # One long meta tensor; an offset in it identifies an element of the state of all optimizers.
         self._addresses = torch.empty(_ADDRESSES, dtype=torch.float32, device="meta")
         self._sources: list[_Source] = []
-        self._places: list[_Place] = []  # in the order of their addresses
+        self._places: list[_Place] = []  # sorted by address
         self._size = 0
 
     def outlines(self, optimizer: DistributedOptimizer) -> dict[Any, Any]:
@@ -227,7 +227,7 @@ class StateStream:
                     # Turn the prepended layer axis into an ordinary one of length 1: a box must have all
                     # dimensions of the full tensor.
                     prepend_axis_num=0,
-                    axis_fragmentations=None,  # the pieces of a tensor are not a grid
+                    axis_fragmentations=None,  # the boxes of a tensor form no grid
                     replica_id=0,
                 )
                 address += count
@@ -357,7 +357,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     # Each dimension needs at most three boxes: the end of a row, whole rows, and the start of a row.
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are included as a whole
+    first, last = -(-start // row), stop // row  # the full rows in the range
     if first > last:  # inside one row
         yield from (((last, first), *box) for box in boxes(shape[1:], start - last * row, stop - last * row))
         return

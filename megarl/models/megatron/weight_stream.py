@@ -160,8 +160,7 @@ def reach_of(
     wanted: Sequence[Slices],
     everybody: Collection[Beside],
 ) -> Reach:
-    """Return how far the shards of a parameter must be sent so that each rank has what is read on its
-    device.
+    """Return the smallest ``Reach`` with which each rank gets the data that is read on its device.
 
     Args:
         rule: mapping rule of the parameter.
@@ -515,7 +514,7 @@ class WeightStream:
         return dict(self._slices)
 
     def _reach(self, unit: _Unit, wanted: Sequence[Slices], everybody: Collection[Beside]) -> Reach:
-        """Return how far the shards of parameters that are sent together must be sent."""
+        """Return the reach of a unit, whose parameters are sent together; see ``reach_of``."""
         ranks = self._cut(unit[0]).tensor_size
         layouts = (_layouts(entry.rule, tuple(entry.shape), ranks, self._architecture) for entry in unit)
         return max(
